@@ -25,8 +25,8 @@ from typing import Any
 from rl_apps.run.directory import names_of
 from rl_contracts.errors import RewardError
 from rl_launchers.supervise.control import read_json
-from rl_trainers.run_log.background_writes import fault_of
 from rl_trainers.recovery.lookup import points_of
+from rl_trainers.run_log.background_writes import fault_of
 
 EXPLAINED = (
     "was killed by SIG",

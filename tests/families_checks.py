@@ -240,8 +240,8 @@ def try_server(path: Path, results: dict[str, Result]) -> None:
 def _serve(path: Path, results: dict[str, Result]) -> str | None:
     from rl_inference import EmbeddedEngineConfig
     from rl_inference.embedded_server.job import GenerationJob
-    from rl_inference.embedded_server.model.loading import load_model
     from rl_inference.embedded_server.loop import DecodeLoop
+    from rl_inference.embedded_server.model.loading import load_model
     from rl_inference.embedded_server.scoring import ScoreJob
     from rl_inference.embedded_server.weights import ServedWeights
 

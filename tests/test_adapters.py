@@ -15,19 +15,19 @@ import pytest
 import torch
 from real_servers import SHARED, interpreter_of, make_request
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.config import ClientConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, ServeSpec
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.inference import InferenceEngine
-from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_contracts.weights import broadcast
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.config import LoRAConfig
 from rl_inference import EmbeddedEngine, SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
-from rl_inference.testing import JobProcess, ServerProcess
 from rl_inference.backends.vllm.config import INSIDE
+from rl_inference.testing import JobProcess, ServerProcess
 from rl_trainers import PublishConfig, WeightPublisher
 
 TESTS = Path(__file__).parent

@@ -18,15 +18,15 @@ from uuid import uuid4
 
 import pytest
 
-from rl_contracts.sandbox import confine
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import AgentError, ConfigError
+from rl_contracts.runtime.clock import SystemClock
+from rl_contracts.sandbox import confine
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows import AgentCommand, AgentContainer, AgentEpisodes, Ticket
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 

@@ -9,20 +9,20 @@ from typing import Any
 import openai
 import pytest
 
-from rl_contracts.runtime.clock import SystemClock
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import stack
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import AgentError, InferenceError
-from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
-from rl_contracts.batch.trajectory import stack
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows.agents.endpoint.config import EndpointConfig
-from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig
 from rl_trainers.algorithms.credit import assign_credit
 from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 

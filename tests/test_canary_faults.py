@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.config import ClientConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig

@@ -10,8 +10,8 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_contracts.errors import DataError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import DataError
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ASKED = [{"role": "user", "content": "How is it in Ulm?"}]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rl_apps.programs.conversations import MATH_AGENT, MULTI_TURN_MATH
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.embedded.warmup import WarmUp
+from rl_apps.programs.conversations import MATH_AGENT, MULTI_TURN_MATH
 from rl_contracts.runtime.json_lines import json_lines
 
 BIN = Path(sys.executable).parent
@@ -105,7 +105,9 @@ def test_agent_that_fails_on_some_rows_is_counted_and_the_run_goes_on(tmp_path: 
 def test_math_agent_takes_steps_with_a_process_for_each_episode(tmp_path: Path) -> None:
     settings = (f"model.path={hasty(tmp_path / 'cache', 'tools')}", *SMALL)
 
-    records = run(MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.programs.math_agent:OneEpisodeAgent", *settings)
+    records = run(
+        MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.programs.math_agent:OneEpisodeAgent", *settings
+    )
 
     steps = [record for record in records if "rows" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]

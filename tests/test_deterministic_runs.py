@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rl_contracts.data import FinetuneSpec, ServeSpec
-from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
 from rl_contracts.batch.trajectory import Trajectory, stack
+from rl_contracts.data import FinetuneSpec, ServeSpec
+from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
+from rl_contracts.testing.models import make_tiny_model
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.embedded_server.model.loading import load_model

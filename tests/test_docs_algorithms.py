@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import pack
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.registry import load_part
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.batch.trajectory import pack
 from rl_trainers import PolicyActor
 from rl_trainers.algorithms.credit import assign_credit
 from rl_trainers.algorithms.functional.correction import OffPolicy

@@ -252,8 +252,8 @@ def configs() -> list[Any]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with the data, model, run and config of an earlier run that pages name."""
-    from rl_apps.settings.compose import to_yaml
     from rl_apps.programs.gsm8k_grpo import APP
+    from rl_apps.settings.compose import to_yaml
     from rl_contracts.testing.models import make_tiny_model
 
     directory = tmp_path_factory.mktemp("shared")

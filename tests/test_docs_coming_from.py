@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_apps.settings.compose import describe
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.compose import describe
 from rl_apps.settings.synonyms import SYNONYMS
+from rl_contracts.batch.trajectory import pack
 from rl_contracts.registry import load_part
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.batch.trajectory import pack
 from rl_trainers.algorithms.config import LossConfig, MaskConfig
 from rl_trainers.algorithms.credit import over_what
 from rl_trainers.algorithms.functional.advantages import normalised

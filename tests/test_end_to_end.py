@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rl_apps.run.components import weights_directory
-from rl_contracts.runtime.metric_docs import meaning
 from rl_contracts.runtime.json_lines import json_lines
+from rl_contracts.runtime.metric_docs import meaning
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
 from rl_trainers.recovery.lookup import last_point
@@ -122,7 +122,9 @@ def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run, model
 def test_grpo_figures_all_have_a_meaning_and_a_unit(finished_run):
     names = {name for record in _records(finished_run[0]) for name in record}
     assert len(names) > 60
-    assert [name for name in sorted(names) if meaning(name) is None] == [], "say in rl_contracts.runtime.metric_docs what they are"
+    assert [name for name in sorted(names) if meaning(name) is None] == [], (
+        "say in rl_contracts.runtime.metric_docs what they are"
+    )
 
 
 def test_grpo_tracker_shows_every_figure_that_was_measured(finished_run):

@@ -14,14 +14,14 @@ import pytest
 import torch
 from publishing import Trainer, client, until_running
 
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
-from rl_contracts.batch.trajectory import Trajectory
 from rl_inference import EmbeddedEngine
+from rl_inference.testing import ServerProcess, reference_model, tiny_model
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import Session
-from rl_inference.testing import ServerProcess, reference_model, tiny_model
 
 TURNS, UPDATES, TOKENS = 6, 10, 16
 START = [{"role": "user", "content": "what is it?"}]

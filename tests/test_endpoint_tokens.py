@@ -15,13 +15,13 @@ import openai
 import pytest
 import torch
 
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.testing.chat_formats import CHAT_FORMATS, make_chat_tokenizer, written
-from rl_contracts.batch.trajectory import Trajectory
 from rl_inference import EmbeddedEngine
-from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_inference.testing import ServerProcess, reference_model, tiny_model
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 VOCABULARY = 347
 """The largest of the formats' tokenizers; of the others some ids have no text."""

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 from training_run import Run
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.models import make_tiny_model
 from rl_engines_fsdp.config import LoRAConfig
 from rl_inference import EmbeddedEngine

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ServeSpec, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.inference import Capabilities
-from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_inference.backends.embedded.config import EmbeddedEngineConfig

@@ -16,10 +16,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_datasets import PromptLoader
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.config import ClientConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, ServeSpec, WeightReceipt
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import make_family
-from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.weights import open_sender, verify_receipt
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_inference import EmbeddedEngine

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_contracts.batch.trajectory import pack
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.batch.trajectory import pack
 from rl_trainers.algorithms.config import AggregationConfig, AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 from rl_trainers.algorithms.objective import make_policy_loss

@@ -11,14 +11,14 @@ import pytest
 from rl_apps.embedded.curriculum import LESSONS, words_of
 from rl_apps.embedded.tokenizer import word_problem_tokenizer
 from rl_apps.programs.math_agent import FrameworkAgent, MathAgent, OneEpisodeAgent, ProgramAgent
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import AgentWorkflow
 from rl_datasets.word_problems import OPERATION_OF, WordProblems
-from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_rewards.gsm8k import gsm8k_reward_fn
 from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import save_batch
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.batch.trajectory import save_batch
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_trainers import PolicyActor, replay_batch
 from rl_trainers.algorithms.config import AlgorithmConfig

@@ -10,11 +10,11 @@ import pytest
 from commands import Command
 
 from rl_apps.cli.main import main
-from rl_apps.settings.compose import to_yaml
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.compose import to_yaml
+from rl_contracts.batch.trajectory import save_batch
 from rl_contracts.testing import make_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.batch.trajectory import save_batch
 
 CRITIC = {
     "algorithm": "ppo",

@@ -100,7 +100,11 @@ def _of_the_run(going: Going) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = process.cmdline()
-            if "rl_launchers.cluster.node_agent" in line and str(going.run_dir / "logs") in line and "srun" not in line[0]:
+            if (
+                "rl_launchers.cluster.node_agent" in line
+                and str(going.run_dir / "logs") in line
+                and "srun" not in line[0]
+            ):
                 agents.append(process)
     below = [child for agent in agents for child in agent.children(recursive=True)]
     return [launcher, *{process.pid: process for process in (*agents, *below)}.values()]

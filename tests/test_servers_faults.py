@@ -19,10 +19,10 @@ import pytest
 from real_servers import KEY, SHARED, Kind, Models, faulty, kind_of, make_request, publish
 from training_run import Run
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.runtime.aio import LoopThread
 from rl_inference.client.engine import HttpEngine
 from rl_inference.testing import JobProcess
 

@@ -13,8 +13,8 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_datasets.chat import Chat
-from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows import AgentEpisodes, VerifiersAgent
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 TASKSET = """
 import verifiers.v1 as vf

@@ -8,12 +8,12 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import from_response, stack
 from rl_contracts.config import GenerationConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ModelRequest
 from rl_contracts.inference import InferenceEngine
-from rl_contracts.batch.redistribution import shard_batch
-from rl_contracts.batch.trajectory import from_response, stack
+from rl_contracts.runtime.aio import LoopThread
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.config import LoRAConfig
 from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher

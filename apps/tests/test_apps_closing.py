@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.settings import compose
 from rl_apps.run.summary import REPOSITORY, after_grpo, after_sft, last_checkpoint
+from rl_apps.settings import compose
 from rl_apps.settings.config import GRPOConfig, SFTConfig
 
 BIN = Path(sys.executable).parent

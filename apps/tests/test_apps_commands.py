@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_apps.cli import main as cli, command
+from rl_apps.cli import command
+from rl_apps.cli import main as cli
+from rl_apps.cli.driver import main
 from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
 from rl_apps.settings.compose import describe, render_help
-from rl_apps.cli.driver import main
 from rl_contracts.errors import ConfigError
 
 OWN_REWARD = """

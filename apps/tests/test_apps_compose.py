@@ -8,13 +8,13 @@ from operator import attrgetter
 import pytest
 from omegaconf import OmegaConf
 
-from rl_apps.run.app import Run
-from rl_apps.settings.compose import describe, to_yaml
 from rl_apps.cli.driver import main, trainer_job
 from rl_apps.programs.gsm8k_grpo import APP
 from rl_apps.programs.gsm8k_sft import APP as SFT
-from rl_apps.settings.device_layout import devices_of, layout_of
+from rl_apps.run.app import Run
 from rl_apps.run.components import server_jobs, weights_directory
+from rl_apps.settings.compose import describe, to_yaml
+from rl_apps.settings.device_layout import devices_of, layout_of
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.processes import free_port
 from rl_engines_fsdp import LoRAConfig

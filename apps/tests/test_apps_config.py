@@ -7,12 +7,12 @@ import socket
 import pytest
 
 from rl_apps.cli import main as cli
-from rl_apps.programs import gsm8k_grpo, gsm8k_sft
-from rl_apps.preflight.checks import check_batch
-from rl_apps.settings.compose import describe, to_yaml
 from rl_apps.cli.driver import main
-from rl_apps.settings.model import find_models
+from rl_apps.preflight.checks import check_batch
+from rl_apps.programs import gsm8k_grpo, gsm8k_sft
 from rl_apps.run.components import weights_directory
+from rl_apps.settings.compose import describe, to_yaml
+from rl_apps.settings.model import find_models
 from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.processes import free_port

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_apps.cli import main, doctor
+from rl_apps.cli import doctor, main
 from rl_apps.embedded.prepare import prepare_from_scratch
 
 Usage = namedtuple("Usage", ["total", "used", "free"])

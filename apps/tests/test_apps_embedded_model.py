@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rl_apps.settings.data import DataConfig
 from rl_apps.embedded.curriculum import answer_lesson
 from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, ScratchRecipe, prepare_embedded, prepare_from_scratch
 from rl_apps.embedded.warmup import OPINION_STRENGTH, TAUGHT_VERBS, WarmUp, chances_of_adding
+from rl_apps.settings.data import DataConfig
 from rl_apps.settings.model import MADE, ModelConfig, make_model
-from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, WordProblems
 
 TINY = ModelShape(hidden_size=16, layers=1, heads=2, head_dim=8, intermediate_size=32)

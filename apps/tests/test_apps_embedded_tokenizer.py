@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rl_apps.embedded.curriculum import LESSONS, TOOL, lesson_answer, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import _batch, chances_of_adding
-from rl_workflows.agents.message_parsing import AnswerReader
-from rl_contracts.errors import DataError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import DataError
 from rl_datasets.word_problems import ADDING, MAX_LEVEL, TAKING, WordProblems, draw_problem
+from rl_workflows.agents.message_parsing import AnswerReader
 
 TOKENIZER = word_problem_tokenizer(256)
 BYTES = trained_tokenizer(["How many clips did Natalia sell altogether in April and May?"] * 4, 512, 256)

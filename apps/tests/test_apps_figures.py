@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_apps.cli.main import main
-from rl_monitor.metrics_command import page, table
 from rl_contracts.runtime.metric_docs import MEANINGS, meaning
+from rl_monitor.metrics_command import page, table
 
 ROOT = Path(__file__).parents[2]
 

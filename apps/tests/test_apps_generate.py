@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from rl_apps.cli.main import main
 from rl_apps.cli.generate import Talk, model_of
+from rl_apps.cli.main import main
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import DataError
-from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from rl_apps.programs import gsm8k_grpo, gsm8k_sft
-from rl_apps.run.app import Run
-from rl_apps.settings.data import DataConfig, load_rows
 from rl_apps.cli.driver import main
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
-from rl_apps.settings.device_layout import layout_of
-from rl_apps.run.sequence_lengths import Lengths, longest_row
+from rl_apps.programs import gsm8k_grpo, gsm8k_sft
+from rl_apps.run.app import Run
 from rl_apps.run.components import Parts
-from rl_contracts.errors import ConfigError, DataError
+from rl_apps.run.sequence_lengths import Lengths, longest_row
+from rl_apps.settings.data import DataConfig, load_rows
+from rl_apps.settings.device_layout import layout_of
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 
 SHORT, LONG = "Ann has 3 eggs.", "Ann has 3 eggs. " * 20  # a word is a token; the model holds 256

@@ -13,8 +13,8 @@ import pytest
 
 from rl_apps.cli import main
 from rl_apps.programs import grpo
-from rl_apps.settings.compose import to_yaml
 from rl_apps.run.components import weights_directory
+from rl_apps.settings.compose import to_yaml
 from rl_contracts.errors import LaunchError
 from rl_contracts.testing.models import make_tiny_model
 

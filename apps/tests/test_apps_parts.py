@@ -12,14 +12,14 @@ import pytest
 import rl_apps.run.components
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
-from rl_apps.settings.device_layout import layout_of
 from rl_apps.run.components import Ending, Parts
-from rl_contracts.errors import StopRequestedError
-from rl_contracts.runtime.name_service import FileNames
+from rl_apps.settings.device_layout import layout_of
 from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.testing.waiting import wait_until
+from rl_contracts.errors import StopRequestedError
 from rl_contracts.models import step_gate
 from rl_contracts.models.step_gate import StepGate
+from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.testing.waiting import wait_until
 
 
 def _parts(directory, *overrides, server="http://127.0.0.1:1"):

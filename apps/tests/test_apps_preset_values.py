@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 
 from rl_apps.programs.gsm8k_grpo import APP
-from rl_contracts.engine import TokenOutputs
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.trajectory import pack, unpack
+from rl_contracts.engine import TokenOutputs
 from rl_trainers import Critic, PolicyActor
 
 VALUES = json.loads((Path(__file__).parent / "preset_values.json").read_text())

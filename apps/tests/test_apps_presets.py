@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.settings import compose
 from rl_apps.cli.driver import main
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings import compose
 from rl_contracts.errors import ConfigError
 from rl_trainers.algorithms.objective import make_policy_loss
 from rl_trainers.algorithms.proximal import PROXIMALS

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rl_apps.cli.driver import main
 from rl_apps.programs import gsm8k_grpo, gsm8k_sft, hh_rlhf
 from rl_apps.settings.compose import compose, to_yaml
-from rl_apps.cli.driver import main
 from rl_contracts.errors import ConfigError
 
 APPS = [gsm8k_grpo.APP, gsm8k_sft.APP, hh_rlhf.REWARD_MODEL, hh_rlhf.DPO]

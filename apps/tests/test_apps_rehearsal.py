@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rl_apps.cli.driver import main
+from rl_apps.preflight.trial_episode import rehearse
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
-from rl_apps.cli.driver import main
 from rl_apps.settings.device_layout import layout_of
-from rl_apps.preflight.trial_episode import rehearse
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.models import make_tiny_model
 

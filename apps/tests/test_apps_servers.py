@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from rl_apps.cli.driver import main
-from rl_apps.programs.gsm8k_grpo import APP
 from rl_apps.preflight.servers import check_flat, look_for
+from rl_apps.programs.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServerProgram
 

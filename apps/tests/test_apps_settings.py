@@ -18,12 +18,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from rl_apps.settings.compose import SEAMS
-from rl_apps.settings.config import GRPOConfig, SFTConfig
 from rl_apps.embedded.prepare import prepare_from_scratch
 from rl_apps.programs.gsm8k_grpo import APP as GRPO
 from rl_apps.programs.gsm8k_sft import APP as SFT
 from rl_apps.programs.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
+from rl_apps.settings.compose import SEAMS
+from rl_apps.settings.config import GRPOConfig, SFTConfig
 from rl_contracts import registry
 from rl_contracts.config import PartConfig
 from rl_contracts.testing.processes import free_port

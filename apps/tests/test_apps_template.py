@@ -6,12 +6,12 @@ import shutil
 import pytest
 from tokenizers import processors
 
+from rl_apps.cli.driver import main
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
-from rl_apps.cli.driver import main
+from rl_apps.run.chat_template import load_tokenizer, save_tokenizer
 from rl_apps.settings.device_layout import layout_of
 from rl_apps.settings.model import ModelConfig
-from rl_apps.run.chat_template import load_tokenizer, save_tokenizer
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.testing.models import make_tiny_model
 

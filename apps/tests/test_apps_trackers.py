@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from rl_apps.settings.compose import to_yaml
 from rl_apps.cli.driver import main
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.compose import to_yaml
 
 LACKING = """
 from rl_contracts.tracker import Tracker

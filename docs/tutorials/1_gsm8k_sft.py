@@ -10,8 +10,8 @@ import random
 import sys
 from pathlib import Path
 
-from rl_apps.cli.main import main as rl
 from rl_apps.cli.driver import main
+from rl_apps.cli.main import main as rl
 
 # 1. The data.
 # A directory with `train.jsonl` and `test.jsonl`, in each row a `question` and an `answer` in GSM8K's form: the

@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.cli.main import main as rl
 from rl_apps.cli.driver import main
+from rl_apps.cli.main import main as rl
 from rl_rewards import gsm8k_reward_fn
 
 

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.cli.main import main as rl
 from rl_apps.cli.driver import main
+from rl_apps.cli.main import main as rl
 
 # 1. The workflow.
 # `rollout.workflow=multi-turn` is the default of this command. One of your own is named in the same way: the how-to

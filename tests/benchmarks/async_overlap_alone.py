@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_apps.run.app import Run
+from rl_apps.run.components import Parts, server_jobs
 from rl_apps.settings.compose import compose
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of
-from rl_apps.run.components import Parts, server_jobs
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_launchers.local.scheduler import LocalScheduler
 

@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl_apps.settings.data import first_rows, load_rows
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.data import first_rows, load_rows
 from rl_datasets import PromptLoader
 
 HERE = Path(__file__).resolve().parent

@@ -16,8 +16,8 @@ from rl_workflows import RLVRWorkflow
 from rl_workflows.rollout.episode import current_episode
 
 if TYPE_CHECKING:
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.inference import InferenceEngine
 
 UNIFORM_TOKENS = 64
 """Tokens of every answer in the uniform case."""

@@ -155,8 +155,8 @@ async def measure_reading(turns: int) -> dict[str, float]:
     from rl_contracts.config import GenerationConfig
     from rl_contracts.testing.chat_formats import make_chat_tokenizer
     from rl_inference import EmbeddedEngine
-    from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
     from rl_inference.testing import ServerProcess, tiny_model
+    from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
     tokenizer = make_chat_tokenizer("llama3")
     with tempfile.TemporaryDirectory() as folder:

@@ -59,9 +59,9 @@ def make_engine(seconds: float) -> Any:
 
 def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_answer: float) -> dict[str, float]:
     """Memory with all episodes running, and the time of `batches` batches after the first ones."""
+    from rl_contracts.batch.trajectory import empty, from_response
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
-    from rl_contracts.batch.trajectory import empty, from_response
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
 
@@ -125,9 +125,9 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
 
 def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
     """Tasks that sleep once, or ask the null engine once: `outstanding` at any time, until `total` have ended."""
-    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
+    from rl_contracts.runtime.aio import LoopThread
     from rl_workflows import tune_garbage_collection
 
     engine, generation = make_engine(1.0), GenerationConfig(max_new_tokens=512, ignore_eos=True)

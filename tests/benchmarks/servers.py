@@ -48,10 +48,10 @@ import aiohttp  # noqa: E402
 from imposed_lengths import long_tail, uniform  # noqa: E402
 from real_servers import environment_of  # noqa: E402
 
-from rl_contracts.runtime.aio import LoopThread  # noqa: E402
 from rl_contracts.config import ClientConfig, GenerationConfig  # noqa: E402
 from rl_contracts.data import FinetuneSpec, ModelRequest, ServeSpec  # noqa: E402
 from rl_contracts.inference import ServerConfig  # noqa: E402
+from rl_contracts.runtime.aio import LoopThread  # noqa: E402
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig  # noqa: E402
 from rl_inference import HttpEngine  # noqa: E402
 from rl_inference.testing import JobProcess, tiny_model  # noqa: E402

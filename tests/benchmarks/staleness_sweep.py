@@ -24,12 +24,12 @@ from typing import Any
 
 from svg_lines import Line, Panel, render
 
-from rl_contracts.runtime.clock import Clock
+from rl_contracts.batch.trajectory import Trajectory, from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.inference import InferenceEngine
+from rl_contracts.runtime.clock import Clock
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.batch.trajectory import Trajectory, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager
 from rl_workflows.rollout.batches import assemble

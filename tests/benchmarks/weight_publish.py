@@ -74,8 +74,8 @@ class Run:
     def __init__(
         self, stack: ExitStack, model: Path, folder: Path, route: str, device: str = "cpu", dtype: str = "float32"
     ) -> None:
-        from rl_contracts.runtime.aio import LoopThread
         from rl_contracts.data import FinetuneSpec
+        from rl_contracts.runtime.aio import LoopThread
         from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
         from rl_inference import EmbeddedEngine
         from rl_inference.testing import ServerProcess

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.errors import InferenceError, RLError, StalledError
+from rl_contracts.runtime.aio import LoopThread
 
 
 async def _raise(error: BaseException) -> None:

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_contracts.models.attention_windows import layer_window, short_windows
 from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import layer_window, short_windows
 
 
 def layer(**settings):

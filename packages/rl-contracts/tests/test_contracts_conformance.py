@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_contracts.batch.trajectory import Trajectory, from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.inference_engine import InferenceEngineConformance
 from rl_contracts.conformance.reward import RewardConformance
@@ -34,7 +35,6 @@ from rl_contracts.testing import (
     make_batch,
     put_weights,
 )
-from rl_contracts.batch.trajectory import Trajectory, from_response
 from rl_contracts.workflow import RolloutWorkflow
 
 # ---- train engine

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_contracts.models.token_logprobs import chosen_logprobs
 from rl_contracts.models import fused_logprobs as module
 from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_contracts.models.token_logprobs import chosen_logprobs
 
 
 def reference(hidden, weight, bias, targets, temperature, transform):

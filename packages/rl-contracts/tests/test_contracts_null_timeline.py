@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.errors import RLError
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.testing import SimulatedClock
 from rl_contracts.testing.null_timeline import Timeline
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.errors import DataError
 from rl_contracts.batch.packing import balance, cut, pack_first_fit
+from rl_contracts.errors import DataError
 
 sizes = st.lists(st.integers(1, 20), max_size=30)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_contracts.errors import EngineError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import EngineError
 
 PROGRAM = """
 import json, sys

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rl_contracts.errors import EngineError
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import redistribute, shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, concatenate, empty, stack
+from rl_contracts.errors import EngineError
 
 torch_threads = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
 

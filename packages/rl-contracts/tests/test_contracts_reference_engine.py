@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import PackedBatch, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.reference_engine import learning_rate
-from rl_contracts.batch.trajectory import PackedBatch, select
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])

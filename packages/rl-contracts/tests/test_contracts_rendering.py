@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.chat.rendering import ChatRenderer, adds_bos
+from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 
 CHATML = (

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the reaper of Linux")

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward import parts_of, time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.testing.waiting import wait_until
 
 REWARDS = """

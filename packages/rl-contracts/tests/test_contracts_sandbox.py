@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.sandbox import confine
 from rl_contracts.errors import ConfigError
+from rl_contracts.sandbox import confine
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
 TRIES = """

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.errors import DataError
 from rl_contracts.chat.template_check import require_shown
+from rl_contracts.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": 'Say  "hi"\nin Ulm: \\frac é'}

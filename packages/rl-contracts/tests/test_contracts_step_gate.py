@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from rl_contracts.errors import EngineError, StalledError, StopRequestedError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import EngineError, StalledError, StopRequestedError
 from rl_contracts.models.step_gate import StepGate, largest_of_ranks
 
 RANKS = 3

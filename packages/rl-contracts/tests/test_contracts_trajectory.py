@@ -12,9 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rl_contracts.data import ModelResponse, StopReason
-from rl_contracts.errors import DataError
-from rl_contracts.testing import make_batch
 from rl_contracts.batch.trajectory import (
     ROW_KEYS,
     TOKEN_KEYS,
@@ -33,6 +30,9 @@ from rl_contracts.batch.trajectory import (
     unpack,
     validate,
 )
+from rl_contracts.data import ModelResponse, StopReason
+from rl_contracts.errors import DataError
+from rl_contracts.testing import make_batch
 
 ROW_FIELDS = {
     "rewards": "reward",

@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_contracts.errors import DataError
 from rl_contracts.batch.packing import expand, units_of
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import MINIBATCH_KEY, shard_batch
-from rl_contracts.testing import make_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, lengths, pack, select, units, validate
+from rl_contracts.errors import DataError
+from rl_contracts.testing import make_batch
 
 labels = st.lists(st.integers(0, 9), min_size=1, max_size=30)
 

@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import WeightReceiver, WeightSender, checksum, copy_with_checksum, checksum_kernel, open_sender, open_weights, read_committed, verify_receipt
+from rl_contracts.weights import (
+    WeightReceiver,
+    WeightSender,
+    checksum,
+    checksum_kernel,
+    copy_with_checksum,
+    open_sender,
+    open_weights,
+    read_committed,
+    verify_receipt,
+)
 from rl_contracts.weights.committed_record import MEMORY
 
 # the package's function of the same name hides the module

@@ -11,9 +11,9 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, weights_
 from safetensors.torch import save_file
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.batch.trajectory import select
 
 
 def main(model: str, out: Path, layout: dict[str, int], settings: dict[str, dict[str, object]]) -> None:

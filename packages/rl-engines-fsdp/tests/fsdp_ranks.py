@@ -12,10 +12,10 @@ import torch
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, weights_of
 from safetensors.torch import save_file
 
+from rl_contracts.batch.trajectory import select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
-from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp import engine as engine_module
 from rl_engines_fsdp.model import loading
 

@@ -23,12 +23,12 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
-from rl_contracts.models import cpu_matmul
 from rl_contracts.allocation import Allocation, ParallelStrategy
+from rl_contracts.batch.trajectory import select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
-from rl_contracts.batch.trajectory import select
+from rl_contracts.models import cpu_matmul
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine
 from rl_engines_fsdp.model import attention, checks, loading

@@ -9,8 +9,8 @@ from pathlib import Path
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, record_gradients, weights_of
 from safetensors.torch import save_file
 
-from rl_contracts.config import OptimizerConfig
 from rl_contracts.batch.trajectory import select
+from rl_contracts.config import OptimizerConfig
 
 
 def main(model: str, out: Path, splits: dict[str, list[list[int]]]) -> None:

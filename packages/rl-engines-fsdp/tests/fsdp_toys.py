@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing.families import SIZES, VOCABULARY
-from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 EPS = 1e-3

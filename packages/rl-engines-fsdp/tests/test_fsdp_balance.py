@@ -8,11 +8,11 @@ import torch
 from fsdp_toys import distance, make_batch, make_classifier, make_engine, record_gradients, value_loss_fn
 from safetensors.torch import load_file
 
+from rl_contracts.batch.trajectory import select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.families import make_family
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.batch.trajectory import select
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "granitemoe"))]

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, record_gradients
 from test_fsdp_packed_forward import plain_logprobs_and_entropy
 
+from rl_contracts.batch.trajectory import select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ModelError
 from rl_contracts.testing.families import VARIANTS
 from rl_contracts.testing.families import make_family as make_plain_family
-from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp.model import attention, loading
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.sharding import decoder_layers

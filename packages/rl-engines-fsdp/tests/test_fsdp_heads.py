@@ -18,12 +18,12 @@ from fsdp_toys import (
     weights_of,
 )
 
+from rl_contracts.batch.trajectory import select
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
+from rl_contracts.models.config_files import pad_token_id
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
-from rl_contracts.models.config_files import pad_token_id
-from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp.model import attention
 
 

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from rl_contracts.batch.trajectory import lengths, pad_to, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.batch.trajectory import lengths, pad_to, select
 
 TOLERANCE = 1e-5
 """Of gradients and weights, relative to the gradient's norm; of losses relative."""

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
-from rl_contracts.testing.processes import run_ranks
 from rl_contracts.models.process_group import read_environment
+from rl_contracts.testing.processes import run_ranks
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 FAMILIES = ("Qwen3", "Llama", "Gemma2")

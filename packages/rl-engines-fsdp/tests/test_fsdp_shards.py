@@ -4,8 +4,8 @@ import pytest
 import torch
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
 from rl_engines_fsdp.checkpoint.shards import HostCopies, Shard, ShardReader, shards_of, write_shards
 
 SHAPE = (8, 512)

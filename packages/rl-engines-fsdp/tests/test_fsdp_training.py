@@ -12,9 +12,9 @@ from fsdp_toys import (
     weights_of,
 )
 
+from rl_contracts.batch.trajectory import pad_to, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import EngineError
-from rl_contracts.batch.trajectory import pad_to, select
 
 
 @pytest.fixture(scope="module")

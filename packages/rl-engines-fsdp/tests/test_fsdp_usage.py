@@ -16,10 +16,9 @@ from fsdp_toys import (
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
 
-from rl_contracts.models import cpu_matmul
-from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.errors import ConfigError
-from rl_contracts.models import usage
+from rl_contracts.models import cpu_matmul, usage
+from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.models.usage import attended_pairs, peak_flops
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.usage import matrix_parameters, step_flops

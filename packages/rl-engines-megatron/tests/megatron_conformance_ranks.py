@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import select, units
 from rl_contracts.conformance.train_engine import TrainEngineConformance
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.errors import EngineError
 from rl_contracts.testing import make_tiny_model
-from rl_contracts.batch.trajectory import select, units
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.conformance.train_engine import OPTIMIZER, STEPS, policy_loss, trained_tokens
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 

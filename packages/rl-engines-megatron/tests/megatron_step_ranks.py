@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.conformance.train_engine import trained_tokens
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import lengths
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.conformance.train_engine import policy_loss, trained_tokens
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing import make_batch, make_tiny_model
-from rl_contracts.batch.trajectory import lengths
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig, from_megatron, to_megatron, transformer_kwargs
 
 SPLITS = [  # tp, pp, ep, etp

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.trajectory import lengths
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.batch.trajectory import lengths
 
 RANKS = Path(__file__).parent / "megatron_step_ranks.py"
 TENSOR = ({"tensor": 2}, {"sequence_parallel": True})

@@ -8,8 +8,8 @@ from megatron_toys import toy_config, toy_shapes
 
 from rl_contracts.conformance.train_engine import OPTIMIZER, policy_loss, trained_tokens
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.testing import make_batch, make_tiny_model
 from rl_contracts.models import usage
+from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_megatron import MegatronEngine
 from rl_engines_megatron.model.architecture import Architecture
 

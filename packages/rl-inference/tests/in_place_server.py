@@ -23,8 +23,8 @@ from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.inference import Capabilities
 from rl_contracts.weights.checksums import checksum
 from rl_inference import EmbeddedEngine, ServerProtocol
-from rl_inference.client.protocol import Call, Exchange, GenerationChunk, ignored
 from rl_inference.backends.embedded.protocol import EmbeddedProtocol
+from rl_inference.client.protocol import Call, Exchange, GenerationChunk, ignored
 
 VOCAB = 64
 STEP = 0.002

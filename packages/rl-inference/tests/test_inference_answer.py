@@ -19,9 +19,9 @@ from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities
 from rl_inference import EmbeddedEngine
+from rl_inference.backends.embedded.protocol import EmbeddedProtocol
 from rl_inference.client.completion import PartialAnswer
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, ServerProtocol, as_object, expand, ignored
-from rl_inference.backends.embedded.protocol import EmbeddedProtocol
 from rl_inference.client.stop_strings import StopStrings, completed, tokenizer_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightReceiver

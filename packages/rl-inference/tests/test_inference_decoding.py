@@ -21,10 +21,10 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import ORIGINAL_LENGTH, make_family
 from rl_contracts.testing.waiting import wait_until
 from rl_inference import EmbeddedEngineConfig
-from rl_inference.embedded_server.model.cache import SlotLayer
 from rl_inference.embedded_server.job import GenerationJob
-from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.embedded_server.loop import DecodeLoop
+from rl_inference.embedded_server.model.cache import SlotLayer
+from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.embedded_server.slots import SlotTable
 from rl_inference.embedded_server.weights import ServedWeights
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model

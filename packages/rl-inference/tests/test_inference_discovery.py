@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import ClientConfig
+from rl_contracts.runtime.clock import SystemClock
 from rl_inference.client.discovery import Discovery
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerLostError

@@ -16,8 +16,8 @@ from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import InferenceError, ModelError, WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.embedded_server.model import pages
 from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model import pages
 from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.embedded_server.model.memory import group_bytes
 from rl_inference.embedded_server.model.pages import PAGE

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import MEETING_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine

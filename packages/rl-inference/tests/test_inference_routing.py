@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.errors import InferenceError
+from rl_contracts.runtime.clock import SystemClock
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerLostError
 

@@ -19,9 +19,9 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServedModel
-from rl_inference.client.protocol import Call, Exchange, GenerationChunk, Health, Stats
-from rl_inference.backends.sglang.protocol import SGLangProtocol, Stream, sampling_params
 from rl_inference.backends.sglang.config import PROGRAM, SGLangEngineConfig, server_job
+from rl_inference.backends.sglang.protocol import SGLangProtocol, Stream, sampling_params
+from rl_inference.client.protocol import Call, Exchange, GenerationChunk, Health, Stats
 from rl_inference.client.transport import ServerBusyError
 
 RECORDED = Path(__file__).parent / "recorded" / "sglang"

@@ -12,8 +12,8 @@ import torch
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec
 from rl_inference import EmbeddedEngineConfig
-from rl_inference.embedded_server.model.attention import TokenPass
 from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model.attention import TokenPass
 from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.embedded_server.slots import SlotTable
 from rl_inference.testing import END_ID, reference_logprobs, reference_model, tiny_model

@@ -18,9 +18,9 @@ from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServedModel
 from rl_contracts.registry import load, settings
 from rl_inference import VLLMEngine, VLLMEngineConfig
-from rl_inference.client.protocol import GenerationChunk, Health
-from rl_inference.backends.vllm.protocol import VLLMProtocol
 from rl_inference.backends.vllm.config import INSIDE, OWN_ARGUMENTS
+from rl_inference.backends.vllm.protocol import VLLMProtocol
+from rl_inference.client.protocol import GenerationChunk, Health
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm"
 PROMPT = [84, 104, 101, 32, 115, 117, 109, 32, 105, 115]

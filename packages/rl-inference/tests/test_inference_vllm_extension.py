@@ -28,8 +28,8 @@ from rl_contracts.errors import InferenceError
 from rl_contracts.inference import ServedModel
 from rl_contracts.weights import checksum, open_sender, seated
 from rl_contracts.weights.rendezvous import Address
-from rl_inference.client.protocol import Health
 from rl_inference.backends.vllm.protocol import VLLMProtocol
+from rl_inference.client.protocol import Health
 
 INSIDE = Path(rl_inference.__file__).parent / "inside"
 FILES = [INSIDE / f"{name}.py" for name in ("vllm_extension", "rl_guard", "rl_staging", "rl_stored")]

@@ -18,9 +18,9 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import Node
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster import node_agents as module
+from rl_launchers.cluster.messages import Wire, called
 from rl_launchers.cluster.node_agents import Agents
 from rl_launchers.testing import MachinesOfTests
-from rl_launchers.cluster.messages import Wire, called
 
 
 class Played(MachinesOfTests):

@@ -142,7 +142,9 @@ def test_log_level_of_the_command_is_that_of_its_workers(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RL_LOG_LEVEL", "DEBUG")
-    program = "from rl_contracts.runtime.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
+    program = (
+        "from rl_contracts.runtime.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
+    )
 
     scheduler.create_workers(JobSpec("actor", python(program)))
     (worker,) = wait_for_end(scheduler, "actor")

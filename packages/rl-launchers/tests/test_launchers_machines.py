@@ -16,9 +16,9 @@ from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node, Worker, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers.supervise.run_restarts import Resume
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.supervise.launcher import Launcher, LauncherConfig
+from rl_launchers.supervise.run_restarts import Resume
 from rl_launchers.testing import MachinesOfTests
 
 pytestmark = pytest.mark.slow

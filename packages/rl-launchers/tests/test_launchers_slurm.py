@@ -14,9 +14,8 @@ import pytest
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Node, Submission
 from rl_launchers import SlurmSchedulerConfig
-from rl_launchers.slurm import batch_job
-from rl_launchers.slurm import commands
 from rl_launchers.cluster.placement import Ledger
+from rl_launchers.slurm import batch_job, commands
 from rl_launchers.slurm.scheduler import SlurmNodes
 
 SINFO = """\

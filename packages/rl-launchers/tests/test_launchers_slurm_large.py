@@ -17,11 +17,11 @@ from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
-from rl_launchers.cluster.placement import Ledger
-from rl_launchers.supervise.heartbeat import Pulses
-from rl_launchers.slurm.scheduler import SlurmNodes
-from rl_launchers.slurm.commands import Commands
 from rl_launchers.cluster.messages import called
+from rl_launchers.cluster.placement import Ledger
+from rl_launchers.slurm.commands import Commands
+from rl_launchers.slurm.scheduler import SlurmNodes
+from rl_launchers.supervise.heartbeat import Pulses
 
 SIZES, EACH = (64, 128, 256), 8
 PER_POLL, LARGEST_FILE = 2.0, 1_000_000

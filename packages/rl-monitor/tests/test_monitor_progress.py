@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from rl_apps.cli.driver import Waiting
-from rl_monitor.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_of
 from rl_contracts.scheduler import Worker, WorkerStatus
+from rl_monitor.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_of
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from rl_contracts.conformance.reward import RewardConformance
 from rl_contracts.errors import RewardError
-from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_rewards.code import CodeReward, code_reward_fn
 from rl_rewards.program_tests import read_tests, same_output, same_value

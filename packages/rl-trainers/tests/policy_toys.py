@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import pack, select
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import EngineError
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.batch.trajectory import pack, select
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 from rl_trainers.algorithms.functional.policy_terms import PolicyTerms
 from rl_trainers.algorithms.objective import make_policy_loss

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import ParamSpec
 from rl_contracts.errors import ReceiversLostError, RLError, WeightUpdateError
-from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import NullInferenceEngine
 from rl_contracts.weights import checksum, read_committed
 from rl_trainers import PublishConfig, WeightPublisher

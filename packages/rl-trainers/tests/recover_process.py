@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.data import SaveLoadMeta
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.data import SaveLoadMeta
 from rl_trainers import RecoverConfig, RecoverPoints
 
 FILES = 20

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import load_batch, save_batch, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import ConfigError, DataError, EngineError
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.batch.trajectory import load_batch, save_batch, select
 from rl_trainers import Critic, PolicyActor, replay_batch
 from rl_trainers.algorithms.config import (
     AdvantageConfig,
@@ -24,8 +24,8 @@ from rl_trainers.algorithms.config import (
     MaskConfig,
     RewardConfig,
 )
-from rl_trainers.run_log.run_log import COMPUTED, summarise
 from rl_trainers.algorithms.functional.kl import k3
+from rl_trainers.run_log.run_log import COMPUTED, summarise
 
 
 @pytest.fixture(scope="module")

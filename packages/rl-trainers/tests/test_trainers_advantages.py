@@ -5,15 +5,15 @@ import pytest
 import torch
 from policy_toys import on_replicas
 
-from rl_contracts.errors import DataError
 from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.testing.batches import make_batch
 from rl_contracts.batch.trajectory import Trajectory, select, stack
+from rl_contracts.errors import DataError
+from rl_contracts.testing.batches import make_batch
+from rl_trainers.algorithms.components import SecondMomentMask
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
-from rl_trainers.run_log.run_log import summarise
 from rl_trainers.algorithms.credit import assign_credit
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
-from rl_trainers.algorithms.components import SecondMomentMask
+from rl_trainers.run_log.run_log import summarise
 
 SETTINGS = {
     "group mean and std": {},

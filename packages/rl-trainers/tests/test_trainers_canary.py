@@ -7,11 +7,11 @@ import pytest
 import torch
 from policy_toys import on_ranks
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import ConfigError, WeightUpdateError
 from rl_contracts.inference import CanaryAnswer, Capabilities
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights

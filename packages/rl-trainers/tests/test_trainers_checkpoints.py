@@ -13,10 +13,10 @@ import pytest
 from policy_toys import on_ranks
 from recover_process import Counting
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.runtime.metrics import collect
-from rl_contracts.batch.parallel import ParallelContext
 from rl_trainers import CheckpointConfig
 from rl_trainers.run_log.background_writes import drain
 from rl_trainers.run_log.checkpoints import Checkpoints, kept

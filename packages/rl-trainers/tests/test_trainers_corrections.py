@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.testing.batches import make_batch
 from rl_contracts.batch.trajectory import pack
+from rl_contracts.testing.batches import make_batch
 from rl_trainers.algorithms.functional.correction import (
     LEVELS,
     OffPolicy,

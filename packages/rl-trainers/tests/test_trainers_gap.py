@@ -11,13 +11,13 @@ import pytest
 import torch
 from policy_toys import on_ranks
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.inference import Capabilities
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model

@@ -6,18 +6,18 @@ import time
 
 import pytest
 
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import load_batch
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError, InferenceError, RewardError, StalledError
 from rl_contracts.inference import Capabilities
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.metrics import Figures, record
-from rl_contracts.chat.rendering import ChatRenderer
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
-from rl_contracts.batch.trajectory import load_batch
 from rl_trainers import (
     Books,
     CheckpointConfig,

@@ -8,9 +8,9 @@ import torch
 from policy_toys import objective, prepared_batch, total
 
 from rl_contracts import registry
+from rl_contracts.batch.trajectory import pack, select
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
-from rl_contracts.batch.trajectory import pack, select
 from rl_trainers.algorithms.config import (
     AggregationConfig,
     AlgorithmConfig,
@@ -19,8 +19,8 @@ from rl_trainers.algorithms.config import (
     LossConfig,
     MaskConfig,
 )
-from rl_trainers.learners.critic import ValueLoss
 from rl_trainers.algorithms.objective import effective_fraction, make_policy_loss, try_loss
+from rl_trainers.learners.critic import ValueLoss
 
 SMOOTH = {
     "clip": {},

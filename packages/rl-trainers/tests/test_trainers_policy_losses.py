@@ -6,11 +6,17 @@ import pytest
 import torch
 from policy_toys import terms_of
 
+from rl_contracts.batch.trajectory import pack
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.batch.trajectory import pack
 from rl_trainers.algorithms.functional.kl import kl_estimate
-from rl_trainers.algorithms.functional.policy_losses import cispo_loss, clip_loss, importance_loss, reinforce_loss, sapo_loss
+from rl_trainers.algorithms.functional.policy_losses import (
+    cispo_loss,
+    clip_loss,
+    importance_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from rl_trainers.algorithms.functional.policy_terms import PolicyTerms, policy_terms
 
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import UNIT_KEY, PackedBatch, pack, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import ConfigError, DataError, EngineError
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.batch.trajectory import UNIT_KEY, PackedBatch, pack, select
 from rl_trainers.algorithms.functional.value_and_preference_losses import bradley_terry_loss, dpo_loss, ipo_loss
 from rl_trainers.learners.preference import (
     PolicyPreferenceLoss,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ReceiversLostError, WeightUpdateError
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers import PublishConfig, WeightPublisher

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ModelRequest, ParamSpec
 from rl_contracts.errors import ConfigError, StalledError, WeightUpdateError
 from rl_contracts.inference import Capabilities
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights, read_committed

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import load_batch, save_batch
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError, InferenceError, StopRequestedError, WeightUpdateError
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.chat.rendering import ChatRenderer
-from rl_contracts.batch.redistribution import shard_batch
-from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_contracts.models import step_gate
 from rl_contracts.models.step_gate import StepGate
-from rl_contracts.batch.trajectory import load_batch, save_batch
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
+from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_trainers import (
     Books,
     CheckpointConfig,
@@ -35,8 +35,8 @@ from rl_trainers import (
     train,
 )
 from rl_trainers.algorithms.config import AlgorithmConfig
-from rl_trainers.recovery.lookup import last_point
 from rl_trainers.learners.supervised import shard_rows, supervised_rows
+from rl_trainers.recovery.lookup import last_point
 
 STEPS = 6
 

@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_trainers.algorithms.functional.advantages import gae, grouped, normalised, reverse_discounted_sum
-from rl_trainers.algorithms.functional.value_and_preference_losses import clipped_value_loss, explained_variance, variance_sums
-from rl_trainers.algorithms.functional.reward_shaping import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
+from rl_trainers.algorithms.functional.reward_shaping import (
+    overlong_penalty,
+    shaped,
+    terminal_rewards,
+    to_trained_tokens,
+)
+from rl_trainers.algorithms.functional.value_and_preference_losses import (
+    clipped_value_loss,
+    explained_variance,
+    variance_sums,
+)
 
 
 def test_overlong_penalty_matches_dapo_equation_13():

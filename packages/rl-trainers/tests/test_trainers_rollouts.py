@@ -9,16 +9,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.metrics import Figures
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.batch.trajectory import Trajectory
 from rl_trainers import AnswerEvaluation, EvaluationConfig, RolloutWriter
 from rl_trainers.run_log import rollouts as module
-from rl_trainers.run_log.run_log import reward_std
 from rl_trainers.run_log.rollouts import RolloutsConfig
+from rl_trainers.run_log.run_log import reward_std
 
 
 def _answer(tokens=4, **values):

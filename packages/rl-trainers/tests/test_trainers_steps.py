@@ -7,11 +7,11 @@ import pytest
 import torch
 from policy_toys import objective, prepared_batch
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_trainers import Critic, PolicyActor
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig, CorrectionConfig, LossConfig, MaskConfig

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.errors import DataError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_trainers.learners.preference import preference_rows
 from rl_trainers.learners.supervised import supervised_rows

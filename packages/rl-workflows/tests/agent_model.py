@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
 from rl_contracts.inference import Capabilities
-from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
 from rl_workflows.agents.endpoint.config import EndpointConfig

@@ -5,11 +5,11 @@ from itertools import count
 
 import pytest
 
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.testing.processes import preload
-from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import from_response, lengths
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.runtime.metrics import Figures, collect, record
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.batch.trajectory import from_response, lengths
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
 

@@ -13,16 +13,16 @@ from itertools import count, pairwise
 import pytest
 import torch
 
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, InferenceError, RewardError, RLError, StalledError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
-from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.episode import stage
+from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.runtime import GC_THRESHOLDS
 from rl_workflows.rollout.watchdog import STACKS_SHOWN, within
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from rl_workflows.agents.message_parsing import AnswerReader
-from rl_workflows.agents.conversation import Conversation, Prompt, Turn, tokens_to
+from rl_contracts.batch.trajectory import Trajectory, stack, validate
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
-from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.testing.chat_formats import CHAT_FORMATS, make_chat_tokenizer, written
-from rl_contracts.batch.trajectory import Trajectory, stack, validate
+from rl_workflows.agents.conversation import Conversation, Prompt, Turn, tokens_to
+from rl_workflows.agents.message_parsing import AnswerReader
 
 ADD = {
     "type": "function",

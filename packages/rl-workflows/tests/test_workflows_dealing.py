@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.testing import NullInferenceEngine
 from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager, Ticket
 from rl_workflows.rollout.failure_budget import FailureBudget
-from rl_workflows.rollout.resharding import deal, states_of_heads
 from rl_workflows.rollout.groups import FinishedGroup
 from rl_workflows.rollout.prompt_source import PromptSource
+from rl_workflows.rollout.resharding import deal, states_of_heads
 
 
 def state_of(head, heads, starts=(), in_flight=(), requeued=(), version=5, budget=None):

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import DataError, InferenceError, NoServersError, RewardError, RLError, StalledError
 from rl_contracts.runtime.metrics import record
-from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.rollout.batches import assemble, groups_to_state
 from rl_workflows.rollout.episode import EpisodeContext, current_episode

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_workflows.agents.message_parsing import AnswerReader
-from rl_contracts.errors import ConfigError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import TOOL_FORMATS, make_chat_tokenizer, written
+from rl_workflows.agents.message_parsing import AnswerReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALLS = [{"name": "add", "arguments": {"a": 1, "b": [True, "</think>"]}}, {"name": "list", "arguments": {}}]

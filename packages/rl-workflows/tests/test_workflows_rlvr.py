@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
-from rl_contracts.runtime.metrics import collect, record
 from rl_contracts.reward import PartedReward
+from rl_contracts.runtime.clock import SystemClock
+from rl_contracts.runtime.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_contracts.testing.models import make_tiny_tokenizer

@@ -9,12 +9,12 @@ from itertools import count
 import pytest
 import torch
 
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import from_response, validate
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError, StopRequestedError
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.batch.trajectory import from_response, validate
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
 

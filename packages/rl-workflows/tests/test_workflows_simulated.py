@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_contracts.batch.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import RLError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.batch.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
 from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
-from rl_workflows.rollout.resharding import deal
 from rl_workflows.rollout.groups import FinishedGroup
+from rl_workflows.rollout.resharding import deal
 
 LONGEST = 400.0
 """Simulated seconds of the slowest group; most take about one."""

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from rl_contracts.sandbox import confine
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, LaunchError
-from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward import PartedReward
+from rl_contracts.runtime.metrics import collect
+from rl_contracts.sandbox import confine
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written

@@ -14,9 +14,9 @@ from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_workflows import RLVRWorkflow
 
 if TYPE_CHECKING:
+    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.data import ServeSpec
     from rl_contracts.scheduler import JobSpec
-    from rl_contracts.batch.trajectory import Trajectory
 
 
 FaultyEngineConfig = EmbeddedEngineConfig
@@ -36,7 +36,10 @@ class FaultyEngine(EmbeddedEngine):
     def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
         """The embedded server's, by another module."""
         job = super().server_spec(config, spec)
-        command = tuple(word if word != "rl_inference.embedded_server" else "rl_inference.embedded_server.fault_injection" for word in job.command)
+        command = tuple(
+            word if word != "rl_inference.embedded_server" else "rl_inference.embedded_server.fault_injection"
+            for word in job.command
+        )
         return replace(job, command=command)
 
 

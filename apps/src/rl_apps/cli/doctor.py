@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.sandbox import confine
 from rl_contracts import registry
 from rl_contracts.errors import RLError
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.machine import LOCAL_HOSTS, reachable_host, usable_cores, visible_gpus
+from rl_contracts.sandbox import confine
 
 GIB = 2**30
 DISK, SHARED, MEMORY = 5 * GIB, GIB, 4 * GIB

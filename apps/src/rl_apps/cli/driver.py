@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from rl_apps.settings import compose
-from rl_apps.run.app import App, Run
 from rl_apps.preflight.checks import are_near, check_run, choose_route, remarks
-from rl_apps.settings.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
-from rl_apps.settings.config import GRPOConfig
-from rl_apps.settings.data import load_rows
+from rl_apps.preflight.servers import check_attached, check_program, command_of
+from rl_apps.preflight.trial_episode import check_golds, rehearse, rehearse_loss
+from rl_apps.run.app import App, Run
+from rl_apps.run.chat_template import save_tokenizer
+from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
 from rl_apps.run.directory import (
     FINISHED,
     JOB,
@@ -38,13 +38,13 @@ from rl_apps.run.directory import (
     strangers,
     write_config,
 )
+from rl_apps.run.resuming import named_point, step_of, take_over
+from rl_apps.settings import compose
+from rl_apps.settings.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.settings.model import find_models, make_model
-from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
-from rl_apps.preflight.trial_episode import check_golds, rehearse, rehearse_loss
-from rl_apps.run.resuming import named_point, step_of, take_over
-from rl_apps.preflight.servers import check_attached, check_program, command_of
-from rl_apps.run.chat_template import save_tokenizer
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import (
@@ -61,8 +61,8 @@ from rl_contracts.runtime.json_lines import FOR_A_WHILE
 from rl_contracts.runtime.logging import Repeats
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
-from rl_launchers.supervise.interrupts import Interrupted
 from rl_launchers.supervise.exit_report import tail
+from rl_launchers.supervise.interrupts import Interrupted
 from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
 from rl_trainers.run_log.tracking import Tracking
 
@@ -256,7 +256,15 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
 def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> Submission:
     """This command as a job: the same, in the same run directory, which may be named after the time of day."""
     words = [word for word in argv if not word.startswith("run_dir=")]
-    command = (sys.executable, "-m", "rl_apps.cli.main", "run", reference, *words, setting("run_dir", str(run.directory)))
+    command = (
+        sys.executable,
+        "-m",
+        "rl_apps.cli.main",
+        "run",
+        reference,
+        *words,
+        setting("run_dir", str(run.directory)),
+    )
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
     launcher = run.config.launcher
     return Submission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)

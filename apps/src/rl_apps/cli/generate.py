@@ -9,10 +9,10 @@ from typing import Any
 
 from rl_apps.run.summary import last_checkpoint
 from rl_apps.settings.model import check_generates
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import GenerationConfig, require
 from rl_contracts.errors import DataError, ModelError
 from rl_contracts.models.directory import check_model_directory, context_length
-from rl_contracts.chat.rendering import ChatRenderer
 
 
 def model_of(path: Path) -> Path:

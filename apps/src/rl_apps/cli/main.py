@@ -267,10 +267,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from rl_apps.run.app import Run
-    from rl_apps.preflight.checks import check_algorithm, check_run
-    from rl_apps.settings.compose import compose, to_yaml
     from rl_apps.cli.driver import trainer_job
+    from rl_apps.preflight.checks import check_algorithm, check_run
+    from rl_apps.run.app import Run
+    from rl_apps.settings.compose import compose, to_yaml
     from rl_apps.settings.device_layout import devices_of, layout_of
     from rl_apps.settings.model import find_models
     from rl_launchers import Launcher

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_apps.run.app import Run
 from rl_apps.preflight.checks import SERVED_BYTES
+from rl_apps.run.app import Run
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.model import MADE, make_model
 from rl_contracts.errors import ModelError

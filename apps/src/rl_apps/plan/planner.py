@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_apps.run.app import App, Run
-from rl_apps.settings.config import GRPOConfig
-from rl_apps.settings.device_layout import layout_of, run_directory
 from rl_apps.plan.calibration import measured_rates, measured_servers
 from rl_apps.plan.memory import read_sizes, served_bytes, server_memory, trainer_memory
 from rl_apps.plan.rates import (
@@ -25,11 +22,14 @@ from rl_apps.plan.rates import (
 )
 from rl_apps.plan.search import Candidate, preferred, search
 from rl_apps.plan.simulation import Outcome, Setup, simulate
+from rl_apps.run.app import App, Run
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.device_layout import layout_of, run_directory
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_contracts.runtime.json_lines import to_json
 from rl_contracts.models.sizes import ModelSizes
+from rl_contracts.runtime.json_lines import to_json
 
 GIB = 2**30
 SIGMA = 0.6

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from rl_apps.plan.simulated_servers import Fleet
 from rl_apps.plan.rates import Rates
+from rl_apps.plan.simulated_servers import Fleet
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.testing import SimulatedClock
-from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
 from rl_workflows.rollout.config import groups_per_replica

@@ -11,13 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_apps.run.app import Run
+from rl_apps.run.chat_template import check_chat_template
+from rl_apps.run.components import attached, memory_of, serve_spec
+from rl_apps.run.sequence_lengths import longest_row
 from rl_apps.settings.config import GRPOConfig, RunConfig, ServedConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, Layout
-from rl_apps.run.sequence_lengths import longest_row
 from rl_apps.settings.model import as_planned, check_architecture, check_generates
-from rl_apps.run.components import attached, memory_of, serve_spec
-from rl_apps.run.chat_template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import rl_trainers
 from rl_apps.run.app import Run
+from rl_apps.run.components import Parts
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import Rows, first_rows, load_rows
-from rl_apps.run.components import Parts
 from rl_contracts import registry
-from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithms.config import LossConfig
 from rl_workflows.workflows.rlvr import NOT_FOR_REWARDS
 
 if TYPE_CHECKING:
-    from rl_contracts.reward_worker import AsyncRewardWrapper
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.reward_worker import AsyncRewardWrapper
 
 ROWS = 8
 """Tried one after the other until one is not refused as a row."""

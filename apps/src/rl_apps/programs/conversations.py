@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from rl_apps.run import summary
 from rl_apps.programs import gsm8k_grpo
+from rl_apps.run import summary
 from rl_apps.settings.compose import CONF
 
 MULTI_TURN_MATH = replace(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import partial
 
 import rl_trainers
+from rl_apps.preflight.checks import check_algorithm, check_batch, check_rollout
 from rl_apps.run import summary
 from rl_apps.run.app import App, Run
-from rl_apps.preflight.checks import check_algorithm, check_batch, check_rollout
+from rl_apps.run.components import Parts
+from rl_apps.run.sequence_lengths import measure_rows
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
-from rl_apps.run.sequence_lengths import measure_rows
-from rl_apps.run.components import Parts
 
 
 def check(run: Run[GRPOConfig]) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_apps.run import summary
 from rl_apps.programs import grpo
+from rl_apps.run import summary
 from rl_apps.settings.compose import CONF
 
 APP = replace(

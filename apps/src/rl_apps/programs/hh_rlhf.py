@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
-from rl_apps.run.app import App, Run
 from rl_apps.preflight.checks import check_rows
+from rl_apps.programs.sft import learn_rows
+from rl_apps.run.app import App, Run
+from rl_apps.run.components import Parts
+from rl_apps.run.sequence_lengths import measure_rows
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import RunConfig
-from rl_apps.run.sequence_lengths import measure_rows
-from rl_apps.run.components import Parts
 from rl_monitor.progress import PREFERENCE_COLUMNS
-from rl_apps.programs.sft import learn_rows
 from rl_trainers.learners.preference import PreferenceConfig
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from rl_apps.run.app import App, Run
-from rl_apps.settings.config import GRPOConfig
 from rl_apps.run.components import Parts
+from rl_apps.settings.config import GRPOConfig
 from rl_contracts.runtime.json_lines import to_json
 
 

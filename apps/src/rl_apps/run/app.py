@@ -18,8 +18,8 @@ from rl_apps.settings.compose import compose
 from rl_apps.settings.config import RunConfig
 from rl_apps.settings.data import CHAT
 from rl_apps.settings.device_layout import Layout
-from rl_monitor.progress import GRPO_COLUMNS
 from rl_contracts.errors import ConfigError
+from rl_monitor.progress import GRPO_COLUMNS
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 from rl_apps.run.app import Run
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.model import ModelConfig
+from rl_contracts.chat.rendering import adds_bos
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
-from rl_contracts.chat.rendering import adds_bos
 
 PLAIN = "plain"
 """Stands for our template: `User: ...` and `Assistant: ...`, each answer closed by the end-of-text token, after the

@@ -21,27 +21,27 @@ from urllib.parse import urlsplit
 import rl_trainers
 import rl_workflows
 from rl_apps.run.app import Run
-from rl_apps.settings.data import Rows, held_out_rows, load_rows
-from rl_apps.run.directory import names_of
-from rl_apps.settings.device_layout import Devices, Layout
-from rl_apps.run.sequence_lengths import lengths_of, longest_row
 from rl_apps.run.chat_template import read_tokenizer
+from rl_apps.run.directory import names_of
+from rl_apps.run.sequence_lengths import lengths_of, longest_row
+from rl_apps.settings.data import Rows, held_out_rows, load_rows
+from rl_apps.settings.device_layout import Devices, Layout
 from rl_contracts import registry
-from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.errors import InferenceError, RLError
-from rl_contracts.runtime.logging import get_logger
-from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
 from rl_contracts.workflow import AgentWorkflow, Environment
-from rl_launchers.supervise.server_health import probe
 from rl_launchers.supervise.interrupts import ONE_REQUEST
+from rl_launchers.supervise.server_health import probe
 
 if TYPE_CHECKING:
+    from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine, ServerSource
-    from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.rollout import RolloutRuntime
     from rl_contracts.workflow import RolloutWorkflow
     from rl_trainers.run_log.evaluation import Evaluation

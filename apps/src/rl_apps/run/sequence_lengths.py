@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_apps.run.app import Run
-from rl_apps.settings.data import DataConfig, Rows, held_out_rows, load_rows
 from rl_apps.run.chat_template import load_tokenizer
+from rl_apps.settings.data import DataConfig, Rows, held_out_rows, load_rows
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_contracts.models.directory import context_length, vocabulary_size
-from rl_contracts.chat.rendering import ChatRenderer
 
 USUAL = 2048
 """Tokens of a row where neither `data.max_length` nor the model's context says less."""

@@ -9,15 +9,15 @@ import traceback
 from pathlib import Path
 
 from rl_apps.run.app import App, Run
-from rl_apps.settings.compose import compose
-from rl_apps.run.directory import FINISHED, held_by_trainer, names_of
-from rl_apps.settings.device_layout import layout_of
 from rl_apps.run.components import Ending
+from rl_apps.run.directory import FINISHED, held_by_trainer, names_of
+from rl_apps.settings.compose import compose
+from rl_apps.settings.device_layout import layout_of
 from rl_contracts import registry
 from rl_contracts.errors import users_fault
 from rl_contracts.runtime.logging import configure, get_logger
-from rl_launchers.supervise.launcher import USERS_FAULT
 from rl_launchers.supervise.heartbeat import beat
+from rl_launchers.supervise.launcher import USERS_FAULT
 
 log = get_logger("apps.worker")
 

@@ -21,16 +21,16 @@ from rl_contracts.config import (
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
-from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
+from rl_trainers.recovery.lookup import RecoverConfig
 from rl_trainers.run_log.checkpoints import CheckpointConfig
 from rl_trainers.run_log.evaluation import EvaluationConfig, HeldOutConfig
-from rl_trainers.weight_sync.gap.gate import GapConfig
-from rl_trainers.recovery.lookup import RecoverConfig
-from rl_trainers.weight_sync.publisher import PublishConfig
 from rl_trainers.run_log.rollouts import KeptConfig, RolloutsConfig
 from rl_trainers.run_log.tracking import TrackersConfig
+from rl_trainers.weight_sync.gap.gate import GapConfig
+from rl_trainers.weight_sync.publisher import PublishConfig
+from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig
 
 

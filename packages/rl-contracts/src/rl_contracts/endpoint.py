@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
     from rl_contracts.errors import RLError
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.batch.trajectory import Trajectory
 
 type RowsPer = Literal["branch", "call"]
 """What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each

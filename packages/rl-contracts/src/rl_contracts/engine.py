@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.allocation import ParallelStrategy
-    from rl_contracts.models.sizes import ModelSizes
     from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.batch.trajectory import PackedBatch
+    from rl_contracts.models.sizes import ModelSizes
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from rl_contracts.errors import RLError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_contracts.runtime.metrics import Figures
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.runtime.metrics import Figures
 
 
 class RolloutRuntime(ABC):

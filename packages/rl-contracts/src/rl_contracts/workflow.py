@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.inference import InferenceEngine
 
 
 class RolloutWorkflow(ABC):

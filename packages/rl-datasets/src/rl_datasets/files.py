@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.errors import DataError
 from rl_contracts.chat.rendering import SURROGATE
+from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, renamed
 from rl_datasets.tools import without_added_nulls
 

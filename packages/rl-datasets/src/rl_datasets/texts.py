@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_contracts.chat.rendering import replace_invalid_text
 from rl_contracts.config import require_choice
 from rl_contracts.errors import DataError
-from rl_contracts.chat.rendering import replace_invalid_text
 from rl_datasets.conversations import Message, is_empty
 
 

@@ -14,8 +14,8 @@ from rl_contracts.config import OptimizerConfig, Settings, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
-from rl_contracts.runtime.logging import get_logger
 from rl_contracts.models.sizes import ModelSizes
+from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.memory import (
     DTYPE_BYTES,
     GIB,

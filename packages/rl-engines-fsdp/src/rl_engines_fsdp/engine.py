@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.models.attention_windows import layer_windows
+from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
-from rl_contracts.models.hub_names import HubPart, hub_parts
-from rl_contracts.models.sizes import sizes_of
 from rl_contracts.models import micro_batches
+from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.models.config_files import read_config
+from rl_contracts.models.hub_names import HubPart, hub_parts
 from rl_contracts.models.process_group import join, pick_device, read_environment
+from rl_contracts.models.sizes import sizes_of
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_contracts.models.usage import UsageMeter, attended_pairs
-from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
 from rl_engines_fsdp.checkpoint.hugging_face import copy_hugging_face, save_hugging_face

@@ -11,9 +11,9 @@ from rl_contracts.runtime.lazy_imports import on_demand
 from rl_engines_megatron.config import MegatronEngineConfig
 
 if TYPE_CHECKING:
-    from rl_engines_megatron.weights.conversion import from_megatron, to_megatron
     from rl_engines_megatron.engine import MegatronEngine
     from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transformer_kwargs
+    from rl_engines_megatron.weights.conversion import from_megatron, to_megatron
 
 __version__ = "0.1.0"
 __all__ = [

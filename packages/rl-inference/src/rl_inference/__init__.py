@@ -12,12 +12,12 @@ from rl_contracts.runtime.lazy_imports import on_demand
 if TYPE_CHECKING:
     from rl_inference.backends.embedded.config import EmbeddedEngineConfig
     from rl_inference.backends.embedded.engine import EmbeddedEngine
+    from rl_inference.backends.sglang.config import SGLangEngineConfig
+    from rl_inference.backends.sglang.engine import SGLangEngine
+    from rl_inference.backends.vllm.config import VLLMEngineConfig
+    from rl_inference.backends.vllm.engine import VLLMEngine
     from rl_inference.client.engine import HttpEngine
     from rl_inference.client.protocol import ServerProtocol
-    from rl_inference.backends.sglang.engine import SGLangEngine
-    from rl_inference.backends.sglang.config import SGLangEngineConfig
-    from rl_inference.backends.vllm.engine import VLLMEngine
-    from rl_inference.backends.vllm.config import VLLMEngineConfig
 
 __all__ = [
     "EmbeddedEngine",

@@ -26,7 +26,11 @@ VOCAB_SIZE = 160
 END_ID = 2
 """Their end token."""
 
-preload("rl_inference.embedded_server.loop", "rl_inference.embedded_server.__main__", "transformers.models.qwen3.modeling_qwen3")
+preload(
+    "rl_inference.embedded_server.loop",
+    "rl_inference.embedded_server.__main__",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
-    from rl_launchers.supervise.run_restarts import Resume
-    from rl_launchers.supervise.control import RunControl
-    from rl_launchers.supervise.interrupts import uv_parent
-    from rl_launchers.supervise.launcher import Launcher, LauncherConfig
     from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
     from rl_launchers.ray.scheduler import RayScheduler, RaySchedulerConfig
     from rl_launchers.slurm.scheduler import SlurmScheduler, SlurmSchedulerConfig
+    from rl_launchers.supervise.control import RunControl
+    from rl_launchers.supervise.interrupts import uv_parent
+    from rl_launchers.supervise.launcher import Launcher, LauncherConfig
+    from rl_launchers.supervise.run_restarts import Resume
 else:
     __getattr__ = on_demand(
         __name__,

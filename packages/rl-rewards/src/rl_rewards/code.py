@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rl_contracts.runtime.metrics import record
 from rl_contracts.chat.reasoning import split_reasoning
 from rl_contracts.reward import time_limit
+from rl_contracts.runtime.metrics import record
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_rewards.program_tests import ProgramTest, read_tests
 from rl_rewards.programs import find_program

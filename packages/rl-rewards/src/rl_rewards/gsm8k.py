@@ -6,8 +6,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from rl_contracts.errors import RewardError
 from rl_contracts.chat.reasoning import split_reasoning
+from rl_contracts.errors import RewardError
 from rl_rewards.extraction import find_answer
 from rl_rewards.numbers import parse_number
 

@@ -14,8 +14,8 @@ import math
 import re
 from typing import Any
 
-from rl_contracts.errors import RewardError
 from rl_contracts.chat.reasoning import split_reasoning
+from rl_contracts.errors import RewardError
 from rl_rewards.latex import canonical
 from rl_rewards.places import MAX_CHARS, hashed_lines, leading_number, marked_answer, read_part, stated_answers
 from rl_rewards.texts import has_words, is_words, only_text, same_text

@@ -15,11 +15,11 @@ from rl_trainers.run_log.background_writes import drain
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_trainers.recovery.checkpoints import RecoverPoints
     from rl_trainers.run_log.run_log import Books
     from rl_trainers.weight_sync.gap.gate import GapGate
-    from rl_trainers.weight_sync.publisher import WeightPublisher
-    from rl_trainers.recovery.checkpoints import RecoverPoints
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
+    from rl_trainers.weight_sync.publisher import WeightPublisher
 
 
 log = get_logger("trainers")

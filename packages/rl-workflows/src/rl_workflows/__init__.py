@@ -9,15 +9,15 @@ from rl_contracts.runtime.lazy_imports import on_demand
 if TYPE_CHECKING:
     from rl_workflows.agents.agent import AgentEpisodes
     from rl_workflows.agents.command import AgentCommand, AgentContainer
-    from rl_workflows.rollout.config import RolloutConfig
-    from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
-    from rl_workflows.rollout.groups import dynamic_sampling
-    from rl_workflows.rollout.scheduler import RolloutHead
-    from rl_workflows.workflows.rlvr import RLVRWorkflow
-    from rl_workflows.rollout.runtime import DistRollout, tune_garbage_collection
-    from rl_workflows.rollout.staleness import StalenessManager, Ticket
-    from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
     from rl_workflows.agents.verifiers import VerifiersAgent
+    from rl_workflows.rollout.config import RolloutConfig
+    from rl_workflows.rollout.groups import dynamic_sampling
+    from rl_workflows.rollout.runtime import DistRollout, tune_garbage_collection
+    from rl_workflows.rollout.scheduler import RolloutHead
+    from rl_workflows.rollout.staleness import StalenessManager, Ticket
+    from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
+    from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
+    from rl_workflows.workflows.rlvr import RLVRWorkflow
 
 
 __all__ = [

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.runtime.metrics import record
-from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.workflow import RolloutWorkflow
 
 if TYPE_CHECKING:
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.inference import InferenceEngine
 
 
 class OneTry(RolloutWorkflow):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_contracts.errors import DataError
 from rl_contracts.batch.trajectory import is_token_entry
+from rl_contracts.errors import DataError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from rl_contracts.errors import DataError
 from rl_contracts.batch.packing import units_of
+from rl_contracts.errors import DataError
 from rl_contracts.reward import parts_of
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from rl_contracts.chat.template_check import require_shown
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.models.directory import end_ids
-from rl_contracts.chat.template_check import require_shown
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: from a JSON escape such as `\\ud83d`, or a byte that is not UTF-8."""

@@ -18,13 +18,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rl_contracts.batch.trajectory import UNIT_KEY, PackedBatch, pad_to, select
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import MEETING_ROUTES, FinetuneSpec, SaveLoadMeta
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.models.hub_names import hub_parts
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.batch.trajectory import UNIT_KEY, PackedBatch, pad_to, select
 from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
 
 OPTIMIZER = OptimizerConfig(

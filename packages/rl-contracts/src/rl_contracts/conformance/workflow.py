@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_contracts.batch.trajectory import Trajectory, stack, validate
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.batch.trajectory import Trajectory, stack, validate
 from rl_contracts.workflow import RolloutWorkflow
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ModelError
 from rl_contracts.runtime.file_modes import follow_umask
-from rl_contracts.batch.parallel import ParallelContext
 
 
 @contextmanager

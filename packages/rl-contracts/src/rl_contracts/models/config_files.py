@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
-from rl_contracts.errors import ModelError
-from rl_contracts.runtime.logging import get_logger
-from rl_contracts.models.directory import check_model_directory
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import ModelError
+from rl_contracts.models.directory import check_model_directory
+from rl_contracts.runtime.logging import get_logger
 
 log = get_logger("engines")
 

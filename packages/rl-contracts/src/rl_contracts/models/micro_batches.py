@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import DataError, EngineError
 from rl_contracts.batch.packing import expand, pack_first_fit
 from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.models.step_gate import STEP
 from rl_contracts.batch.trajectory import PackedBatch, lengths, pack, select, units
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import DataError, EngineError
+from rl_contracts.models.step_gate import STEP
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ConfigError, EngineError
 
 _users = 0
 """Engines of this process that share the default process group."""

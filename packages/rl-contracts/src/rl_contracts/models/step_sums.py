@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.engine import Stats
 from rl_contracts.errors import EngineError
-from rl_contracts.batch.parallel import ParallelContext
 
 MAXIMUM = "/max"
 """Suffix of statistics that are combined by maximum."""

@@ -25,11 +25,11 @@ from numbers import Real
 from typing import Any, BinaryIO
 
 from rl_contracts.errors import DataError, defined_at, raised_at
-from rl_contracts.runtime.metric_docs import REWARDS, meaning
-from rl_contracts.runtime.metrics import Figure, Figures, collect
 from rl_contracts.registry import load
 from rl_contracts.reward import PartedReward, is_valid_reward, parts_of, set_time_limit, takes_final_text
 from rl_contracts.reward_worker import messages
+from rl_contracts.runtime.metric_docs import REWARDS, meaning
+from rl_contracts.runtime.metrics import Figure, Figures, collect
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_LIMIT = 2000

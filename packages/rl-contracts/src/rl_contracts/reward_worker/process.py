@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.sandbox import reaper
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.reward_worker import messages
+from rl_contracts.sandbox import reaper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 _CHUNK = 1 << 16

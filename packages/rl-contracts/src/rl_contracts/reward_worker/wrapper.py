@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.runtime.metrics import Figures, record, record_all
 from rl_contracts.reward import PartedReward
 from rl_contracts.reward_worker import messages
 from rl_contracts.reward_worker.process import WorkerProcess
+from rl_contracts.runtime.metrics import Figures, record, record_all
 
 _START_TIMEOUT = 120.0
 _END_TIMEOUT = 10.0

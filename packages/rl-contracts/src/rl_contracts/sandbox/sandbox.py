@@ -27,9 +27,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from rl_contracts.sandbox import confine
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.sandbox import confine
 
 _POLL_SECONDS = 0.05
 _LATE = "it did not end within"

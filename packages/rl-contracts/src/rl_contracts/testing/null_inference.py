@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, require, require_choice
 from rl_contracts.data import (
     MEETING_ROUTES,
@@ -20,6 +19,7 @@ from rl_contracts.data import (
 )
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.inference import Canary, InferenceEngine, ServerConfig
+from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.null_model import NullModel, request_rng
 from rl_contracts.testing.null_timeline import Slots, Timeline

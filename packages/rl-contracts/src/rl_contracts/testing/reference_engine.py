@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.config import OptimizerConfig, require
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import (
@@ -24,7 +25,6 @@ from rl_contracts.engine import (
     TrainEngineConfig,
 )
 from rl_contracts.errors import EngineError, ModelError
-from rl_contracts.batch.parallel import ParallelContext
 
 if TYPE_CHECKING:
     import torch
@@ -156,8 +156,8 @@ class ReferenceTrainEngine(TrainEngine):
         """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
         import torch
 
-        from rl_contracts.models.step_gate import STEP
         from rl_contracts.batch.trajectory import lengths, pack, select, units
+        from rl_contracts.models.step_gate import STEP
 
         tokens, limit = lengths(batch), self.spec.micro_batch.max_tokens
         together = units(batch)

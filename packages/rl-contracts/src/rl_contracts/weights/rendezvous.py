@@ -19,9 +19,9 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.data import WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.runtime.aio import in_thread
 
 _POLL = 0.002
 """Seconds between two looks into the store."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
 from rl_contracts.models.atomic_directory import new_directory
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.model import lora

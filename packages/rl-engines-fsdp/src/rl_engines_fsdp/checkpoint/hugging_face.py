@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
-from rl_contracts.runtime.logging import get_logger
-from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.models.config_files import copy_tokenizer, pad_token_id, quiet
 from rl_contracts.models.atomic_directory import new_directory
+from rl_contracts.models.config_files import copy_tokenizer, pad_token_id, quiet
+from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import full_parameters

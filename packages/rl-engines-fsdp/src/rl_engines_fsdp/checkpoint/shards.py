@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
 
 OWN = "random."
 """How names begin that each rank has for itself; of other whole tensors rank 0 writes its own."""

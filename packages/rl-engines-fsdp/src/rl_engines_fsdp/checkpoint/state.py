@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
 from rl_contracts.models.atomic_directory import new_directory
 from rl_engines_fsdp.checkpoint.shards import ShardReader, shards_of, write_shards
 from rl_engines_fsdp.model.packed import PackedModel

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rl_contracts.models.attention_windows import layer_window
 from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import layer_window
 from rl_engines_fsdp.ranks.collectives import exchange
 
 NAME = "rl_packed"

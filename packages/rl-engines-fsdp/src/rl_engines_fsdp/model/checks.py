@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_contracts.models.attention_windows import short_windows, shorten
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import short_windows, shorten
 from rl_engines_fsdp.model import attention
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.packed import PackedCausalLM, PackedModel

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_contracts.models.attention_windows import other_layers
 from rl_contracts.errors import ModelError
-from rl_contracts.runtime.logging import get_logger
+from rl_contracts.models.attention_windows import other_layers
 from rl_contracts.models.config_files import quiet, read_config
+from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model import attention
 
 log = get_logger("engines.fsdp")

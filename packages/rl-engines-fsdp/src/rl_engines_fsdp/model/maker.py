@@ -11,10 +11,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.models.cpu_matmul import speed_up
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora

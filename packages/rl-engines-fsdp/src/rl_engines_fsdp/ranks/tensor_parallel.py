@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ModelError
 from rl_contracts.models.cpu_matmul import linear
-from rl_contracts.batch.parallel import ParallelContext
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.collectives import copy_to, sum_over
 from rl_engines_fsdp.ranks.sharding import local, mesh_of

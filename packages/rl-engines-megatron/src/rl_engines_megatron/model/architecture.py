@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rl_contracts.models.attention_windows import KINDS
 from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import KINDS
 from rl_engines_megatron.model.families import Family, family_of
 from rl_engines_megatron.model.mixture import Mixture
 

@@ -16,8 +16,8 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import SETTINGS
-from rl_engines_megatron.model.layers import implementation
 from rl_engines_megatron.model.gpt import PackedGPT, make_model
+from rl_engines_megatron.model.layers import implementation
 from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transformer_kwargs
 from rl_engines_megatron.model.partition import Partition
 

@@ -17,8 +17,8 @@ from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, Voca
 from rl_engines_megatron.model.experts import Routing
 from rl_engines_megatron.model.layers import block_spec
 from rl_engines_megatron.model.megatron_config import rope_kwargs
-from rl_engines_megatron.model.partition import Partition
 from rl_engines_megatron.model.packed_sequences import Rows
+from rl_engines_megatron.model.partition import Partition
 
 
 class PackedGPT(GPTModel):

@@ -18,8 +18,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from rl_contracts.errors import ModelError
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.errors import ModelError
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""

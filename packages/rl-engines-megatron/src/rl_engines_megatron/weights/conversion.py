@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_megatron.model.architecture import Architecture
-from rl_engines_megatron.weights.naming import EMBEDDING, HEAD, Parameter, model_sources, stage_parameters
 from rl_engines_megatron.model.partition import Partition
 from rl_engines_megatron.weights.layouts import Replicated, Shape, same_bits, shard_shape
+from rl_engines_megatron.weights.naming import EMBEDDING, HEAD, Parameter, model_sources, stage_parameters
 
 COMPUTED = "rotary_emb.inv_freq"
 """End of the names of buffers that older checkpoints store; transformers leaves them out too."""

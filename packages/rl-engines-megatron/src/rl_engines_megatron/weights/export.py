@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
-from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.models.config_files import copy_tokenizer, pad_token_id
 from rl_engines_megatron.model.checks import INDEX
 

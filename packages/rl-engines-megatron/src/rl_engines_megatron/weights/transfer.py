@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rl_contracts.errors import ModelError
 from rl_engines_megatron.model.checks import weight_files
-from rl_engines_megatron.weights.conversion import check_names, check_sources, check_tied
 from rl_engines_megatron.model.gpt import PackedGPT
-from rl_engines_megatron.weights.naming import HEAD, SCORE, Parameter, model_sources, stage_parameters
 from rl_engines_megatron.model.partition import Partition
+from rl_engines_megatron.weights.conversion import check_names, check_sources, check_tied
+from rl_engines_megatron.weights.naming import HEAD, SCORE, Parameter, model_sources, stage_parameters
 
 
 class StoredWeights(Mapping[str, Tensor]):

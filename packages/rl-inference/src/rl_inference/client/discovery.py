@@ -6,10 +6,10 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerSource, is_address
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.client.router import Router
 

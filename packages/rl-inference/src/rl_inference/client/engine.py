@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine
 from math import nan
 from typing import Any, ClassVar
 
-from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, NoServersError
 from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig, ServerSource
+from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_inference.client.completion import PartialAnswer
 from rl_inference.client.discovery import Discovery, checked_address
 from rl_inference.client.file_limit import raise_file_limit

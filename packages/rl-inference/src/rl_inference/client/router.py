@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from weakref import WeakValueDictionary
 
-from rl_contracts.runtime.clock import Clock
 from rl_contracts.errors import InferenceError
+from rl_contracts.runtime.clock import Clock
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.client.transport import Server
 

@@ -13,9 +13,9 @@ from rl_contracts.inference import Canary, ServerProgram
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, seated
 from rl_inference.client.all_servers import AllLostError, Fleet
-from rl_inference.client.weight_loading import Beside, InPlace
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerBusyError, ServerLostError, Transport, failures
+from rl_inference.client.weight_loading import Beside, InPlace
 
 logger = get_logger("inference.client")
 

@@ -19,13 +19,13 @@ from aiohttp import web
 
 from rl_contracts.config import require
 from rl_contracts.errors import RLError
-from rl_contracts.runtime.logging import configure, get_logger
 from rl_contracts.models.directory import check_model_directory
+from rl_contracts.runtime.http_connections import Connections
+from rl_contracts.runtime.logging import configure, get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_inference.backends.embedded.config import ServerOptions, parse
 from rl_inference.client.file_limit import raise_file_limit
 from rl_inference.embedded_server.app import ServerApp
-from rl_contracts.runtime.http_connections import Connections
 
 if TYPE_CHECKING:
     from rl_inference.embedded_server.loop import DecodeLoop
@@ -127,8 +127,8 @@ def _load(
             check_model_directory(str(Path(spec.model_path).absolute()))
             import torch
 
-            from rl_inference.embedded_server.model.loading import load_model
             from rl_inference.embedded_server.loop import DecodeLoop
+            from rl_inference.embedded_server.model.loading import load_model
             from rl_inference.embedded_server.weights import ServedWeights, restore
 
             if spec.cpus:

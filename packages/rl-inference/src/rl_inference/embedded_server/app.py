@@ -16,9 +16,9 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.data import WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.backends.embedded.config import ServerOptions
 from rl_inference.backends.embedded.protocol import EmbeddedProtocol, generation_key

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from rl_contracts.weights import adapters
-from rl_inference.embedded_server.model import loading
 from rl_inference.embedded_server.__main__ import main
 from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model import loading
 from rl_inference.embedded_server.model.slot_model import SlotModel
 from rl_inference.embedded_server.sampling import SamplingBatch
 from rl_inference.embedded_server.slots import SlotTable

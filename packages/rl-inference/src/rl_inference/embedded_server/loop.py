@@ -14,8 +14,8 @@ from rl_contracts.errors import InferenceError
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.embedded_server.job import GenerationJob
 from rl_inference.embedded_server.model.memory import used_bytes
-from rl_inference.embedded_server.model.slot_model import SlotModel
 from rl_inference.embedded_server.model.pages import PAGE
+from rl_inference.embedded_server.model.slot_model import SlotModel
 from rl_inference.embedded_server.scoring import ScoreJob, ScoreQueue
 from rl_inference.embedded_server.slots import SlotTable
 from rl_inference.embedded_server.weights import ServedWeights

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rl_inference.embedded_server.model.attention import Segment, TokenPass
 from rl_inference.embedded_server.job import GenerationJob
-from rl_inference.embedded_server.model.slot_model import SlotModel
+from rl_inference.embedded_server.model.attention import Segment, TokenPass
 from rl_inference.embedded_server.model.pages import PAGE, PrefixIndex, pages_of, prefix_keys
+from rl_inference.embedded_server.model.slot_model import SlotModel
 from rl_inference.embedded_server.sampling import SamplingBatch
 
 NO_VERSION = -1

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.data import STORED_ROUTES, AdapterSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.models.hub_names import HubPart, hub_parts
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import WeightReceiver, adapters, checksum, read_committed, verify_receipt
 from rl_contracts.weights.checksums import copy_summed

@@ -23,10 +23,10 @@ from typing import Any
 
 from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.scheduler import JobSpec, WorkerStatus
-from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
+from rl_launchers.cluster.messages import Message, Wire, called
 from rl_launchers.local.process import Group, LocalProcess
 from rl_launchers.local.resources import PortReservation
-from rl_launchers.cluster.messages import Message, Wire, called
+from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at the workers."""

@@ -23,9 +23,9 @@ from typing import Any
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import Node
-from rl_launchers.supervise import exit_report
-from rl_launchers.cluster.nodes import NodeProvider
 from rl_launchers.cluster.messages import PATIENCE, Message, Wire, accepted
+from rl_launchers.cluster.nodes import NodeProvider
+from rl_launchers.supervise import exit_report
 
 logger = get_logger("launcher")
 

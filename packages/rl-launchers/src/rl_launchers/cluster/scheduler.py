@@ -14,12 +14,12 @@ from typing import Any
 from rl_contracts.config import bounded
 from rl_contracts.errors import LaunchError, RLError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers.supervise import exit_report
+from rl_launchers.cluster.messages import Message
 from rl_launchers.cluster.node_agents import Agents, Machine
-from rl_launchers.local.scheduler import require_resizable, require_sound
 from rl_launchers.cluster.nodes import NodeProvider
 from rl_launchers.cluster.placement import Ledger, used
-from rl_launchers.cluster.messages import Message
+from rl_launchers.local.scheduler import require_resizable, require_sound
+from rl_launchers.supervise import exit_report
 
 TICK = 0.05
 """Seconds between two looks at what is waited for."""
@@ -179,7 +179,9 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             self._answers([order], ORDER_SECONDS)
         else:
             lives = place.worker.restarts + 1
-            exit_report.separate(worker.log, f"{worker.name}, start {lives + 1}, elsewhere" + (f": {note}" if note else ""))
+            exit_report.separate(
+                worker.log, f"{worker.name}, start {lives + 1}, elsewhere" + (f": {note}" if note else "")
+            )
             try:
                 self._add(role, [worker.index], lives)
             except RLError:

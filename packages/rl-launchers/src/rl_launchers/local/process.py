@@ -14,9 +14,9 @@ from pathlib import Path
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.machine import bypass_proxies
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
+from rl_launchers.local.sessions import Session
 from rl_launchers.supervise import exit_report
 from rl_launchers.supervise.server_health import probe
-from rl_launchers.local.sessions import Session
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Threads of numeric libraries. Unset, every worker would start one per core of the machine."""

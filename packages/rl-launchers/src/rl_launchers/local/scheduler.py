@@ -16,11 +16,11 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.runtime.machine import usable_cores, visible_gpus
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers.supervise import exit_report
-from rl_launchers.local.reaper import Keeper
 from rl_launchers.local.process import Group, LocalProcess, fill_in, ranks_of, worker_environment
+from rl_launchers.local.reaper import Keeper
 from rl_launchers.local.resources import Pool, PortReservation, pinnable_cores
 from rl_launchers.local.sessions import stop_sessions
+from rl_launchers.supervise import exit_report
 
 TICK = 0.05
 """Seconds between two looks at what is waited for."""

@@ -30,8 +30,8 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_contracts.scheduler import Worker
-from rl_launchers.local.reaper import Keeper
 from rl_launchers.local.process import LocalProcess
+from rl_launchers.local.reaper import Keeper
 from rl_launchers.ray.scheduler import agent_environment
 from rl_launchers.supervise.exit_report import describe_exit
 

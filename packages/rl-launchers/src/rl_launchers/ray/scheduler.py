@@ -23,9 +23,9 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.machine import usable_cores, visible_gpus
 from rl_contracts.scheduler import Node, Resources
-from rl_launchers.supervise import exit_report
-from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.cluster.nodes import LOOPBACK, NodeProvider
+from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.supervise import exit_report
 
 logger = get_logger("launcher")
 

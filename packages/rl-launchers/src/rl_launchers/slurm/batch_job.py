@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, Submission
-from rl_launchers.supervise import exit_report
 from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingError, look
+from rl_launchers.supervise import exit_report
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60

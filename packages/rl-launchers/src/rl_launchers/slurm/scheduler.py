@@ -20,10 +20,9 @@ from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import Node, Resources, Submission
-from rl_launchers.supervise import exit_report
-from rl_launchers.slurm import batch_job
-from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.cluster.nodes import LOOPBACK, NodeProvider
+from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.slurm import batch_job
 from rl_launchers.slurm.commands import (
     Commands,
     SlurmError,
@@ -34,6 +33,7 @@ from rl_launchers.slurm.commands import (
     partitions,
     shares,
 )
+from rl_launchers.supervise import exit_report
 
 logger = get_logger("launcher")
 

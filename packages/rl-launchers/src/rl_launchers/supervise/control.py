@@ -32,8 +32,8 @@ from rl_contracts.errors import RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.name_service import NameService, UnknownNameError
 from rl_contracts.scheduler import Worker
-from rl_launchers.supervise.interrupts import TOGETHER, Interrupted
 from rl_launchers.supervise.heartbeat import Pulses
+from rl_launchers.supervise.interrupts import TOGETHER, Interrupted
 
 logger = get_logger("launcher")
 

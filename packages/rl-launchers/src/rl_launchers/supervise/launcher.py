@@ -16,12 +16,12 @@ from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.name_service import MemoryNames
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers.supervise.run_restarts import Attempts, Resume, TrainersLostError, UsersFaultError, headline
 from rl_launchers.supervise.control import RunControl
-from rl_launchers.supervise.server_scaling import Elastic
-from rl_launchers.supervise.server_health import RestartConfig, ServerCare, ServersLostError
-from rl_launchers.supervise.interrupts import ONE_REQUEST, Hurried, Interrupted, Interrupts
 from rl_launchers.supervise.exit_report import describe_end, separate, with_log
+from rl_launchers.supervise.interrupts import ONE_REQUEST, Hurried, Interrupted, Interrupts
+from rl_launchers.supervise.run_restarts import Attempts, Resume, TrainersLostError, UsersFaultError, headline
+from rl_launchers.supervise.server_health import RestartConfig, ServerCare, ServersLostError
+from rl_launchers.supervise.server_scaling import Elastic
 
 logger = get_logger("launcher")
 

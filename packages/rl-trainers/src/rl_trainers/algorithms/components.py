@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.config import require
 from rl_contracts.batch.redistribution import MINIBATCH_KEY
+from rl_contracts.config import require
 from rl_trainers.algorithms.functional.correction import (
     DIVERGENCES,
     OffPolicy,

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.batch.trajectory import PART_PREFIX
 from rl_contracts.errors import DataError
 from rl_contracts.registry import load_part
-from rl_contracts.batch.trajectory import PART_PREFIX
-from rl_trainers.learners.critic import RETURNS_KEY, VALUES_KEY
 from rl_trainers.algorithms.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.algorithms.functional.kl import kl_estimate
-from rl_trainers.algorithms.functional.reward_shaping import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
+from rl_trainers.algorithms.functional.reward_shaping import (
+    overlong_penalty,
+    shaped,
+    terminal_rewards,
+    to_trained_tokens,
+)
+from rl_trainers.learners.critic import RETURNS_KEY, VALUES_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

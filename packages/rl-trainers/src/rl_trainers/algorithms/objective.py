@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_contracts.batch.trajectory import PackedBatch
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.registry import load_part, load_parts
-from rl_contracts.batch.trajectory import PackedBatch
 from rl_trainers.algorithms.config import AlgorithmConfig, KLConfig
 from rl_trainers.algorithms.functional.correction import OffPolicy
 from rl_trainers.algorithms.functional.kl import ESTIMATORS, kl_estimate, weighted_kl

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_contracts.engine import TokenOutputs, TrainEngine
     from rl_contracts.batch.trajectory import PackedBatch
+    from rl_contracts.engine import TokenOutputs, TrainEngine
 
 PROXIMAL_KEY = "prox_logprobs"
 """float32 [B, T], where a forward pass before the update computes them."""

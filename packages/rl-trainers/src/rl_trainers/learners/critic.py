@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.batch.trajectory import PackedBatch
 from rl_contracts.config import require
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError
-from rl_contracts.batch.trajectory import PackedBatch
-from rl_trainers.algorithms.functional.value_and_preference_losses import clipped_value_loss, explained_variance, variance_sums
+from rl_trainers.algorithms.functional.value_and_preference_losses import (
+    clipped_value_loss,
+    explained_variance,
+    variance_sums,
+)
 from rl_trainers.learners.optimizer_steps import take_steps, trained_tokens
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.errors import StopRequestedError
-from rl_contracts.runtime.logging import get_logger
 from rl_contracts.batch.redistribution import MINIBATCH_KEY
 from rl_contracts.batch.trajectory import select
+from rl_contracts.errors import StopRequestedError
+from rl_contracts.runtime.logging import get_logger
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

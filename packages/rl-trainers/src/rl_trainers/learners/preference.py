@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from rl_contracts.batch.trajectory import PackedBatch, Trajectory
 from rl_contracts.config import Reads, Settings, bounded, choice
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
-from rl_contracts.batch.trajectory import PackedBatch, Trajectory
 from rl_trainers.algorithms.functional.value_and_preference_losses import bradley_terry_loss, dpo_loss, ipo_loss
 from rl_trainers.learners.supervised import rendered
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
-from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, stack, validate
+from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
+from rl_contracts.errors import ConfigError, DataError
 from rl_trainers.algorithms.functional.value_and_preference_losses import cross_entropy_loss
-from rl_trainers.recovery.component_states import Stateful
 from rl_trainers.learners.optimizer_steps import take_steps, trained_tokens
+from rl_trainers.recovery.component_states import Stateful
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

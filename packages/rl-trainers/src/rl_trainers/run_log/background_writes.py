@@ -26,8 +26,8 @@ from rl_contracts.runtime.file_modes import follow_umask
 from rl_contracts.runtime.logging import get_logger
 
 if TYPE_CHECKING:
-    from rl_contracts.engine import Snapshot
     from rl_contracts.batch.parallel import ParallelContext
+    from rl_contracts.engine import Snapshot
 
 log = get_logger("trainers")
 

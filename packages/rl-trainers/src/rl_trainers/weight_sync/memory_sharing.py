@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.runtime.aio import LoopThread
 
 GIB = 2**30
 

@@ -32,9 +32,9 @@ from rl_contracts.weights.rendezvous import Address
 from rl_trainers.weight_sync.canary import CanaryCheck
 
 if TYPE_CHECKING:
-    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.weights import WeightSender
 
 logger = get_logger("publish")

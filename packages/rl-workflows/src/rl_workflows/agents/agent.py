@@ -12,10 +12,10 @@ from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_workflows.rollout.episode import answered, stage
 
 if TYPE_CHECKING:
+    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
     from rl_contracts.endpoint import Reported, RolloutEndpoint, RowsPer
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.batch.trajectory import Trajectory
 
 
 class AgentEpisodes(RolloutWorkflow):

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_contracts.sandbox import confine, reaper
 from rl_contracts.errors import AgentError, ConfigError
 from rl_contracts.runtime.machine import bypass_proxies
+from rl_contracts.sandbox import confine, reaper
 from rl_contracts.workflow import AgentWorkflow
 from rl_workflows.workflows.rlvr import NOT_FOR_REWARDS
 

@@ -29,10 +29,10 @@ from rl_contracts.reward import parts_of
 if TYPE_CHECKING:
     import numpy as np
 
+    from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.chat.rendering import ChatRenderer, Message
     from rl_contracts.data import ModelResponse
     from rl_contracts.endpoint import Credit, RowsPer
-    from rl_contracts.chat.rendering import ChatRenderer, Message
-    from rl_contracts.batch.trajectory import Trajectory
 
 _ROOT = b""
 _UNKNOWN = (0, b"")

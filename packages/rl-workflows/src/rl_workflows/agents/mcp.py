@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.errors import ConfigError, TaskEnvironmentError
+from rl_contracts.runtime.aio import LoopThread
 from rl_workflows.agents.tools import Tool
 
 _CONNECTION_CLOSED = -32000

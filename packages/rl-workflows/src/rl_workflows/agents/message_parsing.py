@@ -14,10 +14,10 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from rl_contracts.config import require_choice
-from rl_contracts.errors import ConfigError
 from rl_contracts.chat.reasoning import MARKS, split_reasoning
 from rl_contracts.chat.rendering import answer_text
+from rl_contracts.config import require_choice
+from rl_contracts.errors import ConfigError
 from rl_workflows.agents.tool_calls import FORMATS, Call, as_call, format_of
 
 CALL_ID_LENGTH = 9

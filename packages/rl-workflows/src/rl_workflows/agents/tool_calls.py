@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from rl_contracts.errors import DataError
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import DataError
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a tool."""

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from rl_contracts import registry
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.errors import ConfigError
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
 

@@ -15,8 +15,8 @@ from rl_contracts.errors import DataError, InferenceError, RLError
 from rl_contracts.inference import Capabilities, InferenceEngine
 
 if TYPE_CHECKING:
-    from rl_contracts.runtime.clock import Clock
     from rl_contracts.config import GenerationConfig
+    from rl_contracts.runtime.clock import Clock
     from rl_contracts.workflow import RolloutWorkflow
 
 WORKFLOW = "workflow"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, RLError
-from rl_contracts.runtime.metrics import Figures, collect
 from rl_contracts.reward import LARGEST_REWARD
+from rl_contracts.runtime.metrics import Figures, collect
 from rl_workflows.rollout.episode import EpisodeContext, EpisodeEngine, Episodes, set_current_episode
 
 if TYPE_CHECKING:

@@ -13,27 +13,27 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.runtime.aio import LoopThread
-from rl_contracts.runtime.clock import Clock, SystemClock
-from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError, StopRequestedError
-from rl_contracts.runtime.metrics import Figures, record_all
 from rl_contracts.batch.packing import cut
 from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, DataError, StopRequestedError
 from rl_contracts.rollout import RolloutRuntime
+from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.runtime.clock import Clock, SystemClock
+from rl_contracts.runtime.metrics import Figures, record_all
 from rl_workflows.rollout.config import RolloutConfig, groups_per_replica
-from rl_workflows.rollout.resharding import states_of_heads
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, dynamic_sampling
+from rl_workflows.rollout.resharding import states_of_heads
 from rl_workflows.rollout.scheduler import OnAnswers, RolloutHead
 from rl_workflows.rollout.staleness import StalenessManager
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
     from rl_contracts.errors import StalledError
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.workflow import RolloutWorkflow
 
 POLL_SECONDS = 0.5

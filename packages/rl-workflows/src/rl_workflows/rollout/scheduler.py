@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import NoServersError, RLError, StalledError, boundary_of, causes
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import Figures
-from rl_workflows.rollout.failure_budget import FailureBudget
-from rl_workflows.rollout.resharding import deal
 from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.rollout.prompt_source import PromptSource, Row
+from rl_workflows.rollout.resharding import deal
 from rl_workflows.rollout.staleness import StalenessManager, Ticket
 from rl_workflows.rollout.watchdog import Watch, figures_of_servers
 
 if TYPE_CHECKING:
-    from rl_contracts.runtime.clock import Clock
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.runtime.clock import Clock
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows.rollout.config import RolloutConfig
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.runtime.aio import stack_of_thread
 from rl_contracts.errors import RLError, StalledError
+from rl_contracts.runtime.aio import stack_of_thread
 from rl_contracts.runtime.logging import get_logger
 
 if TYPE_CHECKING:

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.runtime.aio import in_thread
 from rl_contracts.config import require
-from rl_workflows.agents.conversation import Conversation
 from rl_contracts.errors import TaskEnvironmentError
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import Environment
+from rl_workflows.agents.conversation import Conversation
 from rl_workflows.rollout.episode import answered, stage
 from rl_workflows.workflows.multi_turn import MultiTurnWorkflow
 
 if TYPE_CHECKING:
+    from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.endpoint import Credit
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.batch.trajectory import Trajectory
 
 
 class EnvironmentWorkflow(MultiTurnWorkflow):

@@ -7,20 +7,20 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.chat.rendering import replace_invalid_text
 from rl_contracts.config import require
-from rl_workflows.agents.conversation import Conversation, Turn
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.runtime.metrics import record
-from rl_contracts.chat.rendering import replace_invalid_text
+from rl_workflows.agents.conversation import Conversation, Turn
+from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.tools import Tool, tools_of
 from rl_workflows.rollout.episode import stage
 from rl_workflows.workflows.rlvr import RLVRWorkflow
-from rl_workflows.agents.tools import Tool, tools_of
 
 if TYPE_CHECKING:
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.inference import InferenceEngine
 
 FEEDBACK = "Your answer is not right. Find the mistake, and answer again."
 

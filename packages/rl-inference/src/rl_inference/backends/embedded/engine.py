@@ -7,9 +7,9 @@ from typing import ClassVar
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
 from rl_inference.backends.embedded.config import EmbeddedEngineConfig, server_job
+from rl_inference.backends.embedded.protocol import EmbeddedProtocol
 from rl_inference.client.engine import HttpEngine
 from rl_inference.client.protocol import ServerProtocol
-from rl_inference.backends.embedded.protocol import EmbeddedProtocol
 
 
 class EmbeddedEngine(HttpEngine):

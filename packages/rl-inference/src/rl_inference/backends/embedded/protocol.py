@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.inference import Capabilities
-from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, ignored
 from rl_inference.backends.control_protocol import ControlPaths, ControlProtocol
+from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, ignored
 
 
 def generation_key(key: str) -> str:

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
+from rl_inference.backends.sglang.config import SGLangEngineConfig, context_of, server_job
+from rl_inference.backends.sglang.protocol import SGLangProtocol
 from rl_inference.client.engine import HttpEngine
 from rl_inference.client.protocol import ServerProtocol
-from rl_inference.backends.sglang.protocol import SGLangProtocol
-from rl_inference.backends.sglang.config import SGLangEngineConfig, context_of, server_job
 
 
 class SGLangEngine(HttpEngine):

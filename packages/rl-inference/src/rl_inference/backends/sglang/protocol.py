@@ -14,9 +14,9 @@ from rl_contracts.data import NO_GPU_ROUTES, ROUTES, ServeSpec
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities
 from rl_contracts.models.directory import vocabulary_size
+from rl_inference.backends.control_protocol import ControlProtocol
 from rl_inference.backends.external_program import on_cpu
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
-from rl_inference.backends.control_protocol import ControlProtocol
 from rl_inference.client.transport import ServerBusyError
 
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
-from rl_inference.client.engine import HttpEngine
 from rl_inference.backends.external_program import on_cpu
-from rl_inference.client.protocol import ServerProtocol
-from rl_inference.backends.vllm.protocol import VLLMProtocol
 from rl_inference.backends.vllm.config import VLLMEngineConfig, server_job
+from rl_inference.backends.vllm.protocol import VLLMProtocol
+from rl_inference.client.engine import HttpEngine
+from rl_inference.client.protocol import ServerProtocol
 
 
 class VLLMEngine(HttpEngine):

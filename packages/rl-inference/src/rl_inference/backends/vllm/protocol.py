@@ -13,8 +13,8 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import NO_GPU_ROUTES, ROUTES
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities, ServedModel
-from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
 from rl_inference.backends.control_protocol import ControlProtocol, served_model
+from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
 
 _GENERATE = "/inference/v1/generate"
 _UNKNOWN_LOGPROB = -9999.0

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from rl_contracts.models.attention_windows import other_layers, short_windows
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import other_layers, short_windows
 from rl_contracts.models.cpu_matmul import speed_up
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.backends.embedded.config import EmbeddedEngineConfig

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rl_contracts.models.attention_windows import layer_window
 from rl_contracts.errors import ModelError
+from rl_contracts.models.attention_windows import layer_window
 from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE, chosen_logprobs, float32_logits
 from rl_inference.embedded_server.model.attention import Scoring, Segment, TokenPass, causal
 from rl_inference.embedded_server.model.cache import SlotCache, SlotLayer, TorchLayer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.batch.trajectory import PackedBatch
+from rl_contracts.engine import Stats, TokenOutputs
 from rl_trainers.algorithms.functional.advantages import moments
 
 

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
+from rl_contracts.batch.trajectory import Trajectory, from_response, lengths, stack
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import RLError
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.batch.trajectory import Trajectory, from_response, lengths, stack
 from rl_trainers.weight_sync.gap.diagnosis import Receipts
 from rl_trainers.weight_sync.gap.divergence import Gap
 
 if TYPE_CHECKING:
-    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.runtime.aio import LoopThread
 
 log = get_logger("trainers.gap")
 

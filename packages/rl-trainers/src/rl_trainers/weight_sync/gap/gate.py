@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_contracts.runtime.aio import LoopThread
+    from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.batch.parallel import ParallelContext
+    from rl_contracts.runtime.aio import LoopThread
     from rl_trainers.weight_sync.gap.experiments import Score
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
 

@@ -32,7 +32,9 @@ class Messages(request_parsing.Asked):
         request_parsing.refuse(not self.messages, "messages", "expected at least one.")
         once = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
         request_parsing.refuse(once, "tool_choice.disable_parallel_tool_use", "a model cannot be kept from them here.")
-        request_parsing.refuse(self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's.")
+        request_parsing.refuse(
+            self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's."
+        )
         messages = [made for i, message in enumerate(self.messages) for made in _messages(message, f"messages[{i}]")]
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
@@ -83,7 +85,12 @@ class Messages(request_parsing.Asked):
             found: dict[str, tuple[request_parsing.Names, str, str, Any]] = {
                 "text": ({"text": ""}, "text_delta", "text", block.get("text")),
                 "thinking": ({"thinking": ""}, "thinking_delta", "thinking", block.get("thinking")),
-                "tool_use": ({"input": {}}, "input_json_delta", "partial_json", request_parsing.written(block.get("input") or {})),
+                "tool_use": (
+                    {"input": {}},
+                    "input_json_delta",
+                    "partial_json",
+                    request_parsing.written(block.get("input") or {}),
+                ),
             }
             begun, name, delta, text = found[kind]
             events.append({"type": "content_block_start", "index": index, "content_block": {**block, **begun}})
@@ -104,8 +111,12 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
 def _messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
     """One message as chat templates know them; results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
-    request_parsing.refuse(role not in ("user", "assistant"), where, f"expected a role of user or assistant, found {role!r:.80}.")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
+    request_parsing.refuse(
+        role not in ("user", "assistant"), where, f"expected a role of user or assistant, found {role!r:.80}."
+    )
+    blocks = (
+        [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
+    )
     made: list[request_parsing.Names] = []
     texts: list[request_parsing.Names] = []
     calls, reasoning = [], ""
@@ -121,7 +132,11 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
             found = block.get("content")
             said = found if found is None or isinstance(found, str) else request_parsing.text_of(found, where)
             made.append(
-                {"role": "tool", "tool_call_id": request_parsing.told(block.get("tool_use_id"), where), "content": said or ""}
+                {
+                    "role": "tool",
+                    "tool_call_id": request_parsing.told(block.get("tool_use_id"), where),
+                    "content": said or "",
+                }
             )
         else:
             raise CallError(

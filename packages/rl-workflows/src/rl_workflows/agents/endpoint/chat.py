@@ -30,7 +30,9 @@ class _OpenAI(request_parsing.Asked):
 
     def check_stream(self) -> None:
         """Raises: CallError: options of a stream, and none is asked for."""
-        request_parsing.refuse(self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone.")
+        request_parsing.refuse(
+            self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone."
+        )
 
     @property
     def stops(self) -> list[str]:
@@ -49,7 +51,9 @@ class _OpenAI(request_parsing.Asked):
             "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after},
         }
 
-    def _chunks(self, reply: request_parsing.Names, kind: str, parts: list[request_parsing.Names]) -> list[tuple[str, Any]]:
+    def _chunks(
+        self, reply: request_parsing.Names, kind: str, parts: list[request_parsing.Names]
+    ) -> list[tuple[str, Any]]:
         """The reply in parts of its choices."""
         base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
         told = self.stream_options is not None and self.stream_options.include_usage
@@ -81,11 +85,18 @@ class ChatCompletion(_OpenAI):
     def call(self) -> Call:
         self.check_stream()
         request_parsing.refuse(not self.messages, "messages", "expected at least one.")
-        request_parsing.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
-        request_parsing.refuse(self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0.")
+        request_parsing.refuse(
+            self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here."
+        )
+        request_parsing.refuse(
+            self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0."
+        )
         form = self.response_format or {"type": "text"}
         if form.get("type") == "json_schema":
-            form = {"type": "json_schema", **request_parsing.objects([form.get("json_schema")], "response_format.json_schema")[0]}
+            form = {
+                "type": "json_schema",
+                **request_parsing.objects([form.get("json_schema")], "response_format.json_schema")[0],
+            }
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
@@ -108,11 +119,19 @@ class ChatCompletion(_OpenAI):
                 message["reasoning_content"] = reasoning
             if answer.calls:
                 message["tool_calls"] = [
-                    {**call, "function": {**call["function"], "arguments": request_parsing.written(call["function"]["arguments"])}}
+                    {
+                        **call,
+                        "function": {
+                            **call["function"],
+                            "arguments": request_parsing.written(call["function"]["arguments"]),
+                        },
+                    }
                     for call in answer.calls
                 ]
             finish = "tool_calls" if answer.calls else "length" if answer.cut else "stop"
-            logprobs = {"content": request_parsing.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
+            logprobs = (
+                {"content": request_parsing.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
+            )
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
         return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
 
@@ -149,8 +168,12 @@ class Completion(_OpenAI):
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         good = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
-        request_parsing.refuse(not good or not prompt, "prompt", "expected one text or one list of token ids, not empty.")
-        request_parsing.refuse((self.logprobs or 0) > 1, "logprobs", "those of sampled tokens alone are known; expected 0 or 1.")
+        request_parsing.refuse(
+            not good or not prompt, "prompt", "expected one text or one list of token ids, not empty."
+        )
+        request_parsing.refuse(
+            (self.logprobs or 0) > 1, "logprobs", "those of sampled tokens alone are known; expected 0 or 1."
+        )
         return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
     def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
@@ -173,7 +196,10 @@ class Completion(_OpenAI):
     def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
         parts = []
         for choice in reply["choices"]:
-            made = [{**choice, "text": piece, "finish_reason": None} for piece in request_parsing.pieces(choice["text"]) or [""]]
+            made = [
+                {**choice, "text": piece, "finish_reason": None}
+                for piece in request_parsing.pieces(choice["text"]) or [""]
+            ]
             parts += [
                 *({**part, "logprobs": None} for part in made[:-1]),
                 {**made[-1], "finish_reason": choice["finish_reason"]},
@@ -193,8 +219,14 @@ def _message(message: request_parsing.Names, where: str) -> request_parsing.Name
     if role in ("system", "developer", "user"):
         return {"role": "user" if role == "user" else "system", "content": text}
     if role == "tool":
-        return {"role": "tool", "tool_call_id": request_parsing.told(message.get("tool_call_id"), where), "content": text}
-    request_parsing.refuse(role != "assistant", where, f"expected a role of system, user, assistant or tool, found {role!r:.80}.")
+        return {
+            "role": "tool",
+            "tool_call_id": request_parsing.told(message.get("tool_call_id"), where),
+            "content": text,
+        }
+    request_parsing.refuse(
+        role != "assistant", where, f"expected a role of system, user, assistant or tool, found {role!r:.80}."
+    )
     given = request_parsing.objects(message.get("tool_calls") or [], where)
     functions = request_parsing.objects([call.get("function") for call in given], where)
     calls = [

@@ -35,10 +35,14 @@ class Responses(request_parsing.Asked):
 
     def call(self) -> Call:
         request_parsing.refuse(not self.input, "input", "expected a text or at least one item.")
-        request_parsing.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
+        request_parsing.refuse(
+            self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here."
+        )
         form = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
         others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
-        request_parsing.refuse(others, "include", f"found {min(others, default='')!r:.80}; expected {LOGPROBS} or {ENCRYPTED}.")
+        request_parsing.refuse(
+            others, "include", f"found {min(others, default='')!r:.80}; expected {LOGPROBS} or {ENCRYPTED}."
+        )
         request_parsing.refuse(self.truncation not in (None, "disabled"), "truncation", "expected disabled.")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         tools = [_tool(tool) for tool in self.tools or ()]
@@ -165,7 +169,9 @@ def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]
             made.append({"role": "user" if role == "user" else "system", "content": text})
         elif kind == "function_call_output":
             output = request_parsing.text_of(item.get("output"), where)
-            made.append({"role": "tool", "tool_call_id": request_parsing.told(item.get("call_id"), where), "content": output})
+            made.append(
+                {"role": "tool", "tool_call_id": request_parsing.told(item.get("call_id"), where), "content": output}
+            )
         elif said is not None and kind == "reasoning":
             said["reasoning"] += request_parsing.text_of(item.get("content"), where)
         elif said is not None:

@@ -17,24 +17,24 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rl_contracts.runtime.aio import LoopThread
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.chat.rendering import ChatRenderer, replace_invalid_text
 from rl_contracts.config import GenerationConfig
 from rl_contracts.endpoint import RolloutEndpoint
 from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
 from rl_contracts.inference import InferenceEngine
+from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.runtime.http_connections import Connections
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.machine import bypass_proxies, reachable_host, url_of
-from rl_contracts.chat.rendering import ChatRenderer, replace_invalid_text
+from rl_inference.embedded_server.requests import decode
 from rl_workflows.agents.endpoint.anthropic import Messages
 from rl_workflows.agents.endpoint.anthropic import error as anthropic_error
 from rl_workflows.agents.endpoint.chat import ChatCompletion, Completion
 from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_workflows.agents.endpoint.request_parsing import Asked, Rewards
 from rl_workflows.agents.endpoint.responses import Responses
 from rl_workflows.agents.endpoint.session import CallError, Model, Prepared, Session
-from rl_workflows.agents.endpoint.request_parsing import Asked, Rewards
-from rl_contracts.runtime.http_connections import Connections
-from rl_inference.embedded_server.requests import decode
+from rl_workflows.agents.message_parsing import AnswerReader
 
 logger = get_logger("inference.endpoint")
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rl_workflows.agents.conversation import Conversation, Prompt, PromptTooLongError, Turn
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.endpoint import Reported, RolloutSession, RowsPer
 from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
+from rl_workflows.agents.conversation import Conversation, Prompt, PromptTooLongError, Turn
 
 if TYPE_CHECKING:
-    from rl_workflows.agents.message_parsing import AnswerReader
+    from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.chat.rendering import ChatRenderer, Message
     from rl_contracts.config import GenerationConfig
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.chat.rendering import ChatRenderer, Message
-    from rl_contracts.batch.trajectory import Trajectory
     from rl_workflows.agents.endpoint.config import EndpointConfig
+    from rl_workflows.agents.message_parsing import AnswerReader
 
 RENDERED_CHARACTERS = 1 << 16
 """Characters of a request that are always rendered, because a template may leave out parts of tools and messages."""

@@ -19,7 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-INSIDE = Path(__file__).parents[1] / "packages" / "rl-inference" / "src" / "rl_inference" / "inside"
+INSIDE = Path(__file__).parents[1] / "packages" / "rl-inference" / "src" / "rl_inference" / "backends" / "plugins"
 IN_SGLANG = __name__ in ("__main__", "__mp_main__")
 COLDER = 0.7
 

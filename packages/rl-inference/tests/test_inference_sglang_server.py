@@ -21,7 +21,7 @@ import rl_inference
 from rl_contracts.testing import put_weights
 from rl_inference.backends.embedded.protocol import generation_key
 
-INSIDE = Path(rl_inference.__file__).parent / "inside"
+INSIDE = Path(rl_inference.__file__).parent / "backends" / "plugins"
 
 
 @pytest.fixture(scope="module")

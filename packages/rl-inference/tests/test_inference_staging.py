@@ -25,7 +25,7 @@ from rl_contracts.weights.flat_layout import fill, offsets, views
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
 
-sys.path.insert(0, str(Path(rl_inference.__file__).parent / "inside"))  # as the servers have it
+sys.path.insert(0, str(Path(rl_inference.__file__).parent / "backends" / "plugins"))  # as the servers have it
 NAMES = ("rl_staging", "rl_stored", "vllm_extension", "sglang_server")
 staging, stored, extension, sglang = (importlib.import_module(name) for name in NAMES)
 sys.path.pop(0)

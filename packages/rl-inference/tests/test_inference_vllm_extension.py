@@ -31,7 +31,7 @@ from rl_contracts.weights.rendezvous import Address
 from rl_inference.backends.vllm.protocol import VLLMProtocol
 from rl_inference.client.protocol import Health
 
-INSIDE = Path(rl_inference.__file__).parent / "inside"
+INSIDE = Path(rl_inference.__file__).parent / "backends" / "plugins"
 FILES = [INSIDE / f"{name}.py" for name in ("vllm_extension", "rl_guard", "rl_staging", "rl_stored")]
 OTHERS = [INSIDE / f"{name}.py" for name in ("sglang_server", "rl_adapters", "rl_broadcast")]
 

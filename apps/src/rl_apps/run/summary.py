@@ -18,7 +18,7 @@ from rl_trainers.run_log.background_writes import steps_in
 REPORT = "report.html"
 """Page of a run; see `rl_monitor.report`."""
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 """Root of the repository, if this file is in one."""
 FIGURES = {
     "loss/train": "Training loss",

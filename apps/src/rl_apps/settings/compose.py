@@ -34,7 +34,7 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import SchedulerConfig
 
-CONF = Path(__file__).parent / "conf"
+CONF = Path(__file__).parents[1] / "conf"
 """The commands' own files, and the presets."""
 
 SEAMS: dict[type, str] = {

@@ -19,6 +19,7 @@ from msgspec import Struct
 from rl_contracts.data import WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.http_requests import decode
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.backends.embedded.config import ServerOptions
 from rl_inference.backends.embedded.protocol import EmbeddedProtocol, generation_key
@@ -29,11 +30,11 @@ from rl_inference.embedded_server.requests import (
     Generate,
     Nothing,
     Pause,
+    SamplingParams,
     Score,
     Stage,
     check_ids,
     check_temperature,
-    decode,
     expect,
     is_batch,
     to_jobs,
@@ -173,7 +174,7 @@ class ServerApp:
             raise web.HTTPRequestTimeout(text=f"expected the whole body within {BODY_SECONDS:g} s.") from None
         except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
             raise InferenceError(f"the body cannot be read: {error}.") from error
-        return decode(bytes(body), kind)
+        return decode(bytes(body), kind, {"sampling_params": SamplingParams})
 
     def _limit(self, kind: type[Struct]) -> int:
         """Bytes of a body: what prompts of the whole context take, or a version's list of parameters."""

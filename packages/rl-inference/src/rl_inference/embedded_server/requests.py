@@ -5,8 +5,6 @@ Everything that can be wrong with a request is found here, before it reaches the
 
 from __future__ import annotations
 
-import difflib
-import re
 import secrets
 from dataclasses import MISSING, fields, replace
 from reprlib import repr as shown
@@ -153,33 +151,6 @@ class Commit(Struct, forbid_unknown_fields=True):
 
 class Nothing(Struct, forbid_unknown_fields=True):
     """Routes that are told nothing."""
-
-
-def decode[T: Struct](body: bytes, kind: type[T]) -> T:
-    """A body as its route's schema has it. An empty one stands for `{}`.
-
-    Raises:
-        InferenceError: names the field, what was expected and what was found.
-    """
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.ValidationError as error:
-        raise InferenceError(_sentence(str(error), kind)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InferenceError(f"the body is not JSON: {error}.") from error
-
-
-def _sentence(text: str, kind: type[Struct]) -> str:
-    """msgspec's message in the form of all others; a field that does not exist with the nearest that does."""
-    said, _, place = text.partition(" - at `$")
-    place = place.strip(".`") or "body"
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", said, re.DOTALL):
-        known = (SamplingParams if "sampling_params" in place else kind).__struct_fields__
-        near = difflib.get_close_matches(unknown[1], known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known) or 'none'}."
-        return f"{place}: unknown parameter {shown(unknown[1])}{hint}"
-    said = said.replace("`", "").replace(", got ", ", found ")
-    return f"{place}: {said[0].lower()}{said[1:]}."
 
 
 def expect(condition: bool, name: str, expected: str, found: object) -> None:

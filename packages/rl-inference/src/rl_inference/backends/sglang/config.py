@@ -14,7 +14,7 @@ from rl_contracts.models.directory import context_length
 from rl_contracts.scheduler import JobSpec
 from rl_inference.backends.external_program import check_program, on_cpu, program_job
 
-PROGRAM = Path(__file__).with_name("inside") / "sglang_server.py"
+PROGRAM = Path(__file__).parents[1] / "plugins" / "sglang_server.py"
 """What is started with the Python that has SGLang."""
 OWN_ARGUMENTS = (
     *("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key"),

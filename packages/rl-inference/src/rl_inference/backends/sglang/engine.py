@@ -13,7 +13,7 @@ from rl_inference.client.protocol import ServerProtocol
 
 
 class SGLangEngine(HttpEngine):
-    """An `InferenceEngine` over SGLang servers, which run `inside/sglang_server.py`."""
+    """An `InferenceEngine` over SGLang servers, which run `backends/plugins/sglang_server.py`."""
 
     config_class: ClassVar = SGLangEngineConfig
     server_config: SGLangEngineConfig

@@ -13,7 +13,7 @@ from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.scheduler import JobSpec
 from rl_inference.backends.external_program import check_program, on_cpu, program_job
 
-INSIDE = Path(__file__).with_name("inside")
+INSIDE = Path(__file__).parents[1] / "plugins"
 """Where the extension lies that runs in vLLM's processes: the only directory of ours that these see."""
 OWN_ARGUMENTS = (
     "--model",

@@ -24,9 +24,9 @@ from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.http_connections import Connections
+from rl_contracts.runtime.http_requests import decode
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.machine import bypass_proxies, reachable_host, url_of
-from rl_inference.embedded_server.requests import decode
 from rl_workflows.agents.endpoint.anthropic import Messages
 from rl_workflows.agents.endpoint.anthropic import error as anthropic_error
 from rl_workflows.agents.endpoint.chat import ChatCompletion, Completion

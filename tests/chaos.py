@@ -22,11 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rl_apps.run.directory import names_of
 from rl_contracts.errors import RewardError
-from rl_launchers.supervise.control import read_json
-from rl_trainers.recovery.lookup import points_of
-from rl_trainers.run_log.background_writes import fault_of
+from rl_contracts.runtime.run_files import fault_of, points_of, read_json
+from rl_monitor.run_directory import names_of
 
 EXPLAINED = (
     "was killed by SIG",

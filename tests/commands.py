@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_apps.run.directory import names_of
 from rl_contracts.runtime.json_lines import json_lines
+from rl_contracts.runtime.run_files import read_json
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers.supervise.control import read_json
+from rl_monitor.run_directory import names_of
 
 BIN = Path(sys.executable).parent
 

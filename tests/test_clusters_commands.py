@@ -18,8 +18,8 @@ from ray_cluster import ray
 from slurm_cluster import slurm
 
 from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.recovery.lookup import last_point
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 

@@ -17,9 +17,9 @@ import pytest
 from rl_apps.run.components import weights_directory
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.metric_docs import meaning
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
-from rl_trainers.recovery.lookup import last_point
 
 BIN = Path(sys.executable).parent
 SMALL = (

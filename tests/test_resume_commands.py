@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from rl_contracts.runtime.json_lines import json_lines
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.recovery.lookup import last_point
 
 BIN = Path(sys.executable).parent
 

@@ -30,9 +30,9 @@ import pytest
 from ray_cluster import ray
 from slurm_cluster import slurm
 
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.recovery.lookup import last_point
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMAND = Path(sys.executable).parent / "gsm8k-grpo"

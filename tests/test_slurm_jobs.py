@@ -9,11 +9,12 @@ import time
 import pytest
 from slurm_cluster import slurm
 
-from rl_apps.cli.run_tools import status_of, stop
-from rl_apps.run.directory import JOB, names_of
+from rl_apps.cli.run_tools import stop
 from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import Submission
 from rl_launchers import SlurmSchedulerConfig
+from rl_monitor.run_directory import JOB, names_of
+from rl_monitor.status import status_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 

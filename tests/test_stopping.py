@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
-from rl_trainers.recovery.lookup import last_point
 
 BIN = Path(sys.executable).parent
 COMMANDS = ("gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo", "hh-rlhf-rm")

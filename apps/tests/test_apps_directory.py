@@ -14,18 +14,11 @@ from rl_apps.cli.driver import main
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run import directory as directories
 from rl_apps.run.app import Run
-from rl_apps.run.directory import (
-    FINISHED,
-    Past,
-    claimed,
-    past_of,
-    resumption,
-    strangers,
-    write_config,
-)
+from rl_apps.run.directory import Past, claimed, past_of, resumption, strangers, write_config
 from rl_apps.settings.compose import to_yaml
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
+from rl_monitor.run_directory import FINISHED
 from rl_trainers.recovery.lookup import drop_lost_steps
 
 

@@ -21,11 +21,11 @@ import pytest
 from rich.console import Console
 
 from rl_apps.cli import main
-from rl_apps.run.directory import names_of
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 from rl_monitor.live import RunView, sparkline
 from rl_monitor.progress import FIGURES, GRPO_COLUMNS, RunProgress
+from rl_monitor.run_directory import names_of
 
 TIMES = {"time/step": 2.0, "time/rollout_wait": 0.5, "time/train": 1.0, "time/publish": 0.1}
 STEP = {

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from report_runs import NASTY, make_run
 
 from rl_apps.cli import main
-from rl_apps.run.directory import names_of
 from rl_contracts.testing.waiting import wait_until
 from rl_monitor.report import page as module
 from rl_monitor.report.curves import BANDS, curves_of, stages_of, thinned
 from rl_monitor.report.facts import commands_of, record_command
 from rl_monitor.report.page import RunReport, as_json, write_report
 from rl_monitor.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
+from rl_monitor.run_directory import names_of
 
 
 def data_of(page: Path) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import pytest
 
 from rl_apps.programs import gsm8k_sft
 from rl_apps.run.app import Run
-from rl_apps.run.directory import FINISHED, Past, past_of, write_config
+from rl_apps.run.directory import Past, past_of, write_config
 from rl_apps.run.resuming import named_point, step_of, take_over
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
-from rl_trainers.recovery.lookup import points_of
+from rl_contracts.runtime.run_files import points_of
+from rl_monitor.run_directory import FINISHED
 
 
 def _run(directory, *overrides):

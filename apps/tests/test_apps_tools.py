@@ -15,12 +15,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rl_apps.cli import main, run_tools
-from rl_apps.run.directory import FINISHED, JOB, last_record, names_of
+from rl_apps.cli import main
 from rl_apps.run.worker import users_fault
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError, RLError
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
+from rl_monitor import status
+from rl_monitor.run_directory import FINISHED, JOB, last_record, names_of
 
 RUN = """
 import sys, time
@@ -86,7 +87,7 @@ def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.nightly
 def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(json.loads(_value(run, "status"))["pid"], signal.SIGKILL)
-    wait_until(lambda: run_tools.status_of(run)["state"] == "lost")
+    wait_until(lambda: status.status_of(run)["state"] == "lost")
     assert main.main(["status", str(run)]) == 0
     assert "gave no sign of life" in capsys.readouterr().out
     assert main.main(["stop", str(run)]) == 0
@@ -98,8 +99,8 @@ def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pyt
 def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError), RunControl(names_of(tmp_path)):
         raise ConfigError("planted\nand more")
-    assert run_tools.status_of(tmp_path)["state"] == "failed"
-    assert run_tools.status_of(tmp_path)["error"] == "planted"
+    assert status.status_of(tmp_path)["state"] == "failed"
+    assert status.status_of(tmp_path)["error"] == "planted"
     (tmp_path / FINISHED).touch()
     main.main(["status", str(tmp_path)])
     assert capsys.readouterr().out == f"{tmp_path}: finished\n"
@@ -138,17 +139,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_status_of_a_job_that_waits_says_why(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["status", str(job)]) == 0
     assert capsys.readouterr().out == f"{job}: pending (job 7, Slurm's reason is Resources)\n"
-    assert run_tools.status_of(job)["state"] == "pending"
+    assert status.status_of(job)["state"] == "pending"
     (job / "state").write_text("CANCELLED Reason=None")
-    assert run_tools.status_of(job)["state"] == "unknown"
+    assert status.status_of(job)["state"] == "unknown"
     (job / "scontrol").unlink()  # on a machine without Slurm
-    assert run_tools.status_of(job)["state"] == "unknown"
+    assert status.status_of(job)["state"] == "unknown"
 
 
 def test_status_of_a_job_that_waits_again_is_not_what_its_last_launcher_said(job: Path) -> None:
     with RunControl(names_of(job)):
         pass
-    assert run_tools.status_of(job)["state"] == "pending"
+    assert status.status_of(job)["state"] == "pending"
 
 
 @pytest.mark.parametrize("state", ["PENDING Reason=Resources", "RUNNING Reason=None"])
@@ -171,7 +172,7 @@ def test_stop_of_a_job_that_is_over_cancels_nothing(job: Path, capsys: pytest.Ca
 def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["stop", str(run)]) == 0
     assert "stopped. No recovery checkpoint was saved" in capsys.readouterr().out
-    assert run_tools.status_of(run)["workers"] == []
+    assert status.status_of(run)["workers"] == []
 
 
 def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +188,7 @@ def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.Captu
     assert main.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
     there = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # which the launcher writes down at its next look
-    wait_until(lambda: {worker["name"] for worker in run_tools.status_of(run)["workers"]} == there, 30)
+    wait_until(lambda: {worker["name"] for worker in status.status_of(run)["workers"]} == there, 30)
     assert main.main(["scale", str(run), "rollout=1"]) == 0
     assert main.main(["scale", str(run), "actor=2"]) == 1
     assert "no role 'actor' of servers" in capsys.readouterr().err

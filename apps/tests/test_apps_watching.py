@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rl_apps.cli import main
-from rl_apps.run.directory import names_of
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
+from rl_monitor.run_directory import names_of
 
 ANSWERED = {"reward": 0.5, "tokens": 3, "version_first": 4, "version_last": 5}
 CALL = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": {"expression": "1+2"}}}

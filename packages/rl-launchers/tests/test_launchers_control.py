@@ -14,10 +14,10 @@ import pytest
 
 from rl_contracts.conformance.scheduler import python, server
 from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.runtime.run_files import read_json, silence
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
-from rl_launchers.supervise.control import read_json, silence
 
 BEAT = 0.1
 

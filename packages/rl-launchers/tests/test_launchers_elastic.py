@@ -11,10 +11,10 @@ import pytest
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.runtime.run_files import read_json
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
-from rl_launchers.supervise.control import read_json
 from rl_launchers.supervise.server_scaling import Elastic
 
 WAITS = """

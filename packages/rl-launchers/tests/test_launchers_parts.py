@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.name_service import MemoryNames
+from rl_contracts.runtime.run_files import TAIL_BYTES, tail
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers.local.process import fill_in
 from rl_launchers.local.resources import PortReservation
 from rl_launchers.supervise import exit_report
-from rl_launchers.supervise.exit_report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
+from rl_launchers.supervise.exit_report import ERRORS_BEFORE, describe_exit, telling, with_log
 from rl_launchers.supervise.heartbeat import Pulses
 from rl_launchers.supervise.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
 from rl_launchers.supervise.server_health import probe

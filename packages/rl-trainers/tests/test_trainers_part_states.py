@@ -12,8 +12,8 @@ import torch
 
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.runtime.run_files import MANIFEST
 from rl_trainers.recovery.component_states import PartState, SavedStates, restore_parts
-from rl_trainers.run_log.background_writes import MANIFEST
 
 
 class Part:

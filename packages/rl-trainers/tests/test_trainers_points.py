@@ -24,11 +24,12 @@ from safetensors.torch import save_file
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.runtime.metrics import collect
+from rl_contracts.runtime.run_files import MANIFEST, last_point, points_of
 from rl_contracts.testing.processes import fork_script, run_ranks
 from rl_trainers import DataSource, RecoverConfig, RecoverPoints
-from rl_trainers.recovery.lookup import drop_lost_steps, last_point, points_of, resumed_step
+from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
 from rl_trainers.run_log import background_writes
-from rl_trainers.run_log.background_writes import MANIFEST, MARK, NewDirectory, drain, in_background
+from rl_trainers.run_log.background_writes import MARK, NewDirectory, drain, in_background
 from rl_trainers.run_log.schedule import Due
 
 SCRIPT = Path(__file__).with_name("recover_process.py")

@@ -22,6 +22,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError, InferenceError, StopRequestedError, WeightUpdateError
 from rl_contracts.models import step_gate
 from rl_contracts.models.step_gate import StepGate
+from rl_contracts.runtime.run_files import last_point
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_trainers import (
@@ -36,7 +37,6 @@ from rl_trainers import (
 )
 from rl_trainers.algorithms.config import AlgorithmConfig
 from rl_trainers.learners.supervised import shard_rows, supervised_rows
-from rl_trainers.recovery.lookup import last_point
 
 STEPS = 6
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_apps.cli.run_tools import status_of
 from rl_contracts.errors import ConfigError, RLError
 from rl_contracts.runtime.json_lines import json_lines
+from rl_monitor.status import status_of
 
 HEALTHY_STEPS = 2
 """Before the fault."""

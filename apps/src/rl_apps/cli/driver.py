@@ -26,13 +26,9 @@ from rl_apps.run.app import App, Run
 from rl_apps.run.chat_template import save_tokenizer
 from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
 from rl_apps.run.directory import (
-    FINISHED,
-    JOB,
     check_started_from,
     claimed,
-    names_of,
     past_of,
-    reached,
     resumption,
     step_seconds,
     strangers,
@@ -40,7 +36,7 @@ from rl_apps.run.directory import (
 )
 from rl_apps.run.resuming import named_point, step_of, take_over
 from rl_apps.settings import compose
-from rl_apps.settings.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
+from rl_apps.settings.command_line import parse, say, setting
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
@@ -59,10 +55,12 @@ from rl_contracts.errors import (
 )
 from rl_contracts.runtime.json_lines import FOR_A_WHILE
 from rl_contracts.runtime.logging import Repeats
+from rl_contracts.runtime.run_files import tail
+from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_shows
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
-from rl_launchers.supervise.exit_report import tail
 from rl_launchers.supervise.interrupts import Interrupted
+from rl_monitor.run_directory import FINISHED, JOB, names_of, reached
 from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
 from rl_trainers.run_log.tracking import Tracking
 

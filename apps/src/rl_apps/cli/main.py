@@ -10,11 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_apps.settings.command_line import Parser, did_you_mean, leave_pipe, replace_what_no_terminal_shows
+from rl_apps.settings.command_line import Parser
 from rl_apps.settings.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError, RLError
+from rl_contracts.errors import ConfigError, DataError, RLError, did_you_mean
+from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_shows
 
 
 def main(argv: list[str] | None = None) -> int:

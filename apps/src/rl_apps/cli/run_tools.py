@@ -6,63 +6,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_apps.run.directory import FINISHED, JOB, NAMES, last_record, names_of, reached, resumption, step_seconds
-from rl_contracts import registry
+from rl_apps.run.directory import resumption, step_seconds
 from rl_contracts.errors import ConfigError, StalledError
-from rl_contracts.runtime.name_service import NameService
-from rl_contracts.scheduler import SchedulerConfig
-from rl_launchers.supervise.control import OVER, read_json, silence
-from rl_launchers.supervise.exit_report import tail
+from rl_contracts.runtime.run_files import read_json, tail
+from rl_monitor.status import _submitted_to, names_there, read_on, status_of, while_alive
 
-LOOK_EVERY = 0.5
-"""Seconds between two looks at a file."""
-ALIVE_EVERY = 5.0
-"""Seconds between two looks at whether a launcher lives that is waited for."""
 BUSY = 30.0
 """Seconds after which a launcher that has not looked at its processes is called busy."""
-
-
-def status_of(directory: Path) -> dict[str, Any]:
-    """What is known of a run: `state`, `launcher` (host, process, seconds since its last sign of life), `step`,
-    `version`, `total_steps`, `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
-
-    `state` is `pending` where the run's job waits (`job`: in its scheduler's words); else `preparing`, `starting`,
-    `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`: the launcher gave no sign of life
-    for three beats, and so nothing runs any more.
-
-    Raises:
-        ConfigError: no run was ever started there.
-    """
-    names = names_there(directory)
-    said = read_json(names, "status") or {"state": "unknown"}
-    record, metrics = last_record(directory), directory / "metrics.jsonl"
-    found = {"run": str(directory), "state": said["state"], "error": said.get("error", "")}
-    if (directory / FINISHED).exists() and said["state"] in (*OVER, "unknown"):
-        found |= {"state": "finished", "error": ""}
-    elif said["state"] not in (*OVER, "unknown"):
-        silent = silence(names, said)
-        found |= {"state": "lost"} if silent > 3 * said["beat_seconds"] else {}
-        found |= {"launcher": {"host": said["host"], "pid": said["pid"], "silent": round(silent, 1)}}
-        found |= {"busy": said["looked"]}
-    if "launcher" not in found or found["state"] == "lost":
-        found |= {"job": _submitted_to(names).job_state(directory)}
-        found |= {"state": "pending"} if found["job"].startswith("pending") else {}
-    age = round(time.time() - metrics.stat().st_mtime, 1) if record else None
-    return found | {
-        "step": record.get("step", 0),
-        "version": record.get("version", 0),
-        "recover_point": reached(directory)[1],
-        "record": record,
-        "record_age": age,
-        "trainer_restarts": said.get("trainer_restarts", 0),
-        "history": said.get("history", []),
-        "workers": read_json(names, "workers") or [],
-    }
 
 
 def status(directory: Path, as_json: bool) -> int:
@@ -87,13 +41,6 @@ def status(directory: Path, as_json: bool) -> int:
     for row in [columns, *rows] if rows else []:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
-
-
-def _submitted_to(names: NameService) -> SchedulerConfig:
-    """The settings of the scheduler that was given a run as a job; of one that has no jobs, if none was."""
-    kind = read_json(names, JOB)
-    settings: SchedulerConfig = registry.settings("rl.schedulers", kind)() if kind else SchedulerConfig()
-    return settings
 
 
 def _state_in_words(found: dict[str, Any]) -> str:
@@ -141,15 +88,6 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
             if text := read_on(path, read):
                 shown = _print(path, text, shown)
     return 0
-
-
-def read_on(path: Path, read: dict[Path, int]) -> str:
-    """The whole lines of a file behind what was read of it, which is counted in bytes."""
-    with path.open("rb") as file:
-        file.seek(read.get(path, 0))
-        whole, end, _ = file.read().rpartition(b"\n")
-    read[path] = read.get(path, 0) + len(whole + end)
-    return whole.decode(errors="replace")
 
 
 def _print(path: Path, text: str, shown: Path | None) -> Path | None:
@@ -226,26 +164,3 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
                 "goes on with it; see `rl status`."
             )
     raise ConfigError(f"{directory} ended meanwhile: {_state_in_words(status_of(directory))}")
-
-
-def while_alive(names: NameService) -> Iterator[None]:
-    """Again and again as long as a run's launcher lives, and once more."""
-    due, alive = 0.0, True
-    while alive:
-        said = read_json(names, "status")
-        alive = said is not None and said["state"] not in OVER
-        if alive and time.monotonic() > due:
-            alive = silence(names, said) <= 3 * said["beat_seconds"]
-            due = time.monotonic() + ALIVE_EVERY
-        yield
-        time.sleep(LOOK_EVERY if alive else 0)
-
-
-def names_there(directory: Path) -> NameService:
-    """The names of a run that was started at some time."""
-    if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
-        raise ConfigError(
-            f"{directory}: expected the directory of a run (run_dir), found none of its files. A command names it at "
-            "its end; where nothing is said it is runs/<experiment>/<trial>."
-        )
-    return names_of(directory)

@@ -15,10 +15,10 @@ from rl_apps.settings.data import Rows, first_rows, load_rows
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
+from rl_contracts.reward import NOT_FOR_REWARDS
 from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithms.config import LossConfig
-from rl_workflows.workflows.rlvr import NOT_FOR_REWARDS
 
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory

@@ -22,7 +22,6 @@ import rl_trainers
 import rl_workflows
 from rl_apps.run.app import Run
 from rl_apps.run.chat_template import read_tokenizer
-from rl_apps.run.directory import names_of
 from rl_apps.run.sequence_lengths import lengths_of, longest_row
 from rl_apps.settings.data import Rows, held_out_rows, load_rows
 from rl_apps.settings.device_layout import Devices, Layout
@@ -37,6 +36,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
 from rl_contracts.workflow import AgentWorkflow, Environment
 from rl_launchers.supervise.interrupts import ONE_REQUEST
 from rl_launchers.supervise.server_health import probe
+from rl_monitor.run_directory import names_of
 
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext

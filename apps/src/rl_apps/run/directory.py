@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,18 +22,9 @@ from rl_apps.settings.model import ModelConfig
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.models.directory import same_model
-from rl_contracts.runtime.name_service import FileNames, NameService
-from rl_launchers.supervise.exit_report import tail
-from rl_trainers.recovery.lookup import last_point, resumed_step, took_no_step
-
-FINISHED = "finished"
-"""File that says that the run of `config.yaml` came to its end."""
-
-NAMES = "names"
-"""Directory in which the processes of a run find each other, and tools find them; see `rl_launchers.supervise.control`."""
-
-JOB = "job"
-"""Name of the scheduler to which the run was handed in as a job."""
+from rl_contracts.runtime.run_files import last_point
+from rl_monitor.run_directory import FINISHED, NAMES, PLACES, last_records, leaves, read_config
+from rl_trainers.recovery.lookup import resumed_step, took_no_step
 
 TRAINERS = "trainers.lock"
 """File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
@@ -46,9 +36,6 @@ heard of the launcher for `heartbeat_timeout`, which is waited for as well."""
 
 RECENT = 20
 """Records of which the usual seconds of a step are the median."""
-
-PLACES = ("run_dir", "experiment", "trial", "model.directories")
-"""Settings that say where something is, and not what."""
 
 
 @contextmanager
@@ -222,11 +209,6 @@ def strangers(directory: Path) -> list[str]:
     return [f"warning: this directory contains other files ({', '.join(sorted(found)[:3])}); the run adds its own"]
 
 
-def names_of(directory: Path) -> NameService:
-    """The names of a run, which are files in its directory."""
-    return FileNames(directory / NAMES)
-
-
 def resumption(directory: Path) -> str:
     """Return a sentence on where a stopped run resumes."""
     if step := last_point(directory / "recover"):
@@ -235,25 +217,6 @@ def resumption(directory: Path) -> str:
     if not file.exists() or can_begin_again(directory, leaves(read_config(file))):
         return "No recovery checkpoint was saved; the same command starts again at step 1."
     return "No recovery checkpoint was saved, so this run cannot be resumed."
-
-
-def last_records(directory: Path, number: int) -> list[dict[str, Any]]:
-    """Return the whole ones of the last `number` lines of a run's records, oldest first."""
-    records: list[dict[str, Any]] = []
-    for line in tail(directory / "metrics.jsonl", number).splitlines():
-        with suppress(ValueError):  # half of a line, of a trainer that was killed
-            records.append(json.loads(line))
-    return records
-
-
-def last_record(directory: Path) -> dict[str, Any]:
-    """The newest whole record of a run; empty where there is none."""
-    return (last_records(directory, 2) or [{}])[-1]
-
-
-def reached(directory: Path) -> tuple[int, int]:
-    """The last step that a run took, and the step of its newest recover point; 0 where there is none."""
-    return last_record(directory).get("step", 0), last_point(directory / "recover") or 0
 
 
 def step_seconds(directory: Path) -> float:
@@ -271,26 +234,3 @@ def write_config(run: Run[Any]) -> None:
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(file)
     (run.directory / FINISHED).unlink(missing_ok=True)
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The settings in a `config.yaml`.
-
-    Raises:
-        ConfigError: there are none in it.
-    """
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        found = " ".join(str(error).split())
-    expected = "the settings of the run in its directory; delete the file to go on with those of this command"
-    require(isinstance(found, dict), str(file), expected, found)
-    settings: dict[str, Any] = found
-    return settings
-
-
-def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """The settings in a tree of them, by dotted name."""
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    return {k: v for name, part in value.items() for k, v in leaves(part, f"{key}.{name}".lstrip(".")).items()}

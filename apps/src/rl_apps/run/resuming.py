@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_apps.run.app import Run
-from rl_apps.run.directory import read_config
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_trainers.recovery.lookup import last_point, points_of
-from rl_trainers.run_log.background_writes import MANIFEST, fault_of, remove
+from rl_contracts.runtime.run_files import MANIFEST, fault_of, last_point, points_of
+from rl_monitor.run_directory import read_config
+from rl_trainers.run_log.background_writes import remove
 
 
 def named_point(run: Run[Any]) -> Path | None:

@@ -13,10 +13,7 @@ from rl_apps.settings.config import GRPOConfig, RunConfig
 from rl_apps.settings.data import GENERATED, held_out_rows, load_rows
 from rl_apps.settings.model import EMBEDDED
 from rl_contracts.runtime.json_lines import json_lines
-from rl_trainers.run_log.background_writes import steps_in
-
-REPORT = "report.html"
-"""Page of a run; see `rl_monitor.report`."""
+from rl_contracts.runtime.run_files import REPORT, steps_in
 
 REPOSITORY = Path(__file__).parents[4]
 """Root of the repository, if this file is in one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_apps.run.app import App, Run
 from rl_apps.run.components import Ending
-from rl_apps.run.directory import FINISHED, held_by_trainer, names_of
+from rl_apps.run.directory import held_by_trainer
 from rl_apps.settings.compose import compose
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts import registry
@@ -18,6 +18,7 @@ from rl_contracts.errors import users_fault
 from rl_contracts.runtime.logging import configure, get_logger
 from rl_launchers.supervise.heartbeat import beat
 from rl_launchers.supervise.launcher import USERS_FAULT
+from rl_monitor.run_directory import FINISHED, names_of
 
 log = get_logger("apps.worker")
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import re
-import signal
 import sys
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from rl_contracts.errors import ConfigError
+from rl_contracts.errors import ConfigError, did_you_mean
+from rl_contracts.runtime.terminal import leave_pipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,19 +20,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `{self.prog} --help` says what it takes.")
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean ...?` with the name that is nearest to a word; empty where none is near."""
-    near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def replace_what_no_terminal_shows() -> None:
-    """Let characters that the encoding of the terminal lacks be printed as `?`, instead of ending the command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def say(text: str) -> None:
     """Print what is all that a command has to say. Where the reader has read enough, as `head` does, it ends with a
     shell's code for that, 141."""
@@ -44,12 +27,6 @@ def say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         sys.exit(leave_pipe())
-
-
-def leave_pipe() -> int:
-    """Write nothing more to a reader that is gone; a shell's code for that."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGPIPE
 
 
 def setting(name: str, value: str) -> str:

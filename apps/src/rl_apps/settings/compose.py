@@ -23,14 +23,13 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rl_apps.settings.command_line import did_you_mean
 from rl_apps.settings.model import EMBEDDED, MADE, PRETRAINED
 from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
 from rl_contracts.config import Settings, field_docs
 from rl_contracts.engine import TrainEngineConfig
-from rl_contracts.errors import ConfigError
+from rl_contracts.errors import ConfigError, did_you_mean
 from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import SchedulerConfig
 

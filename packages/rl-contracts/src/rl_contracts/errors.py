@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 
 
 class RLError(Exception):
@@ -156,3 +157,9 @@ def defined_at(function: object) -> str:
 def boundary_of(error: BaseException) -> str:
     """The boundary at which `error` arose: its own if it is an `RLError`, else `"internal"`."""
     return error.boundary if isinstance(error, RLError) else RLError.boundary
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` Did you mean ...?` with the name that is nearest to a word; empty where none is near."""
+    near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""

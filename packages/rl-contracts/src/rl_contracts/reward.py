@@ -90,3 +90,9 @@ def takes_final_text(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a built-in function
         return False
     return any(p.kind is p.VAR_KEYWORD or p.name == "final_text" for p in parameters)
+
+
+NOT_FOR_REWARDS = frozenset(
+    ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
+)
+"""Keys of a data row that a reward function gets in another form, or not at all."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from rl_apps.settings.command_line import did_you_mean
-from rl_contracts.errors import ConfigError
+from rl_contracts.errors import ConfigError, did_you_mean
 from rl_contracts.runtime.metric_docs import MEANINGS, meaning
 
 

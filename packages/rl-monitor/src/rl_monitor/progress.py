@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_apps.settings.command_line import leave_pipe
+from rl_contracts.runtime.terminal import leave_pipe
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_apps.cli.run_tools import names_there
-from rl_apps.run.summary import REPORT
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.runtime.run_files import REPORT
 from rl_monitor.completions import conversation, few, kept_steps
 from rl_monitor.report.curves import Curve, curves_of, read_records
 from rl_monitor.report.page import write_report
 from rl_monitor.report.samples import Answer, by_reward, read_answers
+from rl_monitor.status import names_there
 
 POINTS = 400
 """Points of a curve in a picture at most."""

@@ -6,11 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from rl_apps.cli.run_tools import names_there, read_on, status_of, while_alive
-from rl_apps.run.directory import last_record, read_config
 from rl_contracts.errors import ConfigError, DataError
 from rl_monitor.completions import answer_files, conversation, few, kept_steps
 from rl_monitor.progress import FIGURES, RunProgress
+from rl_monitor.run_directory import last_record, read_config
+from rl_monitor.status import names_there, read_on, status_of, while_alive
 
 
 def watch_steps(directory: Path) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.runtime import run_files
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import Node
 from rl_launchers.cluster.messages import PATIENCE, Message, Wire, accepted
@@ -150,7 +151,7 @@ class Agents:
         """The error for a machine that was lost before its agent was there, with the last lines of its log."""
         log = self._log(machine.node)
         problem = f"node {machine.node.name} ({machine.node.host}): its agent {machine.lost}."
-        return LaunchError(exit_report.with_log(problem, log, exit_report.tail(log, LOG_LINES)))
+        return LaunchError(exit_report.with_log(problem, log, run_files.tail(log, LOG_LINES)))
 
     def ask(self, machine: Machine, order: str, **arguments: Any) -> Future[Any]:
         """Give an order; its answer comes later. It fails with a LaunchError where the machine is lost."""

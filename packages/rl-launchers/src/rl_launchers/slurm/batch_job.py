@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.runtime import run_files
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, Submission
 from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingError, look
-from rl_launchers.supervise import exit_report
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60
@@ -137,7 +137,7 @@ def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None)
         return None
     log = _log(run_dir)
     _say(f"job {job} of this run is there already; following it. The last lines of {log}:")
-    _say(exit_report.tail(log, LAST_LINES))
+    _say(run_files.tail(log, LAST_LINES))
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from rl_contracts.errors import RLError
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.name_service import NameService, UnknownNameError
+from rl_contracts.runtime.name_service import NameService
 from rl_contracts.scheduler import Worker
 from rl_launchers.supervise.heartbeat import Pulses
 from rl_launchers.supervise.interrupts import TOGETHER, Interrupted
@@ -41,8 +41,6 @@ BEAT_SECONDS = 2.0
 """Seconds between two signs of life of a launcher, and between its looks at what it is asked."""
 HURRY_SECONDS = 2 * TOGETHER
 """Seconds between the three signals that mean: at once."""
-OVER = ("finished", "stopped", "failed")
-"""States after which nothing more is written."""
 
 
 class RunControl(AbstractContextManager["RunControl"]):
@@ -178,30 +176,3 @@ class RunControl(AbstractContextManager["RunControl"]):
         for _ in range(2 * now):
             if not self._over.wait(HURRY_SECONDS):
                 os.kill(os.getpid(), signal.SIGTERM)
-
-
-def read_json(names: NameService, key: str) -> Any:
-    """The value of a name that holds JSON; None where there is none."""
-    try:
-        return json.loads(names.get(key))
-    except UnknownNameError:
-        return None
-
-
-def silence(names: NameService, status: Mapping[str, Any]) -> float:
-    """Seconds for which a run's launcher gave no sign of life; less than three beats: it lives.
-
-    On its own host the clock tells that it lives. Clocks elsewhere may differ, and a machine may have slept, so else
-    this waits for another beat, for three at most.
-    """
-    beat = float(status["beat_seconds"])
-    age = max(0.0, time.time() - status["time"])
-    if status["host"] == socket.gethostname() and age <= 3 * beat:
-        return age
-    deadline = time.monotonic() + 3 * beat
-    while time.monotonic() < deadline:
-        now = read_json(names, "status") or status
-        if (now["beat"], now["pid"], now["state"]) != (status["beat"], status["pid"], status["state"]):
-            return 0.0
-        time.sleep(beat / 4)
-    return max(4 * beat, age)

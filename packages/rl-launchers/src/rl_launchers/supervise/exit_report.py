@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_contracts.runtime.run_files import TAIL_BYTES, tail
+
 if TYPE_CHECKING:
     from rl_contracts.scheduler import Worker
 
-TAIL_BYTES = 256 * 1024
-"""Read from the end of a log at most, so that a huge log costs nothing."""
 
 FULL_BYTES = 64 * 1024
 """A disk with less room is full."""
@@ -58,20 +58,6 @@ def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
         f"{name} was not ready within {timeout:g} s: {asked} gave no 200; last: {answer}. See its log, or raise "
         "ready_timeout."
     )
-
-
-def tail(log: Path, lines: int, offset: int = 0) -> str:
-    """The last lines of a log from byte `offset` on; empty where there are none, or it cannot be read."""
-    if lines < 1:
-        return ""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(offset, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
 
 
 def telling(log: Path, lines: int, offset: int = 0) -> str:

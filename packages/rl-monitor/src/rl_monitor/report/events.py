@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_apps.run.directory import names_of
-from rl_launchers.supervise.control import read_json
+from rl_contracts.runtime.run_files import read_json
 from rl_monitor.progress import warnings_of
+from rl_monitor.run_directory import names_of
 
 EVENTS = 200
 """Shown at most: those of each kind are one."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from rl_apps.run.directory import FINISHED, PLACES, leaves
-from rl_apps.run.summary import REPORT
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.json_lines import to_json
 from rl_contracts.runtime.logging import get_logger
+from rl_contracts.runtime.run_files import REPORT
 from rl_monitor.report.curves import curves_of, read_records, stages_of
 from rl_monitor.report.events import events_of, status_of_launcher, when
 from rl_monitor.report.facts import COMMANDS, commands_of, record_command
 from rl_monitor.report.samples import Samples, shown
+from rl_monitor.run_directory import FINISHED, PLACES, leaves
 
 log = get_logger("apps.report")
 

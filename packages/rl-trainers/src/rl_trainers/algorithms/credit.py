@@ -21,7 +21,6 @@ from rl_trainers.algorithms.functional.reward_shaping import (
     terminal_rewards,
     to_trained_tokens,
 )
-from rl_trainers.learners.critic import RETURNS_KEY, VALUES_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -202,3 +201,6 @@ def _kl_penalty(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:
         return torch.zeros(learn.shape)
     behaviour, reference = (torch.where(learn, batch[name], 0.0) for name in ("logprobs", "ref_logprobs"))
     return -config.kl.coef * kl_estimate(behaviour, reference, config.kl.estimator)
+
+
+VALUES_KEY, RETURNS_KEY = "values", "returns"

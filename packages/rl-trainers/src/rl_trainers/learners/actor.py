@@ -12,10 +12,10 @@ from rl_contracts.batch.trajectory import load_batch, validate
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError, StopRequestedError
 from rl_trainers.algorithms.config import AlgorithmConfig
-from rl_trainers.algorithms.credit import assign_credit
+from rl_trainers.algorithms.credit import VALUES_KEY, assign_credit
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 from rl_trainers.algorithms.objective import effective_fraction, make_policy_loss
-from rl_trainers.learners.critic import VALUES_KEY, Critic
+from rl_trainers.learners.critic import Critic
 from rl_trainers.learners.optimizer_steps import take_steps
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from rl_contracts.batch.trajectory import PackedBatch
 from rl_contracts.config import require
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError
+from rl_trainers.algorithms.credit import RETURNS_KEY, VALUES_KEY
 from rl_trainers.algorithms.functional.value_and_preference_losses import (
     clipped_value_loss,
     explained_variance,
@@ -20,8 +21,6 @@ from rl_trainers.learners.optimizer_steps import take_steps, trained_tokens
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-VALUES_KEY, RETURNS_KEY = "values", "returns"
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
+from rl_contracts.runtime.run_files import GROUPS, points_of, steps_in
 from rl_trainers.recovery.component_states import PartState, Stateful, restore_parts
-from rl_trainers.recovery.lookup import GROUPS, RecoverConfig, drop_lost_steps, points_of, resumed_step
-from rl_trainers.run_log.background_writes import NewDirectory, remove, steps_in, to_disk
+from rl_trainers.recovery.lookup import RecoverConfig, drop_lost_steps, resumed_step
+from rl_trainers.run_log.background_writes import NewDirectory, remove, to_disk
 from rl_trainers.run_log.schedule import Due
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_contracts.errors import ConfigError, EngineError
-from rl_trainers.run_log.background_writes import MANIFEST
+from rl_contracts.runtime.run_files import MANIFEST
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,12 @@ from typing import ClassVar
 from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.logging import get_logger
-from rl_trainers.run_log.background_writes import fault_of, steps_in, to_disk
+from rl_contracts.runtime.run_files import GROUPS, fault_of, last_point, points_of, steps_in
+from rl_trainers.run_log.background_writes import to_disk
 from rl_trainers.run_log.schedule import EveryConfig
 
 log = get_logger("trainers.recover")
 
-GROUPS = "groups.jsonl"
-"""File of a run: what became of each prompt (`RolloutRuntime.endings`), under the step whose record came after it."""
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -46,17 +45,6 @@ class RecoverConfig(EveryConfig):
     points stay, and the next one that is due is another attempt."""
     timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds in which a point must be written; a step at which the next one is due, and a stop, wait for it."""
-
-
-def points_of(run_dir: Path) -> list[int]:
-    """Steps of the recover points of a run, whole or not, ascending."""
-    return steps_in(run_dir / "recover")
-
-
-def last_point(directory: Path) -> int | None:
-    """Step of the latest whole point in a `recover` directory."""
-    steps = reversed(points_of(directory.parent))
-    return next((step for step in steps if not fault_of(directory / f"step_{step}")), None)
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import EngineError
 from rl_contracts.runtime.file_modes import follow_umask
 from rl_contracts.runtime.logging import get_logger
+from rl_contracts.runtime.run_files import MANIFEST, _seen
 
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
@@ -31,12 +30,8 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-MANIFEST = "manifest.json"
-"""File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
 MARK = ".written-"
 """First letters of the files by which ranks say that they are done. Who lists what it wrote may see another rank's."""
-SMALL = 1 << 20
-"""Bytes up to which a file's content is compared, and not only its size."""
 PAUSE = 0.02
 """Seconds between two looks for the marks of other ranks."""
 MEETING = 1.0
@@ -192,28 +187,6 @@ def _jobs(owner: int) -> SimpleQueue[Callable[[], None]]:
     return jobs
 
 
-def steps_in(directory: Path) -> list[int]:
-    """Steps of the directories `step_<n>` below a directory, ascending; what else lies there is somebody else's."""
-    found = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def fault_of(directory: Path) -> str:
-    """What is wrong with a directory that was written with a manifest, in words; empty where nothing is."""
-    try:
-        files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
-    for name, expected in files.items():
-        try:
-            found = _seen(directory / name)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if found != expected:
-            return f"{name}: expected [bytes, checksum] {expected}, found {found}"
-    return ""
-
-
 def remove(directory: Path) -> None:
     """Remove a directory, which is not there any more at any moment at which it is not whole."""
     scratch = directory.with_name(f".{directory.name}.removed.partial")
@@ -249,12 +222,6 @@ def check_lengths(files: Iterable[Path]) -> None:
         expected, size = 8 + length + max(ends, default=0), file.stat().st_size
         if size != expected:
             raise EngineError(f"{file}: expected {expected} bytes, found {size}")
-
-
-def _seen(file: Path) -> list[int | None]:
-    """Size in bytes, and of a small file CRC-32 of its content."""
-    size = file.stat().st_size
-    return [size, zlib.crc32(file.read_bytes()) if size <= SMALL else None]
 
 
 def _write_json(path: Path, value: Any) -> None:

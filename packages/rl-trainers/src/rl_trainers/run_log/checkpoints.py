@@ -15,7 +15,8 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import EngineError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
-from rl_trainers.run_log.background_writes import NewDirectory, in_background, remove, steps_in
+from rl_contracts.runtime.run_files import steps_in
+from rl_trainers.run_log.background_writes import NewDirectory, in_background, remove
 from rl_trainers.run_log.schedule import Due, EveryConfig
 
 if TYPE_CHECKING:

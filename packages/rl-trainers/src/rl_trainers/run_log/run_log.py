@@ -13,7 +13,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.runtime.json_lines import LineFile, to_json
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import Figures, MetricsWriter, collect
-from rl_trainers.recovery.lookup import GROUPS
+from rl_contracts.runtime.run_files import GROUPS
 from rl_trainers.run_log.checkpoints import CheckpointConfig, Checkpoints
 from rl_trainers.run_log.trace import Trace
 

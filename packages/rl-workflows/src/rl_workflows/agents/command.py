@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_contracts.errors import AgentError, ConfigError
+from rl_contracts.reward import NOT_FOR_REWARDS
 from rl_contracts.runtime.machine import bypass_proxies
 from rl_contracts.sandbox import confine, reaper
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows.workflows.rlvr import NOT_FOR_REWARDS
 
 _LONGEST_RESULT = 1 << 20
 _STDERR_BYTES = 2000

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
-from rl_contracts.reward import PartedReward, is_valid_reward, takes_final_text
+from rl_contracts.reward import NOT_FOR_REWARDS, PartedReward, is_valid_reward, takes_final_text
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.agents.message_parsing import AnswerReader
 from rl_workflows.rollout.episode import group_cache, stage
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
     from rl_contracts.inference import InferenceEngine
-
-NOT_FOR_REWARDS = frozenset(
-    ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
-)
-"""Keys of a data row that a reward function gets in another form, or not at all."""
 
 
 class RLVRWorkflow(RolloutWorkflow):

@@ -193,7 +193,8 @@ OF_OTHERS = (
     "rl_launchers.ray.scheduler:",
     "rl_launchers.slurm.scheduler:",
     "rl_inference.backends.vllm.config:VLLMEngineConfig.sleep",  # needs a GPU
-    "rl_trainers.run_log.checkpoints:CheckpointConfig.best_mode",  # packages/rl-trainers/tests/test_trainers_checkpoints.py
+    # packages/rl-trainers/tests/test_trainers_checkpoints.py
+    "rl_trainers.run_log.checkpoints:CheckpointConfig.best_mode",
 )
 """Settings of parts that the runs below do not have, and where they are run."""
 

@@ -26,7 +26,7 @@ from rl_monitor.run_directory import FINISHED, JOB, last_record, names_of
 RUN = """
 import sys, time
 from pathlib import Path
-from rl_apps.run.directory import names_of
+from rl_monitor.run_directory import names_of
 from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl

@@ -59,7 +59,10 @@ def test_file_names_replaced_value_is_never_seen_in_part(tmp_path: Path) -> None
 
 def test_file_names_another_process_is_heard(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
-    code = f"from rl_contracts.runtime.name_service import FileNames; FileNames({str(tmp_path / 'names')!r}).add('run/x', 'hello')"
+    code = (
+        "from rl_contracts.runtime.name_service import FileNames; "
+        f"FileNames({str(tmp_path / 'names')!r}).add('run/x', 'hello')"
+    )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         assert names.wait("run/x", timeout=60) == "hello"
         assert process.wait(60) == 0

@@ -163,7 +163,10 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
 
 @pytest.mark.nightly
 async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(model_path: Path, tmp_path: Path) -> None:
-    fault = "import time\nfrom rl_inference.embedded_server.slots import SlotTable\nSlotTable.step = lambda self: time.sleep(600)\n"
+    fault = (
+        "import time\nfrom rl_inference.embedded_server.slots import SlotTable\n"
+        "SlotTable.step = lambda self: time.sleep(600)\n"
+    )
     command = (sys.executable, "-c", fault + MAIN)
     options = {"stuck_seconds": 1}
     settings = ClientConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)

@@ -2,14 +2,10 @@
 
 import io
 import json
-import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rl_apps.cli.driver import Waiting
-from rl_contracts.scheduler import Worker, WorkerStatus
 from rl_monitor.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_of
 
 
@@ -84,49 +80,3 @@ def test_warning_that_goes_on_is_repeated_ever_more_rarely(tmp_path):
 
     warnings = [line for line in shown.getvalue().splitlines() if line.startswith("warning: 1 group(s) failed")]
     assert [line.partition("(also in ")[2][:1] for line in warnings] == ["", "1", "3", "7"]
-
-
-def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_apps.cli.driver.SAY_EVERY", 0.0)
-    metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
-    log = tmp_path / "r.log"
-    workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]
-    workers[1].status = WorkerStatus.RUNNING
-    log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: the life before\n")
-
-    with RunProgress(metrics, 9, {}, console) as progress:
-        waiting = Waiting(progress, metrics)
-        waiting.tick(workers)
-        log.write_text(
-            "2026-11-26 21:16:48.105 INFO [server/0] rl.inference: before\n"
-            "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n"
-        )
-        waiting.tick(workers)
-        log.write_text("Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n")
-        waiting.tick(workers)
-        log.unlink()
-        workers[0].status = WorkerStatus.RUNNING
-        waiting.tick(workers)
-        metrics.write_text('{"step": 1}\n')
-        waiting.tick(workers)
-
-    assert re.sub(r"\b\d+ s\b", "0 s", console.export_text()).splitlines() == [
-        "0 s, waiting for rollout-0 to start (see logs/)",
-        "0 s, waiting for rollout-0 to start (logs/r.log: init of [red] engine)",
-        "0 s, waiting for rollout-0 to start (logs/r.log: rl.inference: to serve)",
-        "rollout-0 ready after 0 s",
-        "0 s, waiting for the first step (see logs/)",
-        "step 1/9",
-    ]
-
-
-def test_server_that_ends_before_it_is_ready_is_not_called_ready(tmp_path):
-    console = Console(record=True, width=200)
-    worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
-    with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:
-        waiting = Waiting(progress, tmp_path / "metrics.jsonl")
-        waiting.tick([worker])
-        worker.status = WorkerStatus.FAILED
-        waiting.tick([worker])
-
-    assert "ready" not in console.export_text()

@@ -1,7 +1,9 @@
 """A workflow, an engine and a head that the tests share. Everything is real but the servers."""
 
+import sys
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from rl_contracts.testing.processes import preload
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
 
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that several test files share
 preload("tensordict", "torch.distributed")  # for rollout_process
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 from agent_model import ScriptedEngine, served
-from publishing import until
 from test_workflows_endpoint import MESSAGES, Agent, says_it, sentence
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.testing.waiting import until
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import RENDERED_CHARACTERS, CallError, Session

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from publishing import until
 from test_workflows_endpoint import BODIES as CALLS
 
 from rl_contracts.testing.processes import fork_script
+from rl_contracts.testing.waiting import until
 
 MESSAGES = CALLS["/v1/messages"]["messages"]
 BODIES: dict[str, dict[str, Any]] = {

@@ -44,7 +44,8 @@ class Demo:
     settings: Sequence[str] = ()
     """Of the run, beside `RUN`."""
     fault: str = ""
-    """What is written to FAULT_FILE; see `rl_apps.cli.demo_faults` and `rl_inference.embedded_server.fault_injection`."""
+    """What is written to FAULT_FILE; see `rl_apps.cli.demo_faults` and
+    `rl_inference.embedded_server.fault_injection`."""
     sent: signal.Signals | None = None
     """What the server's process is sent instead."""
     goes_on: bool = False

@@ -70,7 +70,8 @@ class App:
     """Looks at the rows with the tokenizer of the run's model, once that is there and before a process starts. Raises
     what cannot be used; returns what to tell. See `rl_apps.run.sequence_lengths.measure_rows`."""
     form: str = "rl"
-    """In which its data is read, see `rl_apps.settings.data.load_rows`; a model that is made on the spot is made for it."""
+    """In which its data is read, see `rl_apps.settings.data.load_rows`; a model that is made on the spot is made for
+    it."""
     warm_up: bool = True
     """Whether the embedded model of the generated data is warmed up before the first step."""
     lessons: str = "answers"

@@ -1,4 +1,5 @@
-"""A trainer process: `python -m rl_apps.run.worker <app> <run directory> <device> <server addresses, comma-separated>`."""
+"""A trainer process: `python -m rl_apps.run.worker <app> <run directory> <device> <server addresses,
+comma-separated>`."""
 
 from __future__ import annotations
 

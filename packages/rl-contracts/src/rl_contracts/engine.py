@@ -99,8 +99,8 @@ class TrainEngine(ABC):
     """One rank of a model in training (SPMD: every rank makes the same calls in the same order).
 
     Engines are made by `Engine(config, strategy)`, of their own `TrainEngineConfig` and the layout of ranks, and told
-    the rest by `initialize`. `batch` arguments are this rank's rows, as `rl_contracts.batch.trajectory` defines them, on the
-    CPU; a rank may have none (0 rows).
+    the rest by `initialize`. `batch` arguments are this rank's rows, as `rl_contracts.batch.trajectory` defines them,
+    on the CPU; a rank may have none (0 rows).
     """
 
     parallel: ParallelContext
@@ -144,9 +144,9 @@ class TrainEngine(ABC):
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """What this rank's `full_parameters` yields, in that order; the same for as long as the engine lives.
 
-        Names and shapes are those of the model's checkpoint on the hub (`rl_contracts.models.hub_names`), which servers load:
-        each expert of a mixture has its own. A tied parameter has one name. The dtype is the one in which they are to
-        be served (the cast is left to the route). No collective.
+        Names and shapes are those of the model's checkpoint on the hub (`rl_contracts.models.hub_names`), which servers
+        load: each expert of a mixture has its own. A tied parameter has one name. The dtype is the one in which they
+        are to be served (the cast is left to the route). No collective.
         """
 
     @abstractmethod

@@ -59,7 +59,8 @@ class RolloutRuntime(ABC):
         """Answer each row `n` times at the one version that is committed now, apart from all training counters
         (collective).
 
-        What workflow and reward record meanwhile goes to the caller's collector (`rl_contracts.runtime.metrics.collect`).
+        What workflow and reward record meanwhile goes to the caller's collector
+        (`rl_contracts.runtime.metrics.collect`).
 
         Returns:
             on every rank, the trajectories of this rank's share of the rows, in order; each has a reward.

@@ -1,7 +1,8 @@
 """Inference servers and their clients.
 
-`EmbeddedEngine` speaks to servers started with `python -m rl_inference.embedded_server`; `EmbeddedEngine.server_spec` says how
-to start them. Another kind of server is a `ServerProtocol` and a subclass of `HttpEngine` with its settings."""
+`EmbeddedEngine` speaks to servers started with `python -m rl_inference.embedded_server`; `EmbeddedEngine.server_spec`
+says how to start them. Another kind of server is a `ServerProtocol` and a subclass of `HttpEngine` with its
+settings."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class ServerProcess:
     """One server, alive from `start` to `stop`; a context manager does both.
 
     It is forked off a process that has imported everything already, which saves the seconds that
-    `python -m rl_inference.embedded_server` spends on imports; otherwise it is the same. With `device=cuda`, which no fork can
-    use, it is that program.
+    `python -m rl_inference.embedded_server` spends on imports; otherwise it is the same. With `device=cuda`, which no
+    fork can use, it is that program.
     """
 
     model: Path

@@ -18,7 +18,8 @@ FINISHED = "finished"
 
 
 NAMES = "names"
-"""Directory in which the processes of a run find each other, and tools find them; see `rl_launchers.supervise.control`."""
+"""Directory in which the processes of a run find each other, and tools find them; see
+`rl_launchers.supervise.control`."""
 
 
 JOB = "job"

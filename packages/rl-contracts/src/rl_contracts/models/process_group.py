@@ -149,7 +149,7 @@ def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta
     global _generation
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        store = dist.PrefixStore(f"rl_contracts.training/{_generation}", _meeting_place(info, timeout))
+        store = dist.PrefixStore(f"rl_contracts.models/{_generation}", _meeting_place(info, timeout))
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -28,8 +28,8 @@ _END_TIMEOUT = 10.0
 class WorkerProcess:
     """A process with a directory for temporary files (`TMPDIR`), which is removed when the process ends.
 
-    On Linux a reaper (`rl_contracts.sandbox.reaper`) starts it, and ends it with all processes below it. It does not get the
-    run key.
+    On Linux a reaper (`rl_contracts.sandbox.reaper`) starts it, and ends it with all processes below it. It does not
+    get the run key.
 
     Args:
         target: registry name or dotted path of the function.

@@ -2,8 +2,8 @@
 
 `reaper.py SETTINGS`, a JSON object as `main` reads it. The reaper ends with its command, or when the other side of the
 descriptor `owner` is written to or closed, as it is when the owner dies. All processes below the reaper end then, also
-those that left its session. With `confine`, the path of `rl_contracts.sandbox.confine`, they can write in `directory` only.
-With `stderr_bytes`, stderr is a file opened to append, of which the reaper keeps the end.
+those that left its session. With `confine`, the path of `rl_contracts.sandbox.confine`, they can write in `directory`
+only. With `stderr_bytes`, stderr is a file opened to append, of which the reaper keeps the end.
 """
 
 from __future__ import annotations

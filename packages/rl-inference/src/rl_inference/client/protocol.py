@@ -1,7 +1,8 @@
 """What is said to a server, and what its answers say: pure functions over bytes and JSON, without a connection.
 
 A server is a subclass of `ServerProtocol`. Routing, retries, the state machine of an update and the rest of
-`rl_inference.client.engine.HttpEngine` are the same for all of them; where they differ, `ServerProtocol.capabilities` says so.
+`rl_inference.client.engine.HttpEngine` are the same for all of them; where they differ, `ServerProtocol.capabilities`
+says so.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ IMAGE_BYTES = 200_000
 """Size up to which a picture in a conversation is shown."""
 
 Answer = dict[str, Any]
-"""A line of `rollouts/`, and what was learned from it (`advantage`, ...; see `rl_trainers.run_log.rollouts.as_learned`)."""
+"""A line of `rollouts/`, and what was learned from it (`advantage`, ...; see
+`rl_trainers.run_log.rollouts.as_learned`)."""
 
 
 Choice = Callable[[list[Answer]], list[Answer]]

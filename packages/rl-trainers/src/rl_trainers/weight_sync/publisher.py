@@ -4,13 +4,14 @@
 
 Invariant: nothing is served from version v before every live server has shown, by its receipt, that it holds what the
 trainer sent as v; and when a server generates again, all live ones serve v. `publish` returns at the commit. Servers
-that give no checksums show it by a canary (`rl_trainers.weight_sync.canary`), after the swap and before they get requests again.
+that give no checksums show it by a canary (`rl_trainers.weight_sync.canary`), after the swap and before they get
+requests again.
 
 Each rank that `TrainEngine.full_parameters` gives something to sends that part of the version; all others take part in
 the gathers. Rank 0 alone speaks to the servers: over a route that meets its receivers they stage while the ranks send,
 over the others afterwards. An error on any rank is agreed on and raised on all of them, and so all ranks go through
-the same states. The record (`rl_contracts.weights.committed_record`) lets a server that starts again load the version by
-itself.
+the same states. The record (`rl_contracts.weights.committed_record`) lets a server that starts again load the version
+by itself.
 """
 
 from __future__ import annotations

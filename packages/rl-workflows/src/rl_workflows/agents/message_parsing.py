@@ -1,8 +1,8 @@
 """From the tokens of an answer to the message that an agent is given: its text, its reasoning and its tool calls.
 
 Each model family writes tool calls in its own format. `transformers` reads them if the tokenizer has a
-`response_template`; otherwise a reader of `rl_workflows.agents.tool_calls` does, chosen by the call that the chat template
-renders. Whatever is not well-formed stays in the text, so that the agent sees it.
+`response_template`; otherwise a reader of `rl_workflows.agents.tool_calls` does, chosen by the call that the chat
+template renders. Whatever is not well-formed stays in the text, so that the agent sees it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class DistRollout(RolloutRuntime):
         parallel: this rank among the trainer's.
         minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
         should_accept: filter of complete groups, besides `config.dynamic_sampling`.
-        on_answers: told of this head's answers, for example to write them to disk; see `rl_workflows.rollout.scheduler.OnAnswers`.
+        on_answers: told of this head's answers, for example to write them to disk; see
+            `rl_workflows.rollout.scheduler.OnAnswers`.
         clock: all time; the real one unless a simulated one is given.
         loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
             `destroy` then closes the engine as well.

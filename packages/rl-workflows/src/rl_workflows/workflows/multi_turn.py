@@ -119,7 +119,8 @@ class ToolWorkflow(MultiTurnWorkflow):
     What a call gives, or that it failed and why, is what the model is told. The reward is that of the last answer.
 
     Args:
-        tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`, `python`).
+        tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`,
+            `python`).
         tool_seconds: within which a call must end; else the model is told that it did not.
         turns: answers at most.
         others: as `MultiTurnWorkflow` has them.

@@ -83,7 +83,8 @@ class EmbeddedEngineConfig(ServerConfig):
 
 @dataclass
 class ServerOptions:
-    """What `python -m rl_inference.embedded_server` is told: settings, what follows from the run, and where to listen."""
+    """What `python -m rl_inference.embedded_server` is told: settings, what follows from the run, and where to
+    listen."""
 
     config: EmbeddedEngineConfig
     spec: ServeSpec

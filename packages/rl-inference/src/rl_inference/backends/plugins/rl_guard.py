@@ -39,7 +39,8 @@ NAME = "RL_SERVER_NAME"
 INSTANCE = secrets.token_hex(8)
 """Names this life of the process."""
 AGENT_ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/rl/health", "/rl/info", "/rl/stats")
-"""What the key of generation opens besides what generates (`rl_inference.backends.embedded.protocol.generation_key`)."""
+"""What the key of generation opens besides what generates
+(`rl_inference.backends.embedded.protocol.generation_key`)."""
 ANSWER_SECONDS = 0.5
 """After which a pause that has not come yet is answered all the same."""
 POLL_SECONDS = 0.01

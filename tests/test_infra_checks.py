@@ -107,6 +107,20 @@ def test_count_statements_prints_the_total_without_testing(tmp_path):
     assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]
 
 
+@pytest.mark.parametrize(("files", "code"), [(14, 0), (15, 1)])
+def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
+    folder = tmp_path / "packages" / "rl-one" / "src" / "rl_one"
+    folder.mkdir(parents=True)
+    for name in ("__init__", *(f"part{index}" for index in range(files))):
+        (folder / f"{name}.py").touch()
+
+    command = [sys.executable, str(CI / "folder_sizes.py"), "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert ("rl_one: 15 Python files" in done.stderr) == bool(code)
+
+
 # ---- messages of commits
 
 

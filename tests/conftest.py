@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # what tests share, and with processes of their own
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # what tests share, and with processes of their own
 sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # what they share with releases
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "rl-inference" / "tests"))  # `publishing`
 collect_ignore = ["plugin"]  # a package of its own, whose tests run where it is installed: see test_plugin.py
 
 

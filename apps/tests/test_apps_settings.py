@@ -187,9 +187,9 @@ def watched(command, seen, modules="rl_", code=0, cwd=None):
 
 
 OF_OTHERS = (
-    "rl_engines_megatron.",  # runs in tests/test_megatron_commands.py
-    "rl_workflows.agents.endpoint.",  # tests/test_agent_commands.py
-    "rl_launchers.cluster.scheduler:",  # tests/test_clusters_commands.py, and the two below
+    "rl_engines_megatron.",  # runs in tests/megatron/test_megatron_commands.py
+    "rl_workflows.agents.endpoint.",  # tests/end_to_end/test_agent_commands.py
+    "rl_launchers.cluster.scheduler:",  # tests/clusters/test_clusters_commands.py, and the two below
     "rl_launchers.ray.scheduler:",
     "rl_launchers.slurm.scheduler:",
     "rl_inference.backends.vllm.config:VLLMEngineConfig.sleep",  # needs a GPU
@@ -540,7 +540,7 @@ ELSEWHERE = [
         Elsewhere(
             f"rollout.endpoint.{name}",
             "an agent",
-            "tests/test_agents.py::test_agent_rewards_of_calls_are_its_episodes_or_its_turns",
+            "tests/end_to_end/test_agents.py::test_agent_rewards_of_calls_are_its_episodes_or_its_turns",
             apps,
             value=value,
             also=also,
@@ -554,7 +554,7 @@ ELSEWHERE = [
     Elsewhere(
         "rollout.endpoint.rows",
         "an agent",
-        "tests/test_agents.py::test_agent_rows_per_call",
+        "tests/end_to_end/test_agents.py::test_agent_rows_per_call",
         (GRPO, SFT),
         value="call",
     ),
@@ -582,7 +582,7 @@ ELSEWHERE = [
     Elsewhere(
         "rollout.server.addresses",
         "servers that run already",
-        "tests/test_attached_servers.py::test_attached_servers_are_used_and_left_running",
+        "tests/servers/test_attached_servers.py::test_attached_servers_are_used_and_left_running",
         (GRPO, SFT),
         value="[http://127.0.0.1:1]",
     ),

@@ -1,6 +1,6 @@
 """Run tests several times under bad conditions, and print those that did not always pass.
 
-    python infra/ci/flaky.py tests/test_chaos.py -n 20
+    python infra/ci/flaky.py tests/chaos/test_chaos.py -n 20
     python infra/ci/flaky.py --changed origin/main     # the test files that differ from a commit
     python infra/ci/flaky.py --tier quick -n 5         # all quick tests
 

@@ -34,14 +34,14 @@ LIMIT = 25 * 60.0
 """Seconds that a part may take."""
 SPLIT = {
     "packages/rl-engines-megatron/tests/test_megatron_ranks.py",
-    "tests/test_chaos.py",
-    "tests/test_clusters_commands.py",
-    "tests/test_clusters_learn.py",
-    "tests/test_conversations_learn.py",
-    "tests/test_infra_checks.py",
-    "tests/test_presets_learn.py",
-    "tests/test_servers_learn.py",
-    "tests/test_slurm_jobs.py",
+    "tests/chaos/test_chaos.py",
+    "tests/clusters/test_clusters_commands.py",
+    "tests/clusters/test_clusters_learn.py",
+    "tests/end_to_end/test_conversations_learn.py",
+    "tests/infra/test_infra_checks.py",
+    "tests/end_to_end/test_presets_learn.py",
+    "tests/servers/test_servers_learn.py",
+    "tests/clusters/test_slurm_jobs.py",
 }
 """Test files that take longer than the limit; each of their tests is a part."""
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or gpu or hypothesis"]
@@ -51,7 +51,7 @@ def cut(tests: Iterable[str]) -> list[str]:
     """Return the parts that hold the tests, in the order of the tests.
 
     Args:
-        tests: pytest's ids, such as `tests/test_chaos.py::test_run[local]`.
+        tests: pytest's ids, such as `tests/chaos/test_chaos.py::test_run[local]`.
     """
     files = ((test, test.partition("::")[0]) for test in tests)
     return list(dict.fromkeys(test if file in SPLIT else file for test, file in files))

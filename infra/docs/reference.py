@@ -3,7 +3,7 @@ tutorials from their programs.
 
     uv run python infra/docs/reference.py
 
-writes them; `tests/test_docs_site.py` fails where one is not what this would write.
+writes them; `tests/docs/test_docs_site.py` fails where one is not what this would write.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # for `real_servers`
+sys.path.insert(0, str(HERE.parent / "support"))  # for `real_servers`
 
 import aiohttp  # noqa: E402
 from imposed_lengths import long_tail, uniform  # noqa: E402

@@ -1,5 +1,5 @@
 """What is said to SGLang and read from its answers: against those of the real server, as they were recorded, and
-against made ones. `tests/test_servers_sglang.py` asks the server itself."""
+against made ones. `tests/servers/test_servers_sglang.py` asks the server itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What runs inside SGLang, without SGLang: the doors that it keeps, and how a version goes through them.
 
-`tests/test_servers_sglang.py` has it inside the real server."""
+`tests/servers/test_servers_sglang.py` has it inside the real server."""
 
 from __future__ import annotations
 

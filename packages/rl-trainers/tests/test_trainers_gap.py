@@ -1,5 +1,5 @@
 """The gap gate on the reference engine, with servers that hold copies of its weights. Faults of real servers:
-tests/test_gap_faults.py of the workspace."""
+tests/end_to_end/test_gap_faults.py of the workspace."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,377 @@
+"""Every code block of the documentation runs here, or is parsed for a reason that a list gives.
+
+A block whose first line is a comment with a file's name is that file. Python blocks of a page run in order, in one
+namespace. What a page's commands ask for lies in the directory in which it runs: `DIR` (data), `CHECKPOINT` (a model),
+`RUN` (an empty run). Blocks marked as text are output, or no code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs_pages import PAGES
+from markdown_it import MarkdownIt
+from readme import Block, blocks, write_data, write_files
+from workspace import packages
+
+from rl_contracts import registry
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "docs/algorithms.md": "test_docs_algorithms.py",
+    "docs/own-app.md": "test_docs_own.py",
+    "docs/own-loop.md": "test_docs_own.py",
+    **{page: "test_docs_tutorials.py" for page in PAGES if re.match(r"docs/tutorials/\d", page)},
+}
+"""Pages whose blocks another test runs, and which."""
+
+WITH_OTHER_SETTINGS = {"docs/settings.md", "docs/coming-from.md"}
+"""Pages whose settings are looked at elsewhere: one is made of them, one has those of others."""
+
+FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
+"""What a name with a dot ends with if it is no setting."""
+
+
+BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in blocks(page, ROOT)]
+COMMANDS = [
+    pytest.param(block.page, command, id=f"{block.page}:{block.line} {command}")
+    for block in BLOCKS
+    if block.language == "console"
+    for command in block.commands()
+]
+
+
+# ---- commands
+
+
+def _app(name: str) -> Callable[[list[str]], None]:
+    """An app ends once it has shown what it would run, or whatever else it is asked for."""
+
+    def run(words: list[str]) -> None:
+        from rl_apps.cli.driver import main
+
+        only_shows = {"--help", "--dry-run", "--cfg"} & set(words)
+        words = [_with_servers(word) for word in words]
+        assert main(name, words if only_shows else [*words, "--dry-run"]) == 0
+
+    return run
+
+
+def _with_servers(word: str) -> str:
+    """The word, where it stands for an interpreter with real servers with one that says it has them."""
+    if word != "rollout.server.python=PYTHON":
+        return word
+    python = Path("python-with-servers").absolute()
+    versions = """case "$3" in vllm*) found='"vllm": "0.32.0"';; *) found='"sglang": "0.5.23"';; esac"""
+    python.write_text(f"""#!/bin/sh\n{versions}\necho "[\\"3.12.0\\", {{$found}}, \\"\\"]"\n""")
+    python.chmod(0o755)
+    return f"rollout.server.python={python}"
+
+
+def _rl(words: list[str]) -> None:
+    """`run` is an app like any, so is its name, and so is what `doctor` would start; `replay` looks for a batch in an
+    empty run, and `watch` for one."""
+    from rl_apps.cli.main import main
+
+    command, what, *rest = [*words, ""]
+    if command == "run" or (command == "doctor" and what):
+        _app(what)(rest[:-1])
+    elif command in registry.available("rl.apps"):
+        _app(command)([what, *rest][:-1])
+    elif command == "plan":  # an empty run is none, whose rates could be taken
+        assert main(words) == (2 if "RUN" in words else 0)
+    elif command == "figures" or (command, what) == ("generate", "CHECKPOINT"):
+        assert main(words) == 0
+    else:
+        lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
+        assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)
+
+
+def _tutorial(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*words, "--dry-run"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def _validate(words: list[str]) -> None:
+    from rl_datasets.validate import main
+
+    assert main(words) == 0
+
+
+def _server(words: list[str]) -> None:
+    from rl_inference.backends.embedded.config import parse
+
+    assert parse(words).port
+
+
+def _benchmark(words: list[str]) -> None:
+    script, *options = [word.strip("[]") for word in words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *options, "--help"])
+        patch.syspath_prepend(ROOT / Path(script).parent)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def _pytest(words: list[str]) -> None:
+    """Files of a page run in `test_tests_of_the_pages_pass`, all in one process; without files, one is collected. Of
+    tests with a mark there may be none in it: that there is such a mark must do."""
+    if "-m" in words:
+        assert f"@pytest.mark.{words[words.index('-m') + 1]}:" in _run(sys.executable, "-m", "pytest", "--markers")
+    elif not any(word.endswith(".py") for word in words):
+        assert "tests collected" in _collect(*words)
+
+
+@functools.cache
+def _collect(*flags: str) -> str:
+    return _run(sys.executable, "-m", "pytest", "--collect-only", "-q", *flags, "tests/infra/test_infra_checks.py")
+
+
+def _script(words: list[str]) -> None:
+    assert os.access(ROOT / words[0], os.X_OK)
+    _run("bash", "-n", words[0])
+
+
+def _parsed(words: list[str]) -> None:
+    ast.parse((ROOT / words[0]).read_text())
+
+
+def _commit(words: list[str]) -> None:
+    complaint = runpy.run_path(str(ROOT / "infra" / "ci" / "commit_message.py"))["complaint"]
+    assert complaint(words[words.index("--message") + 1]) == ""
+
+
+def _install(words: list[str]) -> None:
+    """Folders of ours exist, and have the extras that are named; so do other packages of ours, where no folder is."""
+    folders = {package.folder.relative_to(ROOT).as_posix(): package for package in packages().values()}
+    ours = {**packages(), **folders}
+    others = {"--torch-backend", "cpu", "torch", "transformers", "uv"}
+    for word in (word for word in words if word not in others):
+        name, _, extras = word.removesuffix("]").partition("[")
+        assert name in ours
+        assert not extras or set(extras.split(",")) <= set(ours[name].project["optional-dependencies"])
+
+
+def _uv(words: list[str]) -> None:
+    _run("uv", *words, "--help")
+
+
+def _hooks(words: list[str]) -> None:
+    _run(sys.executable, "-m", "pre_commit", "validate-config", ".pre-commit-config.yaml")
+
+
+WHOLE = ""
+HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "python -m rl_datasets.validate": (_validate, WHOLE),
+    "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
+    "python -m rl_inference.embedded_server": (_server, "serves until it is stopped: its options are parsed"),
+    "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
+    "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
+    "pytest": (_pytest, "would run this test again: one file is collected"),
+    "python infra/ci/": (_benchmark, "hours: its options are parsed; test_infra_checks.py runs it small"),
+    "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
+    "git commit": (_commit, "changes the repository: its message is checked"),
+    "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
+    "python infra/docs/": (_parsed, "writes into docs/: it is parsed; test_docs_site.py compares what it would write"),
+    "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
+    "infra/install_cpu.sh": (_script, "makes an environment: its syntax is checked; test_infra_install_cpu.py runs it"),
+    "infra/docs/": (_script, "its syntax is checked; test_docs_site.py builds the site"),
+    ".ci/run": (_script, "would run this test again: its syntax is checked"),
+    "uv pip install": (_install, "changes the environment: there is such a package"),
+    "pip install": (_install, "changes the environment: there is such a package"),
+    "uv sync": (_uv, "changes the environment: its options are parsed"),
+    "pre-commit install": (_hooks, "changes the repository: the hooks are validated"),
+    **{point.name: (_app(point.name), "minutes: --dry-run") for point in entry_points(group="rl.apps")},
+}
+"""What runs a command, by how the command begins, and why it does not run whole."""
+
+
+def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
+    """What runs a command, and the words that it is given."""
+    command = re.sub(r"^([A-Z_]+=\S* )*", "", command)
+    # the workspace itself has no extras
+    command = re.sub(r"^uv run (--no-sync )?(--package rl-apps (--extra \w+ )?)?", "", command)
+    for beginning, (run, _) in HANDLERS.items():
+        if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
+            with_name = run in (_benchmark, _parsed, _script, _tutorial, _uv)
+            rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
+            return run, shlex.split(rest)
+    return None
+
+
+def _run(*command: str, timeout: float = 280) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _said_on_error(call: Callable[[], int], code: int) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert call() == code
+    return said.getvalue()
+
+
+# ---- where a page runs
+
+
+@pytest.fixture(scope="module")
+def configs() -> list[Any]:
+    """The defaults of every app, and of one with each kind of server and of scheduler."""
+    apps = {point.name: point.load() for point in entry_points(group="rl.apps")}
+    servers = [f"allocation={point.name}:d1+fsdp:d1" for point in entry_points(group="rl.inference_engines")]
+    schedulers = [f"launcher={point.name}" for point in entry_points(group="rl.schedulers")]
+    kinds = (apps["gsm8k-grpo"].config([kind]) for kind in (*servers, *schedulers))
+    return [*(app.config([]) for app in apps.values()), *kinds]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with the data, model, run and config of an earlier run that pages name."""
+    from rl_apps.programs.gsm8k_grpo import APP
+    from rl_apps.settings.compose import to_yaml
+    from rl_contracts.testing.models import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("shared")
+    write_data(directory / "DIR")
+    make_tiny_model(directory / "CHECKPOINT", layers=1, hidden=32)
+    (directory / "RUN").mkdir()
+    (directory / "config.yaml").write_text(to_yaml(APP.config([])))
+    return directory
+
+
+@pytest.fixture
+def sandbox(
+    request: pytest.FixtureRequest, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The directory of a page, with its files; it is the current one, and modules are found in it."""
+    for name in ("DIR", "CHECKPOINT", "RUN"):
+        (tmp_path / name).symlink_to(shared / name)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "gsm8k").symlink_to(shared / "DIR")
+    earlier = tmp_path / "runs" / "gsm8k-grpo" / "TRIAL" / "config.yaml"
+    earlier.parent.mkdir(parents=True)
+    shutil.copy(shared / "config.yaml", earlier)
+    write_files(blocks(request.getfixturevalue("page"), ROOT), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
+    groups = {
+        group
+        for file in ROOT.glob("packages/*/pyproject.toml")
+        for group in tomllib.loads(file.read_text())["project"].get("entry-points", {})
+    }
+    match block.language:
+        case "python":
+            compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        case "console":
+            unknown = [command for command in block.commands() if _handler(command) is None]
+            assert not unknown, "nothing runs or parses these: add them to HANDLERS"
+            assert block.commands(), "a console block has commands behind `$ `"
+        case "toml":
+            assert set(tomllib.loads(block.text)["project"]["entry-points"]) <= groups | {"rl.apps"}
+        case "yaml":
+            assert block.file, "a first line `# name.yaml` says which file it is, so that a command can use it"
+        case other:
+            assert other == "text", "nothing runs or parses this"
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - WITH_OTHER_SETTINGS))
+def test_settings_that_a_page_names_exist(page: str, configs: list[Any]) -> None:
+    inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
+    named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")
+    for setting in (match.group(1) for match in named if match):
+        section, name = setting.split(".", 1)
+        if any(hasattr(config, section) for config in configs) and name not in FILE_TYPES:
+            assert any(_has(config, setting) for config in configs), f"there is no setting {setting}"
+
+
+def _has(config: Any, setting: str) -> bool:
+    for name in setting.split("."):
+        if isinstance(config, dict):
+            return True  # constants of a part of somebody's own
+        if not hasattr(config, name):
+            return False
+        config = getattr(config, name)
+    return True
+
+
+def test_pages_that_run_elsewhere_are_named_there() -> None:
+    for page, test in ELSEWHERE.items():
+        assert page in (ROOT / "tests" / "docs" / test).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.page == page and b.is_program for b in BLOCKS)])
+def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page, ROOT):
+        if not block.is_program:
+            continue
+        code = compile("\n" * block.line + block.text, str(ROOT / page), "exec")
+        try:
+            exec(code, namespace)
+        except SystemExit as ended:
+            assert ended.code in (0, None)  # noqa: PT017 - a program may end by itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_command_of_a_page_runs_or_is_parsed(page: str, command: str, sandbox: Path) -> None:
+    found = _handler(command)
+    assert found is not None
+    run, words = found
+    run(words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tests_of_the_pages_pass(tmp_path: Path) -> None:
+    files, folders = [], []
+    for page in sorted({b.page for b in BLOCKS}):
+        named = [word for b in BLOCKS if b.page == page for c in b.commands() if " pytest " in c for word in c.split()]
+        if any(word.endswith(".py") for word in named):
+            folders.append(tmp_path / page.replace("/", "_"))
+            folders[-1].mkdir()
+            write_files(blocks(page, ROOT), folders[-1])
+            files += [str(folders[-1] / word) for word in named if word.endswith(".py")]
+    settings = (
+        "[pytest]",
+        f"pythonpath = {' '.join(map(str, folders))}",
+        "asyncio_mode = auto",  # as in the workspace
+        "asyncio_default_fixture_loop_scope = function",
+    )
+    (tmp_path / "pytest.ini").write_text("\n".join(settings))
+    flags = ("-q", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider", "--import-mode=importlib")
+    assert " passed" in _run(sys.executable, "-m", "pytest", *flags, *files, timeout=880)

@@ -1,0 +1,123 @@
+"""docs/coming-from.md: our names are settings that there are, and TRL's are of the version that is named."""
+
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.compose import describe
+from rl_apps.settings.synonyms import SYNONYMS
+from rl_contracts.batch.trajectory import pack
+from rl_contracts.registry import load_part
+from rl_contracts.testing.batches import make_batch
+from rl_trainers.algorithms.config import LossConfig, MaskConfig
+from rl_trainers.algorithms.credit import over_what
+from rl_trainers.algorithms.functional.advantages import normalised
+from rl_trainers.algorithms.functional.correction import OffPolicy
+from rl_trainers.algorithms.functional.policy_terms import policy_terms
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.read_text().replace("\\|", "").splitlines()
+    if line.startswith("| ") and not line.startswith("| AReaL")
+]
+NO_SETTINGS = {"+", "RolloutWorkflow.arun_episode", "Trajectory", "sglang:d4+fsdp:d4"}
+"""Code in our column that is no setting."""
+
+
+def _code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_our_names_are_settings() -> None:
+    configs = [APP.config([f"allocation={server}:d1+fsdp:d1"]) for server in ("embedded", "vllm")]
+    keys = {key for config in configs for key, _, _ in describe(config)}
+    named = [name.partition("=")[0] for row in ROWS for name in _code(row[3]) if name not in NO_SETTINGS]
+
+    assert len(named) > 60
+    assert [name for name in named if not any(key == name or key.startswith(f"{name}.") for key in keys)] == []
+
+
+def test_names_of_trl_are_its_own() -> None:
+    spec, training = find_spec("trl"), find_spec("transformers")
+    assert spec is not None
+    assert training is not None
+    library, values = Path(str(spec.origin)).parent, {"sapo", "cispo", "grpo", "dapo", "dr_grpo", "accelerate"}
+    sources = [
+        library / "trainer" / "grpo_config.py",
+        library / "trainer" / "grpo_trainer.py",
+        library / "trainer" / "base_config.py",
+        Path(str(training.origin)).parent / "training_args.py",
+    ]
+    text = "\n".join(source.read_text() for source in sources)
+    known = set(re.findall(r"^ +(\w+): ", text, re.MULTILINE)) | {"GRPOTrainer"}
+
+    named = [name for row in ROWS for name in _code(row[2]) if name not in values]
+
+    assert len(named) > 40
+    assert [name for name in named if name not in known] == []
+    assert [value for value in values - {"accelerate"} if f'"{value}"' not in text] == []
+
+
+def test_setting_that_an_unknown_one_is_answered_with_is_that_of_its_row() -> None:
+    wrong = []
+    for row in ROWS:
+        ours = [name.partition("=")[0] for name in _code(row[3])]
+        for name in (name.partition("=")[0] for cell in row[:3] for name in _code(cell)):
+            answer = SYNONYMS.get(name.rsplit(".", 1)[-1])
+            if answer and ours and not any(f"{one}.".startswith(f"{answer}.") for one in ours):
+                wrong.append((name, answer, ours))
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3])
+def test_row_has_a_name_of_ours_and_of_somebody_else(row: list[str]) -> None:
+    assert len(row) == 4
+    assert row[3]
+    assert any(row[:3])
+
+
+def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
+    trained = torch.ones(2, dtype=torch.bool)
+    terms = policy_terms(torch.zeros(2), torch.tensor([0.0, -3.0]), torch.ones(2), trained)
+    terms.logprobs = torch.tensor([-1.0, -1.0])  # the loss is the weight
+
+    loss = load_part(LossConfig("cispo", clip_low=1.0, clip_high=4.0))
+
+    assert loss(terms)[0].tolist() == pytest.approx([1.0, 5.0])
+
+
+def test_dual_clip_of_verl_is_an_option_of_the_loss() -> None:
+    trained = torch.ones(1, dtype=torch.bool)
+    terms = policy_terms(torch.zeros(1), torch.tensor([-3.0]), torch.tensor([-1.0]), trained)
+    loss = load_part(LossConfig("clip", options={"dual_clip": 3.0}))
+
+    assert loss(terms)[0].tolist() == pytest.approx([3.0])
+
+
+@pytest.mark.parametrize(("drift", "kept"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])
+def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: bool) -> None:
+    batch = make_batch(1, lengths=(4, 4))
+    batch["loss_mask"][:] = True
+    packed = pack(batch)
+    log_ratio = torch.tensor([drift - 0.3, drift + 0.3, drift - 0.1, drift + 0.1])
+    off = OffPolicy(log_ratio, packed["loss_mask"], packed)
+    mask = load_part(MaskConfig("ratio", level="geometric", low=0.667, high=2.0))
+
+    assert (math.log(0.5) <= -float(log_ratio.mean()) <= math.log(1.5)) is kept
+    assert mask(off).tolist() == [not kept] * 4
+
+
+def test_batch_std_is_around_the_mean_of_the_batch() -> None:
+    rewards, groups = torch.tensor([0.0, 1.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    over = over_what(rewards, groups)
+
+    found = normalised(rewards, over["group"], over["batch"])
+
+    assert found.tolist() == pytest.approx([x / float(rewards.std()) for x in (-0.5, 0.5, -0.5, 0.5)], abs=1e-5)

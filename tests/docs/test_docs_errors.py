@@ -1,0 +1,36 @@
+"""The messages of docs/errors.md are those of our sources."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MESSAGES = re.findall(r"^\| `([^|]+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+
+
+@cache
+def _lines() -> str:
+    """What our sources write: each text on one line, with `…` for what varies."""
+    files = (*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/src/**/*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
+    return re.sub(r"\{[^{}\n]*\}|`[^`\n]*`", "…", joined)
+
+
+def _is_written(message: str) -> bool:
+    pattern = "[^\n]*".join(re.escape(part) for part in message.split("…"))
+    return re.search(pattern, _lines()) is not None
+
+
+def test_page_has_messages_of_every_kind() -> None:
+    assert len(MESSAGES) > 30
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_is_one_of_ours(message: str) -> None:
+    assert _is_written(message)
+
+
+def test_message_that_nobody_writes_is_seen() -> None:
+    assert not _is_written("row … has … tokens, but a macro-batch holds …")

@@ -1,0 +1,43 @@
+"""docs/formulas.md has every part that is ours, and names functions that there are; browsers can show its formulas."""
+
+import importlib
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from latex2mathml.converter import convert
+
+from rl_trainers.algorithms.functional.aggregation import AGGREGATIONS
+from rl_trainers.algorithms.functional.kl import ESTIMATORS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "formulas.md").read_text()
+PARTS = [
+    f"`{point.name}`" if group != "rl.advantages" else f"`algorithm.advantage.kind={point.name}`"
+    for group in ("rl.advantages", "rl.policy_losses", "rl.corrections", "rl.masks")
+    for point in entry_points(group=group)
+    if point.value.startswith("rl_trainers.")
+]
+FORMULAS = re.findall(r"\$\$\n(.*?)\n\$\$|(?<!\$)\$([^$\n]+)\$", PAGE, re.DOTALL)
+
+
+def test_page_has_every_part_of_ours() -> None:
+    parts = [*PARTS, *(f"`{name}`" for name in (*AGGREGATIONS, *ESTIMATORS))]
+
+    assert len(PARTS) >= 13
+    assert [part for part in parts if part not in PAGE] == []
+
+
+def test_functions_that_the_page_names_are_there() -> None:
+    modules = re.findall(r"`(rl_trainers\.functional\.\w+)(?:\.(\w+))?`", PAGE)
+    loaded = [importlib.import_module(name) for name, _ in modules]
+    named = {function for _, function in modules if function}
+    named |= set(re.findall(r"`(\w+_(?:loss|weights|mask|outliers|logprobs)|shaped)`", PAGE)) - {"second_moment"}
+
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not any(hasattr(module, name) for module in loaded)] == []
+
+
+@pytest.mark.parametrize("formula", sorted({shown or within for shown, within in FORMULAS}))
+def test_formula_is_math_that_browsers_show(formula: str) -> None:
+    assert "\\" not in convert(formula), "a command that is not known stays as it is"

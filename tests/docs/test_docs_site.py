@@ -1,0 +1,225 @@
+"""The docs as a site: it is built without a warning, no link is dead, nothing is fetched, and a browser shows it.
+
+And the pages that are made of the sources are what the sources would make.
+"""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from docs_pages import PAGES
+
+from rl_apps.cli import main
+from rl_apps.programs import hh_rlhf
+from rl_apps.run.app import App
+from rl_apps.settings.compose import describe
+from rl_contracts.registry import load
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "infra" / "docs"
+sys.path.insert(0, str(SOURCES))
+
+import reference  # noqa: E402 - a script beside the site's settings
+
+# ---- pages that are made of the sources
+
+
+@pytest.mark.parametrize("place", reference.PAGES)
+def test_page_is_what_its_sources_make(place: str) -> None:
+    assert (ROOT / place).read_text() == reference.PAGES[place](), f"out of date: {reference.COMMAND}"
+
+
+def test_settings_of_every_command_stand_on_their_page() -> None:
+    named = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE))
+    derived = ("ref.engine.", "critic.engine.")  # those of `actor.engine`
+    for name in sum(reference.APPS.values(), ()):
+        app: App = load("rl.apps", name)
+        settings = {key for key, _, _ in describe(app.config([])) if not key.startswith(derived)}
+        assert settings - named == {"model.directories"}, name
+
+
+@dataclass
+class PlantedConfig(hh_rlhf.DPOConfig):
+    """A command with one setting more."""
+
+    planted: int = 7
+    """How many <seeds>, or `|`."""
+
+
+def test_new_setting_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = replace(hh_rlhf.DPO, schema=PlantedConfig)
+    monkeypatch.setattr(reference.registry, "load", lambda group, name: planted if "dpo" in name else load(group, name))
+
+    assert "| `planted` | `7` | How many &lt;seeds>, or `\\|`. | dpo |" in reference.settings_page()
+
+
+def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_figures(commands: Any) -> None:
+        commands.add_parser("figures", help="what they mean").add_argument("--planted", default=7, help="(%(default)s)")
+
+    monkeypatch.setattr(main, "_add_models", add_figures)
+
+    assert "| `--planted PLANTED` | (7) |" in reference.commands_page()
+
+
+# ---- the site
+
+
+def test_page_of_the_docs_is_in_a_section_of_the_site() -> None:
+    named = re.findall(r"(?:root|file|glob): (\S+)", (SOURCES / "toc.yml").read_text())
+    listed = {path.relative_to(ROOT).as_posix() for name in named for path in ROOT.glob(f"{name}.md")}
+
+    assert set(PAGES) - listed == set(), "add it to infra/docs/toc.yml"
+
+
+def _build(source: Path, site: Path) -> tuple[int, str]:
+    """Exit code of `infra/docs/build.sh`'s command, and what it said."""
+    flags = ("--quiet", "--nitpicky", "--fail-on-warning", "--keep-going", "-c", str(source / "infra" / "docs"))
+    assert all(flag in (SOURCES / "build.sh").read_text() for flag in flags[:-1])
+    command = (sys.executable, "-m", "sphinx", *flags, str(source), str(site))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("docs") / "site"
+    code, said = _build(ROOT, place)
+    assert code == 0, said
+    return place
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page of the site links to, and what can be linked to on it."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors = {""}
+        self.feed(self.path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = dict(attrs)
+        self.anchors |= {value for name in ("id", "name") if (value := said.get(name))}
+        for name in ("href", "src"):
+            if value := said.get(name):
+                (self.links if tag == "a" else self.fetched).append(value)
+
+    def dead(self, pages: dict[Path, "Page"]) -> Iterator[str]:
+        """Links and files of the page that lead nowhere, and what it would fetch from a network."""
+        for link in (*self.links, *self.fetched):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                if link in self.fetched and parts.scheme != "data":
+                    yield link
+                continue
+            target = (self.path.parent / unquote(parts.path)).resolve() if parts.path else self.path
+            known = pages.get(target)
+            if not target.is_file() or (known and unquote(parts.fragment) not in known.anchors):
+                yield link
+
+
+def _dead(site: Path) -> dict[str, list[str]]:
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    found = {str(path.relative_to(site)): list(page.dead(pages)) for path, page in pages.items()}
+    return {name: links for name, links in found.items() if links}
+
+
+@pytest.mark.slow
+def test_site_has_every_page_no_dead_link_and_nothing_to_fetch(site: Path) -> None:
+    assert [page for page in PAGES if not (site / page).with_suffix(".html").exists()] == []
+    assert _dead(site) == {}
+
+
+@pytest.mark.slow
+def test_site_with_dead_links_is_an_error(tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "infra" / "docs")
+    (tmp_path / "infra" / "docs" / "toc.yml").write_text("root: README\n")
+    (tmp_path / "README.md").write_text("# A page\n\n[page](gone.md) [heading](#nowhere) ![picture](gone.png)\n")
+    (tmp_path / "AGENTS.md").write_text("# A page that is in no section\n")
+
+    code, output = _build(tmp_path, tmp_path / "site")
+
+    assert code == 1
+    for said in ("not found: 'gone.md'", "not found: 'nowhere'", "not readable: gone.png", "AGENTS.md: WARNING"):
+        assert said in output
+
+
+def test_dead_links_and_files_from_a_network_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "one.html").write_text(
+        '<a href="two.html#here">1</a><a href="two.html#gone">2</a><a href="3.html">3</a>'
+    )
+    (tmp_path / "two.html").write_text(
+        '<p id="here"><a href="https://e.org">4</a><script src="https://e.org/5.js"></script>'
+    )
+
+    assert _dead(tmp_path) == {"one.html": ["two.html#gone", "3.html"], "two.html": ["https://e.org/5.js"]}
+
+
+PROBE = """<script>
+const said = [];
+for (const kind of ["error", "warn"]) console[kind] = (...words) => said.push(words.join(" "));
+window.addEventListener("error", (event) => said.push(event.message || `not loaded: ${event.target.src}`), true);
+window.addEventListener("load", () => setTimeout(() => {
+  document.body.dataset.probe = JSON.stringify(said);
+}, 500));
+</script>"""
+"""Keeps what a page says on the console, and what of it was not loaded."""
+
+
+def _open(page: Path, profile: Path, query: str = "") -> tuple[str, str]:
+    """What a browser makes of a page, and what the page said on the console, as JSON."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium is installed here, so no browser opens the page")
+    probed = page.with_name(f"probed-{page.name}")
+    probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+    place = ("--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={profile}", f"{probed.as_uri()}{query}")
+    done = subprocess.run([browser, *options, *place], capture_output=True, text=True, timeout=180, check=False)
+    probed.unlink()
+    said = re.search(r'data-probe="([^"]*)"', done.stdout)
+    assert said, f"{page.name} did not load: {done.stderr[-2000:]}"
+    return done.stdout, html.unescape(said[1])
+
+
+@pytest.mark.slow
+def test_browser_shows_the_front_page_and_what_is_searched_for(site: Path, tmp_path: Path) -> None:
+    _, front = _open(site / "README.html", tmp_path)
+    found, searched = _open(site / "search.html", tmp_path, "?q=staleness")
+
+    assert front == searched == "[]"
+    assert 'href="docs/asynchronous.html' in found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_browser_opens_every_page_without_a_word_on_the_console(site: Path, tmp_path: Path) -> None:
+    pages = sorted({*site.rglob("*.html")} - {site / "index.html"})  # which leads to README.html at once
+    assert len(pages) > 50
+
+    assert {page.name: said for page in pages if (said := _open(page, tmp_path)[1]) != "[]"} == {}
+
+
+@pytest.mark.slow
+def test_probe_sees_an_error_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<html><head></head><body><script src="gone.js"></script><script>broken()</script></body></html>')
+
+    _, said = _open(page, tmp_path / "profile")
+
+    assert "gone.js" in said
+    assert "broken is not defined" in said

@@ -1,0 +1,59 @@
+"""The programs of docs/tutorials run: every commit as far as `--dry-run`, and whole at night, with fewer steps.
+
+Their pages are made of them, by infra/docs/reference.py: docs/tutorials/1_gsm8k_sft.md, docs/tutorials/2_gsm8k_grpo.md,
+docs/tutorials/3_ppo.md, docs/tutorials/4_hh_rlhf_rm.md, docs/tutorials/5_hh_rlhf_dpo.md,
+docs/tutorials/6_multi_turn_math.md, docs/tutorials/7_math_agent.md.
+"""
+
+import re
+import runpy
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.py"))
+LAST_WORDS = {
+    "1_gsm8k_sft": r"loss on unseen sums: \d+\.\d\d before, \d+\.\d\d after",
+    "2_gsm8k_grpo": r"step 2: reward -?\d\.\d\d, staleness \d\.\d",
+    "3_ppo": r"accuracy \d\.\d\d before, \d\.\d\d after\nexplained variance -?\d+\.\d\d, clipped \d",
+    "4_hh_rlhf_rm": r"[+-]\d\.\d\d  '.*#### 15'\n[+-]\d\.\d\d  '.*#### 7'\n[+-]\d\.\d\d  '.*>>15'",
+    "5_hh_rlhf_dpo": r"step 2: \d+% right, margin [+-]\d",
+    "6_multi_turn_math": r"step 2: reward \d\.\d\d, turns \d\.\d\d",
+    "7_math_agent": r"step 2: reward \d\.\d\d, calls \d\.\d\d",
+}
+"""What each says of its run at the end."""
+
+
+def test_tutorials_are_numbered_and_there_is_one_for_every_command() -> None:
+    assert [program.stem.partition("_")[0] for program in PROGRAMS] == [str(i + 1) for i in range(len(PROGRAMS))]
+    commands = {point.name for point in entry_points(group="rl.apps")} - {
+        "grpo",
+        "sft",
+    }  # what the others are presets of
+    assert commands == set(re.findall(r'main\("([\w-]+)", settings\)', "".join(p.read_text() for p in PROGRAMS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_tutorial_is_checked_by_its_dry_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "--dry-run"])
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+
+    assert ended.value.code == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_tutorial_runs_to_its_last_words(program: Path, tmp_path: Path) -> None:
+    command = (sys.executable, str(program), "total_steps=2")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(LAST_WORDS[program.stem], done.stdout), done.stdout

@@ -1,0 +1,189 @@
+"""Adapters alone, from a real trainer to real servers of each kind: what is served, how much was sent, what a server
+that starts again holds, and the alarm where one does not add them to its weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_servers import SHARED, interpreter_of, make_request
+
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.config import ClientConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta, ServeSpec
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_contracts.weights import broadcast
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_engines_fsdp.config import LoRAConfig
+from rl_inference import EmbeddedEngine, SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
+from rl_inference.backends.vllm.config import INSIDE
+from rl_inference.testing import JobProcess, ServerProcess
+from rl_trainers import PublishConfig, WeightPublisher
+
+SUPPORT = Path(__file__).parents[1] / "support"
+CONTEXT = 1024
+KEY = "a key of this run"
+TOLERANCE = 1e-4
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
+]
+
+
+def start_embedded(model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
+    options = {"weights_dir": directory / "weights", "slots": 16, "context_length": CONTEXT}
+    command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
+    process = ServerProcess(model, directory / "server.log", key=KEY, options=options, command=command)
+    return process, EmbeddedEngine(client=ClientConfig(progress_timeout=60, rejoin_timeout=60))
+
+
+def start_other(kind: str, model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
+    """With `faulty_staging` in place of our file that runs inside."""
+    engine, config = (VLLMEngine, VLLMEngineConfig) if kind == "vllm" else (SGLangEngine, SGLangEngineConfig)
+    settings: Any = config(python=str(interpreter_of(kind)), context_length=CONTEXT)
+    spec = ServeSpec(model_path=str(model), device="cpu", weights_dir=str(directory / "weights"), cpus=1)
+    job = engine.server_spec(settings, spec)
+    ours = {
+        "vllm_extension.WeightStage": "faulty_staging.WeightStage",
+        str(INSIDE / "sglang_server.py"): str(SUPPORT / "faulty_staging.py"),
+    }
+    env = {**job.env, "PYTHONPATH": f"{INSIDE}:{SUPPORT}", "FAULT_INSIDE": str(INSIDE)}
+    job = replace(job, command=tuple(ours.get(text, text) for text in job.command), env=env)
+    process = JobProcess(model, directory / "server.log", key=KEY, job=job)
+    return process, engine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60, rejoin_timeout=120))
+
+
+class Run:
+    """A trainer of adapters, and a server of one kind."""
+
+    def __init__(self, kind: str, directory: Path, loop: LoopThread) -> None:
+        self.directory, self.loop, self.fault = directory, loop, directory / "fault"
+        self.fault.write_text("")
+        os.environ["FAULT_FILE"] = str(self.fault)
+        self.model = make_tiny_model(directory / "model", layers=2)
+        start = start_embedded if kind == "embedded" else lambda *where: start_other(kind, *where)
+        self.server, self.client = start(self.model, directory)
+        self.engine = FSDPEngine(FSDPEngineConfig(lora=LoRAConfig(rank=4, alpha=8.0)))
+        self.engine.initialize(FinetuneSpec(str(self.model), 1000, optimizer=OptimizerConfig(lr=1e-2), device="cpu"))
+        self.batch = shard_batch(make_batch(8, 0, lengths=(16, 24)), self.engine.parallel)
+
+    def publisher(self, route: str = "shm", **settings: Any) -> WeightPublisher:
+        config = PublishConfig(route=route, canary="always", **settings)
+        return WeightPublisher(self.engine, self.client, self.loop, config, str(self.directory / "weights"))
+
+    def update(self, publisher: WeightPublisher) -> int:
+        """A step of training, and the update of the server; its version."""
+
+        def loss(outputs: Any, packed: Any) -> Any:
+            return -(outputs.logprobs * packed["advantages"]).sum(), {}
+
+        self.engine.train_batch(self.batch, loss, lambda rows: rows["loss_mask"].sum())
+        self.engine.version += 1
+        publisher.publish(self.engine.version)
+        return self.engine.version
+
+    def answer(self, seed: int) -> Any:
+        return self.loop.run(self.client.agenerate(make_request([*SHARED, 7], seed, temperature=1.0)), 200)
+
+    @torch.no_grad()
+    def by_peft(self, ids: list[int]) -> list[float]:
+        """Log-probs of all tokens but the first, by the base model with the adapter in peft's layers."""
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        path = self.directory / f"adapter-{self.engine.version}"
+        if not path.exists():
+            self.engine.save(SaveLoadMeta(str(path), kind="adapter"))
+        base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        logits = PeftModel.from_pretrained(base, str(path)).eval()(input_ids=torch.tensor([ids])).logits[0]
+        return torch.log_softmax(logits[:-1].float(), -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+
+    def check(self, version: int) -> None:
+        """The server says this version of its tokens, and gives them the log-probs that peft gives them."""
+        for seed in range(2):
+            found = self.answer(seed)
+            expected = self.by_peft(found.input_ids + found.output_ids)[-len(found.output_ids) :]
+            assert found.versions == [version] * len(found.output_ids)
+            assert found.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["embedded", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("vllm", "sglang"))],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with LoopThread("client") as loop:
+        run = Run(request.param, tmp_path_factory.mktemp(request.param), loop)
+        with run.server as server:
+            run.client.initialize([server.address], KEY)
+            yield run
+            loop.run(run.client.destroy(), 10)
+        run.engine.destroy()
+        del os.environ["FAULT_FILE"]
+
+
+@pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
+def test_server_computes_what_peft_computes_and_the_adapters_alone_were_sent(run, route, monkeypatch, record_property):
+    put, pieces = broadcast._Group.put, list[int]()
+    monkeypatch.setattr(
+        broadcast._Group, "put", lambda self, piece, at: pieces.append(piece.nbytes) or put(self, piece, at)
+    )
+    publisher = run.publisher(route)
+    for _ in range(2):
+        pieces.clear()
+        version = run.update(publisher)
+        run.check(version)
+
+    matrices = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.adapter_specs())
+    whole = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.param_specs())
+    slots = run.directory / "weights" / f"slot-{version % 2}-rank-0"
+    stored = {"shm": slots.with_suffix(".weights"), "disk": slots / "model.safetensors"}
+    sent = stored[route].stat().st_size if route in stored else sum(pieces)
+    publisher.destroy()
+    record_property("bytes sent", sent)
+    record_property("bytes of all weights", whole)
+    assert matrices <= sent < matrices + 8192 < whole / 2
+    assert publisher.receipt.checksums.keys() == {spec.name for spec in run.engine.adapter_specs()}
+
+
+def test_whole_weights_are_sent_where_that_is_asked_for_and_adapters_go_on_from_there(run):
+    for adapter in ("never", "always"):
+        publisher = run.publisher(adapter=adapter)
+        run.check(run.update(publisher))
+        assert (len(publisher.receipt.checksums) == len(run.engine.param_specs())) == (adapter == "never")
+    publisher.destroy()
+
+
+@pytest.mark.nightly
+def test_restarted_server_has_base_and_adapter_of_committed_version(run):
+    """It loads them itself, or its client brings it up."""
+    publisher = run.publisher("disk")
+    version = run.update(publisher)
+
+    run.server.stop()
+    run.server.start().wait_ready(timeout=600)
+
+    run.check(version)
+    run.check(run.update(publisher))
+
+
+def test_adapter_that_is_acknowledged_and_not_applied_is_named(run):
+    publisher = run.publisher()
+    run.check(run.update(publisher))
+
+    run.fault.write_text("adapter not applied")
+
+    with pytest.raises(WeightUpdateError, match="those of the base weights: the adapter is not applied"):
+        run.update(publisher)

@@ -1,0 +1,213 @@
+"""The examples for Slurm, Ray and Kubernetes: they parse, name what there is, and their commands plan a run; where a
+cluster can be had they run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from ray_cluster import ray
+from slurm_cluster import slurm
+
+from rl_apps.cli.driver import main
+from rl_contracts.allocation import Allocation
+from rl_contracts.testing.models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+INFRA = ROOT / "infra"
+BIN = Path(sys.executable).parent
+KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
+SMALL = ("recipe=embedded", "data.batch_size=4", "evaluation.rows=0", "total_steps=3", "cluster.device=cpu")
+
+
+def _locked(name):
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    (version,) = {package["version"] for package in packages if package["name"] == name}
+    return version
+
+
+def _images():
+    """Tags that the first lines of the image files give."""
+    files = (path.read_text() for path in (INFRA / "containers").glob("Dockerfile.*"))
+    return {tag for text in files for tag in re.findall(r"docker build .* -t (\S+) \.", text)}
+
+
+def _groups(cluster):
+    """Pod templates of a RayCluster's spec: how many, and what `ray start` is told."""
+    yield 1, cluster["headGroupSpec"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["replicas"], group
+
+
+def _commands(text):
+    """Command lines in the comments of an example, without those of other programs."""
+    joined = re.sub(r"\\\n#\s*", "", text)
+    found = re.findall(r"^#\s+.*?(gsm8k-grpo [^#\n]*)", joined, flags=re.M)
+    return [shlex.split(line.partition(" && ")[0])[1:] for line in found if "=" in line]
+
+
+def _plan(words, capsys, *more):
+    """What `--dry-run` says, where everything is right but for servers that are not installed here."""
+    words = [word for word in words if word != "--dry-run"]
+    code = main("gsm8k-grpo", [*words, *more, "--dry-run"])
+    said = capsys.readouterr()
+    wanting = re.search(r"expected (sglang|vllm) .*found no such package", said.err)  # the last thing that is looked at
+    assert code == 0 or wanting, said.err
+    return said.out or said.err
+
+
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """Neither Slurm nor Ray."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    for name in [name for name in os.environ if name.startswith(("SLURM", "RAY_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_kubernetes_pods_have_images_versions_limits_and_shared_volumes(path):
+    found = yaml.safe_load(path.read_text())
+    assert (found["apiVersion"], found["kind"].lower()) == ("ray.io/v1", path.stem)
+    cluster = found["spec"].get("rayClusterSpec", found["spec"])
+    assert cluster["rayVersion"] == _locked("ray")
+    for replicas, group in _groups(cluster):
+        assert group.get("minReplicas", replicas) == group.get("maxReplicas", replicas) == replicas
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert container["image"] in _images()
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert set(mounts) == {"/runs", "/dev/shm"}
+        assert set(mounts.values()) == volumes
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_kubernetes_commands_plan_a_run_for_which_the_pods_have_room(path, no_cluster, capsys):
+    found = yaml.safe_load(path.read_text())
+    entrypoint = found["spec"].get("entrypoint")
+    commands = [shlex.split(entrypoint)[1:]] if entrypoint else _commands(path.read_text())
+    assert len(commands) == 1
+    (words,) = commands
+    assert "launcher=ray" in words
+    (run_dir,) = (word.partition("=")[2] for word in words if word.startswith("run_dir="))
+    assert run_dir.startswith("/runs/")
+
+    workers = [group for _, group in _groups(found["spec"].get("rayClusterSpec", found["spec"]))][1:]
+    limits = [(g["replicas"], g["template"]["spec"]["containers"][0]["resources"]["limits"]) for g in workers]
+    gpus = sum(replicas * int(limit.get("nvidia.com/gpu", 0)) for replicas, limit in limits)
+    (allocation,) = (Allocation.parse(word.partition("=")[2]) for word in words if word.startswith("allocation="))
+    needed = sum(part.world_size for part in (*allocation.train, *allocation.inference))
+    assert gpus in (0, needed)
+    ((replicas, limit),) = limits
+    there = [f"launcher.options.nodes={replicas}", f"launcher.options.cores_per_node={limit['cpu']}"]
+    there = [each for each in there if each.partition("=")[0] not in " ".join(words)]
+    if gpus:
+        there += [f"launcher.options.gpus_per_node={limit['nvidia.com/gpu']}"]
+    said = _plan(words, capsys, *there)
+    if "Devices" in said:
+        assert f"on {replicas} nodes" in said
+        assert f"of {replicas * int(limit['cpu'])} cores" in said or f"of {gpus} GPUs" in said
+
+
+def test_ray_cluster_is_what_rays_launcher_takes():
+    jsonschema = pytest.importorskip("jsonschema")
+    package = pytest.importorskip("ray")
+    schema = json.loads((Path(package.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    found = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
+    jsonschema.validate(found, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(found | {"workers": 2}, schema)
+
+
+@pytest.mark.parametrize("name", ["gsm8k_grpo.yaml", "container.yaml"])
+def test_slurm_settings_plan_a_run_and_its_batch_script(name, no_cluster, capsys):
+    text = (INFRA / "slurm" / name).read_text()
+    commands = _commands(text)
+    assert commands
+    for words in commands:
+        words = [str(ROOT / word) if word.startswith("infra/") else word for word in words]
+        said = _plan(words, capsys, "launcher.options.cores_per_node=4", "cluster.device=cpu")
+        assert "on 2 nodes" in said
+        assert "#SBATCH --nodes=3" in said  # with the spare one
+        assert "#SBATCH --time=4:00:00" in said
+        assert "recover.every" not in said.partition("# Batch script")[2]  # no warning
+    assert name != "container.yaml" or "container_image: /shared/images/rl-cuda.sqsh" in said
+
+
+def _last_command(script):
+    """What a script ends with, as words, without `exec` and the arguments of the script."""
+    line = (INFRA / script).read_text().splitlines()[-1]
+    words = [word for word in shlex.split(line) if word not in ("$@", "run_dir=$run_dir")]
+    return words[words.index("gsm8k-grpo") + 1 :]
+
+
+@pytest.mark.parametrize("script", ["slurm/gsm8k_grpo.sbatch", "ray/submit.sh"])
+def test_scripts_are_right_and_their_commands_plan_a_run(script, no_cluster, capsys, tmp_path):
+    assert subprocess.run(["/bin/bash", "-n", INFRA / script], check=False).returncode == 0
+    words = [*_last_command(script), f"run_dir={tmp_path}", "cluster.nodes=2", "launcher.options.cores_per_node=2"]
+    assert "recover.every=20" in words
+    assert "2 nodes" in _plan(words, capsys, "cluster.device=cpu")
+
+
+def test_examples_name_no_host_but_examples():
+    for path in (
+        path for folder in ("slurm", "ray", "kubernetes", "containers") for path in (INFRA / folder).iterdir()
+    ):
+        hosts = set(re.findall(r"\b(?:[a-z0-9-]+\.)+(?:com|io|org|net|internal|local)\b", path.read_text()))
+        assert hosts <= {"ray.io", "nvidia.com", "ghcr.io"}, path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
+
+
+def _ended(run_dir):
+    return (run_dir / "finished").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_sbatch_runs_on_the_four_node_slurm(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(BIN), prepend=os.pathsep)
+    with slurm() as cluster:
+        run_dir, out = tmp_path / "run", tmp_path / "out"
+        script = str(INFRA / "slurm" / "gsm8k_grpo.sbatch")
+        job = cluster.run(
+            "sbatch", "--parsable", f"--output={out}", script, str(run_dir), f"model.path={model}", *SMALL
+        )
+        deadline = time.monotonic() + 600
+        while cluster.run("squeue", "-h", "-j", job) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert _ended(run_dir), out.read_text()
+        assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
+        assert len(list((run_dir / "logs").glob("agent-node*.log"))) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_submit_runs_on_the_two_node_ray_cluster(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(BIN), prepend=os.pathsep)
+    with ray(nodes=2, cpus=2, dashboard=True) as cluster:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", cluster.dashboard)
+        run_dir = tmp_path / "run"
+        done = subprocess.run(
+            [INFRA / "ray" / "submit.sh", str(run_dir), f"model.path={model}", *SMALL],
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert _ended(run_dir), done.stdout
+        assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,104 @@
+"""The install without CUDA libraries: where torch comes from, what else would bring them, what is said if they come."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "infra" / "install_cpu.sh"
+CUDA = ("nvidia", "cuda", "triton")
+
+
+def _install(path, environment, *extras):
+    variables = {**os.environ, "PATH": path, "UV_PROJECT_ENVIRONMENT": str(environment)}
+    return subprocess.run([SCRIPT, *extras], env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def uv(tmp_path):
+    """A stand-in for uv that keeps what it is asked, and says that what stands in a file is installed."""
+    program = tmp_path / "uv"
+    program.write_text(
+        f"""#!/bin/bash
+echo "$*" >>{tmp_path}/asked
+case "$1 $2" in
+"export "*) echo "torch==2.14.1" >"${{@: -1}}" ;;
+"pip install") cp "${{@: 6:1}}" {tmp_path}/constraints ;;
+"pip freeze") cat {tmp_path}/installed ;;
+esac
+"""
+    )
+    program.chmod(0o755)
+    return tmp_path
+
+
+def test_torch_comes_first_from_the_index_for_cpus_and_stays_that_build(uv):
+    (uv / "installed").write_text("numpy==2.5.5\ntorch==2.14.1+cpu\n")
+
+    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "ray", "plot")
+
+    assert done.returncode == 0, done.stderr
+    installs = [line.split()[6:] for line in (uv / "asked").read_text().splitlines() if line.startswith("pip install")]
+    assert installs == [["--torch-backend", "cpu", "torch"], ["--editable", "apps[ray,plot]"]]
+    assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
+
+
+def test_workspace_installs_the_dev_group_with_torch_for_cpus(uv):
+    (uv / "installed").write_text("torch==2.14.1+cpu\n")
+
+    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "--workspace")
+
+    assert done.returncode == 0, done.stderr
+    asked = [line.split() for line in (uv / "asked").read_text().splitlines()]
+    assert "--package" not in asked[0]
+    installs = [words[6:] for words in asked if words[:2] == ["pip", "install"]]
+    assert installs == [["--torch-backend", "cpu", "torch"], ["--group", "dev"]]
+
+
+def test_cuda_libraries_that_are_there_afterwards_are_named(uv):
+    (uv / "installed").write_text("nvidia-cublas==13.1\ntorch==2.14.1\ntriton==3.8.0\n")
+
+    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv")
+
+    assert done.returncode == 1
+    assert f"found nvidia-cublas==13.1 triton==3.8.0 in {uv / 'venv'}; remove it" in done.stderr
+
+
+def _locked(*words):
+    """Packages of the lock that rl-apps needs."""
+    if shutil.which("uv") is None:
+        pytest.skip("no uv on PATH")
+    command = ["uv", "export", "--quiet", "--frozen", "--no-hashes", "--no-annotate", "--package", "rl-apps", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_nothing_but_torch_brings_cuda_libraries():
+    assert [line for line in _locked() if line.startswith(CUDA)]
+
+    assert [line for line in _locked("--prune", "torch") if line.startswith(CUDA)] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_install_has_a_torch_without_cuda_and_runs(tmp_path, record_property):
+    try:
+        socket.create_connection(("download.pytorch.org", 443), timeout=10).close()
+    except OSError as error:
+        pytest.skip(f"download.pytorch.org cannot be reached: {error}")
+    environment, begun = tmp_path / "venv", time.perf_counter()
+    done = _install(os.environ["PATH"], environment)
+    assert done.returncode == 0, done.stderr
+    record_property("minutes to install without CUDA libraries", round((time.perf_counter() - begun) / 60, 1))
+    size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file())
+    record_property("GB of an environment without CUDA libraries", round(size / 1e9, 2))
+
+    told = [environment / "bin" / "python", "-c", "import torch; print(torch.version.cuda)"]
+    assert subprocess.run(told, capture_output=True, text=True, check=True).stdout == "None\n"
+    shown = [environment / "bin" / "gsm8k-grpo", "--dry-run"]
+    dry = subprocess.run(shown, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert dry.returncode == 0, dry.stderr

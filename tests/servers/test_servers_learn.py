@@ -1,0 +1,217 @@
+"""Runs with the real vLLM and SGLang learn the embedded task, also where a server dies.
+
+The commands are those of docs/servers.md; what came of them is read from the run's own files.
+
+Needs the environments that `infra/servers/build.py` makes; what needs one that is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from real_servers import interpreter_of
+
+from rl_apps.run.components import weights_directory
+from rl_contracts.testing.waiting import wait_until
+
+SECONDS = 1500
+"""For a whole command on a busy machine."""
+QUARTER_OF_AN_HOUR = 900
+"""Within which one server of either kind must do."""
+PROGRAMS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang_server.py"}
+"""What the command of a server names."""
+
+pytestmark = pytest.mark.timeout(SECONDS + 300)
+
+
+@pytest.fixture(scope="module")
+def checker() -> ModuleType:
+    """The learning check of CI."""
+    path = Path(__file__).parents[2] / "infra" / "ci" / "check_learning.py"
+    spec = importlib.util.spec_from_file_location("check_learning_of_servers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Command:
+    """A `gsm8k-grpo` with real servers, under way."""
+
+    def __init__(
+        self, server: str, servers: int, run_dir: Path, checker: ModuleType, *settings: str, trainer: str = "fsdp:d1"
+    ) -> None:
+        self.server, self.run_dir, self._checker = server, run_dir, checker
+        words = (f"allocation={server}:d{servers}+{trainer}", f"rollout.server.python={interpreter_of(server)}")
+        command = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={run_dir}", *words, *settings]
+        self._log, self.begin = run_dir.with_suffix(".out"), time.monotonic()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        """All that it has said so far."""
+        return self._log.read_text()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What it has written of its steps so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return self._checker.read_metrics(path) if path.exists() else []
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that it has started and that are there."""
+        with_children = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in with_children if process.is_running()]
+
+    def servers(self) -> list[psutil.Process]:
+        """The servers among them: each leads the group of its own processes."""
+        name = PROGRAMS[self.server]
+        found = (p for p in self.processes() if any(word.endswith(name) for word in p.cmdline()))
+        return [p for p in found if os.getpgid(p.pid) == p.pid]
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Return once the condition holds; the command must still run."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            assert self._process.poll() is None, self.said
+            return False
+
+        wait_until(holds, self.begin + SECONDS - time.monotonic(), what=lambda: f"{what}\n{self.said}")
+
+    def end(self, code: int = 0) -> None:
+        """Its own end, which must be this one, and leave nothing."""
+        assert self._process.wait(self.begin + SECONDS - time.monotonic()) == code, self.said
+        assert not weights_directory(self.run_dir).exists()
+
+    def stop(self) -> None:
+        """End it as Slurm does: after its step, with a recover point."""
+        self._process.terminate()
+        self.end(128 + signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Let the launcher end all that it started."""
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path, checker: ModuleType) -> Iterator[Callable[..., Command]]:
+    """Starts commands, and ends those that a failed test left."""
+    started: list[Command] = []
+
+    def begin(server: str, servers: int, *settings: str, **trainer: str) -> Command:
+        started.append(Command(server, servers, tmp_path / "run", checker, *settings, **trainer))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        command.kill()
+
+
+@pytest.fixture
+def learned(record_property: Callable[[str, object], None], checker: ModuleType) -> Callable[..., list[dict[str, Any]]]:
+    """Waits for the end of a command, and sees that it learned."""
+
+    def judge(command: Command, end: float = 0.80) -> list[dict[str, Any]]:
+        command.end()
+        records = command.records
+        accuracy = checker.values(records, "eval/accuracy")
+        steps = [record for record in records if "rows" in record]
+        seconds, each = time.monotonic() - command.begin, sum(r["time/step"] for r in steps) / len(steps)
+        record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
+        record_property("steps, seconds of one, seconds of all", f"{len(steps)}, {each:.2f}, {seconds:.0f}")
+        assert checker.problems(records, start=0.55, end=end, staleness=1) == []
+        return steps
+
+    return judge
+
+
+def _nothing_lost(steps: list[dict[str, Any]], prompts: int) -> None:
+    """Each step took its prompts, all of them finished, and published its version."""
+    assert [r["step"] for r in steps] == [r["version"] for r in steps] == list(range(1, len(steps) + 1))
+    assert {(r["groups/trained"], r["groups/failed"]) for r in steps} == {(prompts, 0)}
+    assert max(r["staleness/max"] for r in steps) == 1
+    # The mean, because the largest difference grows with the number of tokens. None if the killed server was asked.
+    gaps = [r["gap/mean_abs"] for r in steps if r["gap/mean_abs"] is not None]
+    assert len(gaps) > len(steps) / 2
+    assert max(gaps) < 1e-5
+
+
+@pytest.mark.nightly
+def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, record_property):
+    """By the default route, until both are there again and it has learned. The processes of a server die at once, as
+    where memory runs out."""
+    command = start("vllm", 2, "total_steps=400")
+    command.wait_for(lambda: len(command.records) > 6, "six steps")
+    [victim, _] = command.servers()
+    os.killpg(victim.pid, signal.SIGKILL)
+    command.wait_for(lambda: 1 in _servers(command.records), "a step with one server")
+    command.wait_for(lambda: _servers(command.records)[-1] == 2, "a step with both again")
+    command.wait_for(lambda: _gain(command.records) > 0.05, "a reward that is higher than at first")
+    command.stop()
+
+    steps = [record for record in command.records if "rows" in record]
+    _nothing_lost(steps, 32)
+    assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", command.said)
+    record_property("steps, of them with one server", f"{len(steps)}, {_servers(steps).count(1)}")
+    record_property("gain of the reward", f"{_gain(steps):.3f}")
+    assert steps[-1]["server/rejoins"] >= 1  # more where a busy machine keeps one from answering in time
+
+
+def _servers(records: list[dict[str, Any]]) -> list[float]:
+    """How many servers there were at each step."""
+    return [record["server/servers"] for record in records if "rows" in record]
+
+
+def _gain(records: list[dict[str, Any]]) -> float:
+    """Of the mean reward of eight steps, from the first to the last; none where they are the same."""
+    rewards = [record["reward/mean"] for record in records if "rows" in record]
+    return 0.0 if len(rewards) < 16 else (sum(rewards[-8:]) - sum(rewards[:8])) / 8
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("route", ["disk", "broadcast"])
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_one_server_learns_the_task_over_each_route(start, learned, server, route):
+    command = start(server, 1, f"publish.route={route}")
+
+    _nothing_lost(learned(command), 32)
+    assert time.monotonic() - command.begin < QUARTER_OF_AN_HOUR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("server", "trainer", "route"),
+    [
+        ("vllm", "megatron:t2", "shm"),
+        ("vllm", "megatron:t2", "broadcast"),
+        ("vllm", "megatron:p2", "disk"),
+        ("sglang", "megatron:t2", "shm"),
+        ("sglang", "megatron:p2", "broadcast"),
+    ],
+)
+def test_servers_of_others_compute_with_what_ranks_of_megatron_publish(start, server, trainer, route):
+    command = start(
+        server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.rows=8", trainer=trainer
+    )
+    command.end()
+    steps = [record for record in command.records if "rows" in record]
+    assert len(steps) == 3
+    _nothing_lost(steps, 32)

@@ -29,7 +29,7 @@ def test_page_has_every_part_of_ours() -> None:
 
 
 def test_functions_that_the_page_names_are_there() -> None:
-    modules = re.findall(r"`(rl_trainers\.functional\.\w+)(?:\.(\w+))?`", PAGE)
+    modules = re.findall(r"`(rl_trainers\.algorithms\.functional\.\w+)(?:\.(\w+))?`", PAGE)
     loaded = [importlib.import_module(name) for name, _ in modules]
     named = {function for _, function in modules if function}
     named |= set(re.findall(r"`(\w+_(?:loss|weights|mask|outliers|logprobs)|shaped)`", PAGE)) - {"second_moment"}

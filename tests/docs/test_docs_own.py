@@ -77,12 +77,13 @@ def test_own_app_of_the_docs_runs_to_its_end(own_app):
 
 
 def test_what_the_page_calls_public_is_there_and_all_that_its_app_uses():
-    table = dict(re.findall(r"^\| `(rl_apps\.\w+)` \| (.*) \|$", OWN_APP, re.MULTILINE))
+    table = dict(re.findall(r"^\| `(rl_(?:apps|monitor)\.[\w.]+)` \| (.*) \|$", OWN_APP, re.MULTILINE))
     for module, what in table.items():
         names = re.findall(r"`(\w+)`", what)
         assert names, module
         assert all(hasattr(importlib.import_module(module), name) for name in names), module
-    used = re.findall(r"^from (rl_apps\.\w+) import", _block(OWN_APP, "python"), re.MULTILINE)
+    used = re.findall(r"^from (rl_(?:apps|monitor)\.[\w.]+) import", _block(OWN_APP, "python"), re.MULTILINE)
+    assert used
     assert set(used) <= set(table)
 
 

@@ -15,17 +15,11 @@ from rl_contracts.runtime.run_files import last_point, tail
 
 FINISHED = "finished"
 """File that says that the run of `config.yaml` came to its end."""
-
-
 NAMES = "names"
 """Directory in which the processes of a run find each other, and tools find them; see
 `rl_launchers.supervise.control`."""
-
-
 JOB = "job"
 """Name of the scheduler to which the run was handed in as a job."""
-
-
 PLACES = ("run_dir", "experiment", "trial", "model.directories")
 """Settings that say where something is, and not what."""
 

@@ -16,8 +16,6 @@ from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at a file."""
-
-
 ALIVE_EVERY = 5.0
 """Seconds between two looks at whether a launcher lives that is waited for."""
 

@@ -15,10 +15,16 @@ from rl_contracts.runtime.name_service import NameService, UnknownNameError
 
 MANIFEST = "manifest.json"
 """File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
-
-
 SMALL = 1 << 20
 """Bytes up to which a file's content is compared, and not only its size."""
+GROUPS = "groups.jsonl"
+"""File of a run: what became of each prompt (`RolloutRuntime.endings`), under the step whose record came after it."""
+TAIL_BYTES = 256 * 1024
+"""Read from the end of a log at most, so that a huge log costs nothing."""
+OVER = ("finished", "stopped", "failed")
+"""States after which nothing more is written."""
+REPORT = "report.html"
+"""Page of a run; see `rl_monitor.report`."""
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -49,10 +55,6 @@ def _seen(file: Path) -> list[int | None]:
     return [size, zlib.crc32(file.read_bytes()) if size <= SMALL else None]
 
 
-GROUPS = "groups.jsonl"
-"""File of a run: what became of each prompt (`RolloutRuntime.endings`), under the step whose record came after it."""
-
-
 def points_of(run_dir: Path) -> list[int]:
     """Steps of the recover points of a run, whole or not, ascending."""
     return steps_in(run_dir / "recover")
@@ -62,10 +64,6 @@ def last_point(directory: Path) -> int | None:
     """Step of the latest whole point in a `recover` directory."""
     steps = reversed(points_of(directory.parent))
     return next((step for step in steps if not fault_of(directory / f"step_{step}")), None)
-
-
-TAIL_BYTES = 256 * 1024
-"""Read from the end of a log at most, so that a huge log costs nothing."""
 
 
 def tail(log: Path, lines: int, offset: int = 0) -> str:
@@ -80,10 +78,6 @@ def tail(log: Path, lines: int, offset: int = 0) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-OVER = ("finished", "stopped", "failed")
-"""States after which nothing more is written."""
 
 
 def read_json(names: NameService, key: str) -> Any:
@@ -111,7 +105,3 @@ def silence(names: NameService, status: Mapping[str, Any]) -> float:
             return 0.0
         time.sleep(beat / 4)
     return max(4 * beat, age)
-
-
-REPORT = "report.html"
-"""Page of a run; see `rl_monitor.report`."""

@@ -18,7 +18,7 @@ from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_trainers import PolicyActor, replay_batch
 from rl_trainers.algorithms.config import AlgorithmConfig
 
-RANKS = Path(__file__).parents[1] / "support" / "megatron_replay_ranks.py"
+RANKS = Path(__file__).with_name("megatron_replay_ranks.py")
 STEPS = 20
 RATE = 1024.0
 """Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little."""

@@ -46,7 +46,7 @@ def model_path(scratch: Path) -> Path:
 def servers(model_path: Path, scratch: Path) -> Iterator[list[str]]:
     """Two servers, started as a launcher would: with a key in their environment."""
     spec = ServeSpec(str(model_path), ParallelStrategy(data=2), weights_dir=str(scratch / "weights"))
-    job = TheirInferenceEngine.server_spec(TheirInferenceEngineConfig(CONTEXT, slots=32), spec)
+    job = TheirInferenceEngine.server_spec(TheirInferenceEngineConfig(context_length=CONTEXT, slots=32), spec)
     started = TheirScheduler(scratch / "logs")
     started.create_workers(replace(job, env={RUN_KEY_VARIABLE: KEY}))
     try:

@@ -51,21 +51,23 @@ class ScoreQueue:
 
     def step(self) -> None:
         """One pass, of the sequence that waits longest."""
-        job = self.waiting[0]
+        job, failure = self.waiting[0], None
         try:
             if not job.done.cancelled():
                 with self._weights.before() if job.before else nullcontext():
                     self._score(job)
-            ended = job.done.cancelled() or len(job.logprobs) == len(job.ids)
-            if ended and job.done.set_running_or_notify_cancel():
-                job.done.set_result((job.logprobs, job.version))
+                if len(job.logprobs) < len(job.ids):
+                    return
         except Exception as error:  # noqa: BLE001 - handed to the caller
-            ended = True
-            if job.done.set_running_or_notify_cancel():
-                job.done.set_exception(error)
-        if ended:
-            self.waiting.popleft()
-            self._model.cache.pages.give(self._model.cache.slots, [])
+            failure = error
+        self.waiting.popleft()  # before the result: a client that has it no longer finds the job in the stats
+        self._model.cache.pages.give(self._model.cache.slots, [])
+        if not job.done.set_running_or_notify_cancel():
+            return
+        if failure is None:
+            job.done.set_result((job.logprobs, job.version))
+        else:
+            job.done.set_exception(failure)
 
     def _score(self, job: ScoreJob) -> None:
         """The next part, or all of it."""

@@ -15,6 +15,22 @@ if TYPE_CHECKING:
     from rl_datasets.hh_rlhf import HHRLHF
     from rl_datasets.loader import BatchLoader, EpochOrder, PromptLoader
     from rl_datasets.word_problems import WordProblemPairs, WordProblems
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "BatchLoader": "loader",
+            "Chat": "chat",
+            "ChatOptions": "chat",
+            "EpochOrder": "loader",
+            "GSM8K": "gsm8k",
+            "GSM8KOptions": "gsm8k",
+            "HHRLHF": "hh_rlhf",
+            "PromptLoader": "loader",
+            "WordProblemPairs": "word_problems",
+            "WordProblems": "word_problems",
+        },
+    )
 
 __version__ = "0.1.0"
 
@@ -30,21 +46,3 @@ __all__ = [
     "WordProblemPairs",
     "WordProblems",
 ]
-
-# imported when asked for: the loaders bring in torch, the data sets do not
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "BatchLoader": "loader",
-        "Chat": "chat",
-        "ChatOptions": "chat",
-        "EpochOrder": "loader",
-        "GSM8K": "gsm8k",
-        "GSM8KOptions": "gsm8k",
-        "HHRLHF": "hh_rlhf",
-        "PromptLoader": "loader",
-        "WordProblemPairs": "word_problems",
-        "WordProblems": "word_problems",
-    },
-)

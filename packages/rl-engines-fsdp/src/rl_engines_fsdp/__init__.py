@@ -12,8 +12,8 @@ from rl_engines_fsdp.config import FSDPEngineConfig, LoRAConfig
 
 if TYPE_CHECKING:
     from rl_engines_fsdp.engine import FSDPEngine
+else:
+    __getattr__ = on_demand(__name__, {"FSDPEngine": "engine"})
 
 __version__ = "0.1.0"
 __all__ = ["FSDPEngine", "FSDPEngineConfig", "LoRAConfig"]
-
-__getattr__ = on_demand(__name__, {"FSDPEngine": "engine"})

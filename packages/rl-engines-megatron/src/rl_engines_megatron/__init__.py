@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from rl_engines_megatron.engine import MegatronEngine
     from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transformer_kwargs
     from rl_engines_megatron.weights.conversion import from_megatron, to_megatron
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "MegatronEngine": "engine",
+            "from_megatron": "weights.conversion",
+            "gpt_model_kwargs": "model.megatron_config",
+            "to_megatron": "weights.conversion",
+            "transformer_kwargs": "model.megatron_config",
+        },
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,15 +35,3 @@ __all__ = [
     "to_megatron",
     "transformer_kwargs",
 ]
-
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "MegatronEngine": "engine",
-        "from_megatron": "weights.conversion",
-        "gpt_model_kwargs": "model.megatron_config",
-        "to_megatron": "weights.conversion",
-        "transformer_kwargs": "model.megatron_config",
-    },
-)

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from rl_inference.backends.vllm.engine import VLLMEngine
     from rl_inference.client.engine import HttpEngine
     from rl_inference.client.protocol import ServerProtocol
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "EmbeddedEngine": "backends.embedded.engine",
+            "EmbeddedEngineConfig": "backends.embedded.config",
+            "HttpEngine": "client.engine",
+            "SGLangEngine": "backends.sglang.engine",
+            "SGLangEngineConfig": "backends.sglang.config",
+            "ServerProtocol": "client.protocol",
+            "VLLMEngine": "backends.vllm.engine",
+            "VLLMEngineConfig": "backends.vllm.config",
+        },
+    )
 
 __all__ = [
     "EmbeddedEngine",
@@ -30,18 +44,3 @@ __all__ = [
     "VLLMEngine",
     "VLLMEngineConfig",
 ]
-
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "EmbeddedEngine": "backends.embedded.engine",
-        "EmbeddedEngineConfig": "backends.embedded.config",
-        "HttpEngine": "client.engine",
-        "SGLangEngine": "backends.sglang.engine",
-        "SGLangEngineConfig": "backends.sglang.config",
-        "ServerProtocol": "client.protocol",
-        "VLLMEngine": "backends.vllm.engine",
-        "VLLMEngineConfig": "backends.vllm.config",
-    },
-)

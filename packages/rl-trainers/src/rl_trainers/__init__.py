@@ -5,39 +5,88 @@ Public names load on first use, so that reading a config does not import torch.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rl_contracts.runtime.lazy_imports import on_demand
+
+if TYPE_CHECKING:
+    from rl_trainers.algorithms.config import AlgorithmConfig
+    from rl_trainers.algorithms.objective import try_loss
+    from rl_trainers.learners.actor import PolicyActor, replay_batch
+    from rl_trainers.learners.critic import Critic
+    from rl_trainers.learners.preference import PolicyPreferenceLoss, PreferenceConfig, reward_model_loss
+    from rl_trainers.learners.supervised import DataSource, LossEvaluation, LossLearner
+    from rl_trainers.loop import train
+    from rl_trainers.recovery.checkpoints import RecoverPoints
+    from rl_trainers.recovery.lookup import RecoverConfig
+    from rl_trainers.run_log.checkpoints import CheckpointConfig
+    from rl_trainers.run_log.evaluation import AnswerEvaluation, EvaluationConfig
+    from rl_trainers.run_log.rollouts import RolloutWriter
+    from rl_trainers.run_log.run_log import Books
+    from rl_trainers.run_log.tracking import TrackersConfig, Tracking
+    from rl_trainers.weight_sync.gap.gate import GapConfig, GapGate
+    from rl_trainers.weight_sync.memory_sharing import MemorySharing
+    from rl_trainers.weight_sync.publisher import PublishConfig, WeightPublisher
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "AlgorithmConfig": "algorithms.config",
+            "AnswerEvaluation": "run_log.evaluation",
+            "Books": "run_log.run_log",
+            "CheckpointConfig": "run_log.checkpoints",
+            "Critic": "learners.critic",
+            "DataSource": "learners.supervised",
+            "EvaluationConfig": "run_log.evaluation",
+            "GapConfig": "weight_sync.gap.gate",
+            "GapGate": "weight_sync.gap.gate",
+            "LossEvaluation": "learners.supervised",
+            "LossLearner": "learners.supervised",
+            "MemorySharing": "weight_sync.memory_sharing",
+            "PolicyActor": "learners.actor",
+            "PolicyPreferenceLoss": "learners.preference",
+            "PreferenceConfig": "learners.preference",
+            "PublishConfig": "weight_sync.publisher",
+            "RecoverConfig": "recovery.lookup",
+            "RecoverPoints": "recovery.checkpoints",
+            "RolloutWriter": "run_log.rollouts",
+            "TrackersConfig": "run_log.tracking",
+            "Tracking": "run_log.tracking",
+            "WeightPublisher": "weight_sync.publisher",
+            "replay_batch": "learners.actor",
+            "reward_model_loss": "learners.preference",
+            "train": "loop",
+            "try_loss": "algorithms.objective",
+        },
+    )
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AlgorithmConfig": "algorithms.config",
-    "AnswerEvaluation": "run_log.evaluation",
-    "Books": "run_log.run_log",
-    "CheckpointConfig": "run_log.checkpoints",
-    "Critic": "learners.critic",
-    "DataSource": "learners.supervised",
-    "EvaluationConfig": "run_log.evaluation",
-    "GapConfig": "weight_sync.gap.gate",
-    "GapGate": "weight_sync.gap.gate",
-    "LossEvaluation": "learners.supervised",
-    "LossLearner": "learners.supervised",
-    "MemorySharing": "weight_sync.memory_sharing",
-    "PolicyActor": "learners.actor",
-    "PolicyPreferenceLoss": "learners.preference",
-    "PreferenceConfig": "learners.preference",
-    "PublishConfig": "weight_sync.publisher",
-    "RecoverConfig": "recovery.lookup",
-    "RecoverPoints": "recovery.checkpoints",
-    "RolloutWriter": "run_log.rollouts",
-    "TrackersConfig": "run_log.tracking",
-    "Tracking": "run_log.tracking",
-    "WeightPublisher": "weight_sync.publisher",
-    "replay_batch": "learners.actor",
-    "reward_model_loss": "learners.preference",
-    "train": "loop",
-    "try_loss": "algorithms.objective",
-}
-
-__all__ = sorted(_HOMES)
-
-__getattr__ = on_demand(__name__, _HOMES)
+__all__ = [
+    "AlgorithmConfig",
+    "AnswerEvaluation",
+    "Books",
+    "CheckpointConfig",
+    "Critic",
+    "DataSource",
+    "EvaluationConfig",
+    "GapConfig",
+    "GapGate",
+    "LossEvaluation",
+    "LossLearner",
+    "MemorySharing",
+    "PolicyActor",
+    "PolicyPreferenceLoss",
+    "PreferenceConfig",
+    "PublishConfig",
+    "RecoverConfig",
+    "RecoverPoints",
+    "RolloutWriter",
+    "TrackersConfig",
+    "Tracking",
+    "WeightPublisher",
+    "replay_batch",
+    "reward_model_loss",
+    "train",
+    "try_loss",
+]

@@ -18,6 +18,28 @@ if TYPE_CHECKING:
     from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
     from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
     from rl_workflows.workflows.rlvr import RLVRWorkflow
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "AgentCommand": "agents.command",
+            "AgentContainer": "agents.command",
+            "AgentEpisodes": "agents.agent",
+            "DistRollout": "rollout.runtime",
+            "EnvironmentWorkflow": "workflows.environments",
+            "MultiTurnWorkflow": "workflows.multi_turn",
+            "RLVRWorkflow": "workflows.rlvr",
+            "RolloutConfig": "rollout.config",
+            "RolloutHead": "rollout.scheduler",
+            "StalenessManager": "rollout.staleness",
+            "TextGame": "workflows.environments",
+            "Ticket": "rollout.staleness",
+            "ToolWorkflow": "workflows.multi_turn",
+            "VerifiersAgent": "agents.verifiers",
+            "dynamic_sampling": "rollout.groups",
+            "tune_garbage_collection": "rollout.runtime",
+        },
+    )
 
 
 __all__ = [
@@ -38,25 +60,3 @@ __all__ = [
     "dynamic_sampling",
     "tune_garbage_collection",
 ]
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "AgentCommand": "agents.command",
-        "AgentContainer": "agents.command",
-        "AgentEpisodes": "agents.agent",
-        "DistRollout": "rollout.runtime",
-        "EnvironmentWorkflow": "workflows.environments",
-        "MultiTurnWorkflow": "workflows.multi_turn",
-        "RLVRWorkflow": "workflows.rlvr",
-        "RolloutConfig": "rollout.config",
-        "RolloutHead": "rollout.scheduler",
-        "StalenessManager": "rollout.staleness",
-        "TextGame": "workflows.environments",
-        "Ticket": "rollout.staleness",
-        "ToolWorkflow": "workflows.multi_turn",
-        "VerifiersAgent": "agents.verifiers",
-        "dynamic_sampling": "rollout.groups",
-        "tune_garbage_collection": "rollout.runtime",
-    },
-)

@@ -21,6 +21,8 @@ from rl_apps.settings.device_layout import Layout
 from rl_contracts.errors import ConfigError
 from rl_monitor.progress import GRPO_COLUMNS
 
+__all__ = ["App", "Run"]
+
 
 @dataclass(frozen=True)
 class Run[C: RunConfig]:

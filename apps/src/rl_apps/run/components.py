@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from rl_contracts.workflow import RolloutWorkflow
     from rl_trainers.run_log.evaluation import Evaluation
 
+__all__ = ["Parts"]
+
 log = get_logger("apps.parts")
 
 CLOSE_SECONDS = 10.0

@@ -33,6 +33,8 @@ from rl_trainers.weight_sync.publisher import PublishConfig
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig
 
+__all__ = ["GRPOConfig", "RunConfig", "SFTConfig"]
+
 
 @dataclass
 class ActorConfig(Settings):

@@ -13,6 +13,8 @@ from rl_contracts import registry
 from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import DataError
 
+__all__ = ["load_rows"]
+
 GENERATED = "word-problems"
 """The generated data set, which needs no path and comes with an embedded model of its own."""
 

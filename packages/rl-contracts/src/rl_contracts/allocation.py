@@ -23,6 +23,8 @@ from rl_contracts import registry
 from rl_contracts.allocation_grammar import Reader, Written, pointed_at
 from rl_contracts.errors import ConfigError
 
+__all__ = ["Allocation", "Component", "ComponentKind", "ParallelStrategy"]
+
 
 class ComponentKind(StrEnum):
     """What a component does with its devices."""

@@ -15,6 +15,21 @@ from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
 
+__all__ = [
+    "ClientConfig",
+    "GenerationConfig",
+    "MicroBatchConfig",
+    "OptimizerConfig",
+    "PartConfig",
+    "Reads",
+    "Settings",
+    "bounded",
+    "choice",
+    "field_docs",
+    "require",
+    "require_choice",
+]
+
 
 def require(condition: bool, field_name: str, expected: str, found: object) -> None:
     """Raise a `ConfigError` that names the field, what was expected and what was found, unless `condition` holds."""

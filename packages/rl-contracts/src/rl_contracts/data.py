@@ -9,6 +9,27 @@ from typing import Any
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, Settings, choice
 
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "HEADS",
+    "MEETING_ROUTES",
+    "NO_GPU_ROUTES",
+    "ROUTES",
+    "STORED_ROUTES",
+    "AdapterSpec",
+    "FinetuneSpec",
+    "ModelRequest",
+    "ModelResponse",
+    "ParamSpec",
+    "SaveLoadMeta",
+    "ServeSpec",
+    "StopReason",
+    "WeightPart",
+    "WeightReceipt",
+    "WeightUpdateMeta",
+]
+
 
 class StopReason(StrEnum):
     """Why a generation ended."""

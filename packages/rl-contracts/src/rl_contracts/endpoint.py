@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rl_contracts.errors import RLError
     from rl_contracts.inference import InferenceEngine
 
+__all__ = ["Credit", "Reported", "RolloutEndpoint", "RolloutSession", "RowsPer"]
+
 type RowsPer = Literal["branch", "call"]
 """What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each
 sampled token trained in one of them; or a `call`, its prompt and its answer."""

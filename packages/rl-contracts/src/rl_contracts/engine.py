@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import PackedBatch
     from rl_contracts.models.sizes import ModelSizes
 
+__all__ = [
+    "LossFn",
+    "LossWeightFn",
+    "OutputFn",
+    "Snapshot",
+    "Stats",
+    "TokenOutputs",
+    "TrainEngine",
+    "TrainEngineConfig",
+]
+
 
 @dataclass(slots=True)
 class TokenOutputs:

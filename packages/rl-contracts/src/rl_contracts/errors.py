@@ -11,6 +11,31 @@ import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
+__all__ = [
+    "AgentError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "InferenceError",
+    "LaunchError",
+    "ModelError",
+    "NoServersError",
+    "RLError",
+    "ReceiversLostError",
+    "RewardError",
+    "ServerStartError",
+    "StalledError",
+    "StopRequestedError",
+    "TaskEnvironmentError",
+    "WeightUpdateError",
+    "boundary_of",
+    "causes",
+    "defined_at",
+    "did_you_mean",
+    "raised_at",
+    "users_fault",
+]
+
 
 class RLError(Exception):
     """Root of all errors of the rl packages. `boundary` is the name under which a failure is counted."""

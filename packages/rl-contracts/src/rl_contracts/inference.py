@@ -16,6 +16,18 @@ from rl_contracts.errors import InferenceError
 from rl_contracts.models.directory import same_model
 from rl_contracts.scheduler import JobSpec
 
+__all__ = [
+    "Canary",
+    "CanaryAnswer",
+    "Capabilities",
+    "InferenceEngine",
+    "ServedModel",
+    "ServerConfig",
+    "ServerProgram",
+    "ServerSource",
+    "is_address",
+]
+
 type ServerSource = Callable[[], Mapping[str, str]]
 """Says which servers there are now: address (`http://host:port`) by name. It may block, on a shared file system for
 example. Empty: it cannot say."""

@@ -26,6 +26,8 @@ from rl_contracts.errors import ConfigError, raised_at
 if TYPE_CHECKING:
     from rl_contracts.config import PartConfig
 
+__all__ = ["available", "load", "load_part", "load_parts", "settings"]
+
 KNOWN_PACKAGES: dict[str, str] = {
     "rl.train_engines": "rl-engines-fsdp rl-engines-megatron",
     "rl.optimizers": "rl-engines-fsdp",

@@ -7,6 +7,18 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+__all__ = [
+    "LARGEST_REWARD",
+    "NOT_FOR_REWARDS",
+    "PartedReward",
+    "RewardFunction",
+    "is_valid_reward",
+    "parts_of",
+    "set_time_limit",
+    "takes_final_text",
+    "time_limit",
+]
+
 _time_limit: float | None = None
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.runtime.metrics import Figures
 
+__all__ = ["RolloutRuntime"]
+
 
 class RolloutRuntime(ABC):
     """Keeps generation going and hands out batches under a bound on staleness.

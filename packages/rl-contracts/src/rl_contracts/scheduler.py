@@ -13,6 +13,18 @@ from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
 from rl_contracts.runtime.machine import url_of
 
+__all__ = [
+    "RUN_KEY_VARIABLE",
+    "JobSpec",
+    "Node",
+    "Resources",
+    "Scheduler",
+    "SchedulerConfig",
+    "Submission",
+    "Worker",
+    "WorkerStatus",
+]
+
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
 """Environment variable that carries the key of a run's control endpoints to its processes."""
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
 
+__all__ = ["TrackedRun", "Tracker"]
+
 
 @dataclass(frozen=True)
 class TrackedRun:

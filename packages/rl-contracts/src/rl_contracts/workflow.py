@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.inference import InferenceEngine
 
+__all__ = ["AgentWorkflow", "Environment", "RolloutWorkflow"]
+
 
 class RolloutWorkflow(ABC):
     """Turns one data row into the trajectories of one episode.

@@ -21,6 +21,8 @@ from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.processes import fork, free_port, preload
 from rl_inference.backends.embedded.config import to_arguments
 
+__all__ = ["JobProcess", "ServerProcess", "reference_logprobs", "reference_model", "tiny_model"]
+
 VOCAB_SIZE = 160
 """Tokens of the tiny models."""
 END_ID = 2

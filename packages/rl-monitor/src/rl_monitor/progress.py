@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from rl_monitor.live import Screen
 
+__all__ = ["GRPO_COLUMNS", "PREFERENCE_COLUMNS", "SFT_COLUMNS", "RunProgress"]
+
 GRPO_COLUMNS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
     "accuracy": ("eval/accuracy", ".3f"),

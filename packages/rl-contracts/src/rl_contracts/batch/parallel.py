@@ -18,6 +18,8 @@ from safetensors.torch import load, save
 
 from rl_contracts.errors import EngineError, users_fault
 
+__all__ = ["ParallelContext"]
+
 
 @dataclass
 class ParallelContext:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from rl_contracts.batch.parallel import ParallelContext
 
+__all__ = ["MINIBATCH_KEY", "redistribute", "shard_batch"]
+
 MINIBATCH_KEY = "minibatch"
 """int64 [B]: the minibatch of the step in which a row is learned from."""
 

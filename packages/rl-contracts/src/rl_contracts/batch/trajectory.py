@@ -27,6 +27,30 @@ if TYPE_CHECKING:
 
     from rl_contracts.data import ModelResponse
 
+__all__ = [
+    "PART_PREFIX",
+    "ROW_KEYS",
+    "TOKEN_KEYS",
+    "UNIT_KEY",
+    "PackedBatch",
+    "Trajectory",
+    "concatenate",
+    "empty",
+    "from_response",
+    "is_token_entry",
+    "lengths",
+    "load_batch",
+    "pack",
+    "pad_to",
+    "save_batch",
+    "select",
+    "stack",
+    "trim",
+    "units",
+    "unpack",
+    "validate",
+]
+
 TOKEN_KEYS: dict[str, str] = {
     "input_ids": "int64",
     "attention_mask": "bool",

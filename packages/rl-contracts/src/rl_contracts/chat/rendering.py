@@ -16,6 +16,8 @@ from rl_contracts.chat.template_check import require_shown
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.models.directory import end_ids
 
+__all__ = ["ChatRenderer", "Message"]
+
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: from a JSON escape such as `\\ud83d`, or a byte that is not UTF-8."""
 Message = Mapping[str, Any]

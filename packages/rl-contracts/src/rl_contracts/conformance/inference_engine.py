@@ -15,6 +15,8 @@ from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.weights import verify_receipt
 
+__all__ = ["InferenceEngineConformance"]
+
 PROMPT = [5, 17, 42, 9, 28, 33]
 
 

@@ -11,6 +11,8 @@ import pytest
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.runtime.name_service import NameService, NameTakenError, UnknownNameError
 
+__all__ = ["NameServiceConformance"]
+
 
 class NameServiceConformance:
     def test_add_then_get_gives_the_value(self, names: NameService) -> None:

@@ -15,6 +15,8 @@ from rl_contracts.errors import RewardError
 from rl_contracts.registry import load
 from rl_contracts.reward_worker import AsyncRewardWrapper
 
+__all__ = ["RewardConformance"]
+
 
 class RewardConformance:
     """Tests of the `RewardFunction` contract."""

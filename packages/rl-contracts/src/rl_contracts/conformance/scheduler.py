@@ -22,6 +22,8 @@ from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_contracts.testing.processes import free_port
 from rl_contracts.testing.waiting import wait_until
 
+__all__ = ["SchedulerConformance"]
+
 SERVER = """
 import http.server, sys, time
 delay, host, port = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -27,6 +27,8 @@ from rl_contracts.models.hub_names import hub_parts
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
 
+__all__ = ["TrainEngineConformance"]
+
 OPTIMIZER = OptimizerConfig(
     lr=3e-3, weight_decay=0.1, eps=1e-4, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, max_grad_norm=0.5
 )

@@ -17,6 +17,8 @@ from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import RolloutWorkflow
 
+__all__ = ["WorkflowConformance"]
+
 
 class RecordingEngine(NullInferenceEngine):
     """A null engine that remembers what it answered, and whose version advances with every answer."""

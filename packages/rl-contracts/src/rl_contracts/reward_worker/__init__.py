@@ -11,8 +11,7 @@ from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
     from rl_contracts.reward_worker.wrapper import AsyncRewardWrapper
+else:  # kept out of the worker process, which imports this package too
+    __getattr__ = on_demand(__name__, {"AsyncRewardWrapper": "wrapper"})
 
 __all__ = ["AsyncRewardWrapper"]
-
-# kept out of the worker process, which imports this package too
-__getattr__ = on_demand(__name__, {"AsyncRewardWrapper": "wrapper"})

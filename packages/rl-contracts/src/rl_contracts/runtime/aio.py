@@ -17,6 +17,8 @@ from typing import Any
 from rl_contracts.errors import RLError, StalledError
 from rl_contracts.runtime.logging import get_logger
 
+__all__ = ["LoopThread"]
+
 logger = get_logger("aio")
 
 

@@ -22,6 +22,8 @@ from rl_contracts.runtime.logging import get_logger
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
+__all__ = ["Figures", "MetricsWriter", "collect", "record", "record_all"]
+
 logger = get_logger("metrics")
 
 Kind = Literal["mean", "sum", "min", "max"]

@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from rl_contracts.testing.null_inference import Faults, NullInferenceEngine, NullInferenceEngineConfig
     from rl_contracts.testing.reference_engine import ReferenceTrainEngine, ReferenceTrainEngineConfig
     from rl_contracts.testing.weights import put_weights
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "Faults": "null_inference",
+            "NullInferenceEngineConfig": "null_inference",
+            "NullInferenceEngine": "null_inference",
+            "ReferenceTrainEngine": "reference_engine",
+            "ReferenceTrainEngineConfig": "reference_engine",
+            "SimulatedClock": "clock",
+            "make_batch": "batches",
+            "make_tiny_model": "models",
+            "make_tiny_tokenizer": "models",
+            "put_weights": "weights",
+        },
+    )
 
 
 __all__ = [
@@ -28,19 +44,3 @@ __all__ = [
     "make_tiny_tokenizer",
     "put_weights",
 ]
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "Faults": "null_inference",
-        "NullInferenceEngineConfig": "null_inference",
-        "NullInferenceEngine": "null_inference",
-        "ReferenceTrainEngine": "reference_engine",
-        "ReferenceTrainEngineConfig": "reference_engine",
-        "SimulatedClock": "clock",
-        "make_batch": "batches",
-        "make_tiny_model": "models",
-        "make_tiny_tokenizer": "models",
-        "put_weights": "weights",
-    },
-)

@@ -20,6 +20,8 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 
+__all__ = ["CHAT_FORMATS", "TOOL_FORMATS", "make_chat_tokenizer", "written"]
+
 _JSON_CALL = """\
 {%- macro called(call) %}<tool_call>
 {"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}

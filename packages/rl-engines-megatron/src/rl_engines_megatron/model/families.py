@@ -13,6 +13,8 @@ from typing import Any, Literal
 from rl_contracts import registry
 from rl_contracts.errors import ModelError
 
+__all__ = ["FAMILIES", "Family", "family_of"]
+
 GROUP = "rl.megatron_families"
 """The entry-point group of further tables."""
 

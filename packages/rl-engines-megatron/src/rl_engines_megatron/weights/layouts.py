@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["FusedQKV", "Layout", "Replicated", "Split"]
+
 Shape = tuple[int, ...]
 
 

@@ -10,6 +10,8 @@ from rl_engines_megatron.model.mixture import Mixture
 from rl_engines_megatron.model.partition import Partition
 from rl_engines_megatron.weights.layouts import FusedQKV, Layout, Replicated, Split
 
+__all__ = ["Parameter", "layer_parameters"]
+
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 

@@ -23,6 +23,8 @@ from rl_monitor.report.facts import COMMANDS, commands_of, record_command
 from rl_monitor.report.samples import Samples, shown
 from rl_monitor.run_directory import FINISHED, PLACES, leaves
 
+__all__ = ["RunReport", "write_report"]
+
 log = get_logger("apps.report")
 
 BYTES = 4_800_000

@@ -15,6 +15,17 @@ from rl_trainers.algorithms.functional.correction import LEVELS
 from rl_trainers.algorithms.functional.kl import ESTIMATORS
 from rl_trainers.algorithms.proximal import PROXIMALS
 
+__all__ = [
+    "AdvantageConfig",
+    "AggregationConfig",
+    "AlgorithmConfig",
+    "CorrectionConfig",
+    "KLConfig",
+    "LossConfig",
+    "MaskConfig",
+    "RewardConfig",
+]
+
 OVER = ("none", "group", "batch")
 """Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
 

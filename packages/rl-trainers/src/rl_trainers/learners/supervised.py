@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.chat.rendering import ChatRenderer
 
+__all__ = ["DataSource", "LossEvaluation", "LossLearner", "shard_rows", "supervised_rows"]
+
 
 def supervised_rows(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["calculator"]
+
 LONGEST = 300
 """Characters of an expression at most, and so its depth."""
 LARGEST = 10**100

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = ["EPS", "Groups", "gae", "grouped", "moments", "normalised", "reverse_discounted_sum", "whitened"]
+
 EPS = 1e-6
 """Added to every standard deviation that something is divided by."""
 

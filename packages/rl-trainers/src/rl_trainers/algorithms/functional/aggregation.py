@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["AGGREGATIONS", "denominator", "token_weights"]
+
 AGGREGATIONS: dict[str, Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]] = {
     "token_mean": lambda weights, *_: weights,
     "token_sum": lambda weights, *_: weights,

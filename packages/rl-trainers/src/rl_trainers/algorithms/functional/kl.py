@@ -10,6 +10,8 @@ from rl_trainers.algorithms.functional.policy_terms import MAX_LOG_RATIO
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["ESTIMATORS", "bounded_k3", "k3", "kl_estimate", "weighted_kl"]
+
 
 def k3(d: torch.Tensor) -> torch.Tensor:
     """exp(-d) - 1 + d, never negative: with the difference taken by `expm1`, which stays exact where d is small."""

@@ -11,6 +11,8 @@ from rl_contracts.config import require
 if TYPE_CHECKING:
     from rl_trainers.algorithms.functional.policy_terms import PolicyTerms, TokenLoss
 
+__all__ = ["cispo_loss", "clip_loss", "importance_loss", "reinforce_loss", "sapo_loss"]
+
 
 def clip_loss(terms: PolicyTerms, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with separate bounds (DAPO, arXiv 2503.14476, eq. 8) and dual

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
     """Losses, float [N] with gradient; and marks, bool [N], whose fractions of the trained tokens are reported."""
 
+__all__ = ["MAX_LOG_RATIO", "PolicyTerms", "policy_terms", "ratio_of", "row_means"]
+
 
 MAX_LOG_RATIO = 20.0
 

@@ -8,6 +8,8 @@ from typing import ClassVar
 from rl_contracts.config import Settings, bounded, choice
 from rl_workflows.agents.tool_calls import FORMATS
 
+__all__ = ["EndpointConfig"]
+
 
 @dataclass
 class EndpointConfig(Settings):

@@ -36,6 +36,8 @@ from rl_workflows.agents.endpoint.responses import Responses
 from rl_workflows.agents.endpoint.session import CallError, Model, Prepared, Session
 from rl_workflows.agents.message_parsing import AnswerReader
 
+__all__ = ["HttpRolloutEndpoint"]
+
 logger = get_logger("inference.endpoint")
 
 BODY_SECONDS = 30.0

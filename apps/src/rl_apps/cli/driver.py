@@ -67,6 +67,8 @@ from rl_trainers.run_log.tracking import Tracking
 if TYPE_CHECKING:
     from rl_monitor.progress import RunProgress
 
+__all__ = ["main"]
+
 SAY_EVERY = 5.0
 """Seconds between two lines about what is waited for."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -25,7 +25,7 @@ from rl_contracts.models.directory import context_length, parameters_in
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 from rl_trainers.run_log.tracking import load_trackers
 
-__all__ = ["check_rows"]
+__all__ = ["check_algorithm", "check_batch", "check_rollout", "check_rows"]
 
 MIB = 2**20
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")

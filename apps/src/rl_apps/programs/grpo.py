@@ -17,6 +17,8 @@ from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 
+__all__ = ["check", "train"]
+
 
 def check(run: Run[GRPOConfig]) -> list[str]:
     """Everything of this command that can be known before a process starts."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rl_apps.settings.data import Rows
     from rl_trainers.run_log.evaluation import Evaluation
 
+__all__ = ["check", "train"]
+
 
 def check(run: Run[SFTConfig]) -> list[str]:
     """Everything of this command that can be known before a process starts."""

@@ -16,6 +16,8 @@ from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_contracts.models.directory import context_length, vocabulary_size
 
+__all__ = ["measure_rows"]
+
 USUAL = 2048
 """Tokens of a row where neither `data.max_length` nor the model's context says less."""
 

@@ -33,7 +33,17 @@ from rl_trainers.weight_sync.publisher import PublishConfig
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig
 
-__all__ = ["GRPOConfig", "RunConfig", "SFTConfig"]
+__all__ = [
+    "ActorConfig",
+    "CriticConfig",
+    "GRPOConfig",
+    "RefConfig",
+    "RolloutSettings",
+    "RunConfig",
+    "SFTConfig",
+    "ServedConfig",
+    "ServingSettings",
+]
 
 
 @dataclass

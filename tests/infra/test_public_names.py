@@ -1,0 +1,48 @@
+"""Public names: listed in READMEs, and compared with the list that is kept."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [
+    "rl_datasets",
+    "rl_engines_fsdp",
+    "rl_engines_megatron",
+    "rl_inference",
+    "rl_launchers",
+    "rl_rewards",
+    "rl_trainers",
+    "rl_workflows",
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_readme_of_a_package_names_what_it_exports(package: str) -> None:
+    readme = (ROOT / "packages" / package.replace("_", "-") / "README.md").read_text()
+
+    missing = [name for name in importlib.import_module(package).__all__ if f"`{name}" not in readme]
+
+    assert not missing
+
+
+def test_public_api_differs_from_the_kept_list_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "infra" / "ci")
+    public_api = importlib.import_module("public_api")
+    kept = public_api.KEPT.read_text()
+    changed = tmp_path / "public_api.txt"
+    changed.write_text(kept.replace("rl_rewards.gold_number(answer", "rl_rewards.gold_number(gold"))
+    monkeypatch.setattr(public_api, "KEPT", changed)
+    monkeypatch.setattr(sys, "argv", ["public_api.py"])
+
+    assert public_api.main() == 1
+    assert {line[:24] for line in capsys.readouterr().out.splitlines()} == {
+        "-rl_rewards.gold_number(",
+        "+rl_rewards.gold_number(",
+    }

@@ -258,16 +258,19 @@ def test_wandb_offline_reads_what_the_run_wrote(place, monkeypatch):
     directory = tracked(place, "wandb", mode="offline")
     from wandb.proto.wandb_internal_pb2 import Record
 
+    def records():
+        files = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
+        return [Record.FromString(data) for file in files for data in log_records(file.read_bytes())]
+
+    wait_until(lambda: sum(record.HasField("exit") for record in records()) == 2)  # written after `finish` returns
     points, ids, times = [], set(), {}
-    for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
-        for data in log_records(file.read_bytes()):
-            found = Record.FromString(data)
-            if found.HasField("run"):
-                ids.add(found.run.run_id)
-            row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in found.history.item}
-            if row:
-                times[row["_step"]] = row["_timestamp"]
-                points += [(row["_step"], name, row[name]) for name in ("lr", "eval/reward") if name in row]
+    for found in records():
+        if found.HasField("run"):
+            ids.add(found.run.run_id)
+        row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in found.history.item}
+        if row:
+            times[row["_step"]] = row["_timestamp"]
+            points += [(row["_step"], name, row[name]) for name in ("lr", "eval/reward") if name in row]
     assert sorted(points) == FIRST
     assert len(ids) == 1
     assert times == {step: 1.7e9 + step for step in range(4)}

@@ -1,5 +1,6 @@
 """Trackers in the settings of a command, and what is wrong with them said before anything starts."""
 
+import subprocess
 import sys
 
 import pytest
@@ -65,3 +66,36 @@ def test_trackers_options_of_nobody_are_refused(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     assert main("gsm8k-grpo", ["trackers=tensorboard", "trackers.options.mood=1", f"run_dir={tmp_path / 'run'}"]) == 2
     assert "trackers.options: expected constants of trackers.kind=tensorboard (" in capsys.readouterr().err
+
+
+ENDLESS = """
+import atexit
+import sys
+import threading
+from pathlib import Path
+
+from rl_apps.cli import driver
+from rl_contracts.tracker import Tracker
+from rl_trainers import TrackersConfig, Tracking
+
+class Endless(Tracker):
+    def open(self, run):
+        threading.Event().wait()
+    def log(self, figures, step, time): pass
+
+def run(*_):
+    with Tracking(TrackersConfig(kind="endless:Endless", close_seconds=0), Path("run"), "sums", {}, print):
+        return 3
+
+if __name__ == "__main__":
+    atexit.register(threading.Event().wait)
+    driver._run = run
+    sys.exit(driver.main("gsm8k-grpo"))
+"""
+
+
+def test_command_whose_tracker_hangs_ends_with_its_exit_code(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    done = subprocess.run([sys.executable, "endless.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert "trackers.close_seconds=0 s" in done.stdout

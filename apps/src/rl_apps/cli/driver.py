@@ -62,7 +62,7 @@ from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.supervise.interrupts import Interrupted
 from rl_monitor.run_directory import FINISHED, JOB, names_of, reached
 from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
-from rl_trainers.run_log.tracking import Tracking
+from rl_trainers.run_log.tracking import Tracking, hanging_trackers
 
 if TYPE_CHECKING:
     from rl_monitor.progress import RunProgress
@@ -86,6 +86,15 @@ def main(reference: str, argv: list[str] | None = None) -> int:
     Returns:
         the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
     """
+    code = _run(reference, argv)
+    if hanging_trackers():  # the library of one may wait for it at the exit of this process, without end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(reference: str, argv: list[str] | None) -> int:
     replace_what_no_terminal_shows()
     if logging.lastResort is not None:  # the warnings of this process
         logging.lastResort.filters[:] = [Repeats()]
@@ -221,7 +230,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         scheduler = config.launcher.scheduler(run_dir / "logs")
         scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
-        say = partial(progress.console.print, soft_wrap=True)
+        say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
         servers, waiting = server_jobs(run, devices), Waiting(progress, metrics)
         progress.say("starting servers and trainers" if servers else "starting trainers")

@@ -56,6 +56,8 @@ class WandbTracker(Tracker):
     def open(self, run: TrackedRun) -> str:
         import wandb
 
+        # silent: wandb would ask for a missing API key in the terminal of the run
+        wandb.setup(wandb.Settings(console="off", silent=True))
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -63,7 +65,6 @@ class WandbTracker(Tracker):
             resume="allow",
             dir=run.directory,
             config=run.config,
-            settings=wandb.Settings(console="off"),
             **self._options,
         )
         return self._run.id
@@ -235,6 +236,7 @@ class SwanlabTracker(Tracker):
             resume="allow",
             log_dir=str(run.directory),
             config=run.config,
+            settings=swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")),
             **self._options,
         )
         return str(self._run.id)

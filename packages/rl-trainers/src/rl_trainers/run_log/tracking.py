@@ -90,7 +90,7 @@ class Tracking:
             run = TrackedRun(
                 self._config.name or self._run_dir.name, self._project, self._directory(name), self._settings
             )
-            thread = threading.Thread(target=self._follow, args=(tracker, run, earlier), name=name, daemon=True)
+            thread = _TrackerThread(target=self._follow, args=(tracker, run, earlier), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
         return self
@@ -115,13 +115,24 @@ class Tracking:
             follower = _Follower(tracker, run, self._run_dir / "metrics.jsonl", self._over, earlier)
             while not follower.session():
                 pass
-        except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises, the run continues
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker's library raises, the run continues
             name = threading.current_thread().name
             cause = f"{type(error).__name__}: {error}"
             self._say(f"warning: tracker {name} failed; the run continues without it: {cause}; {self._remedy()}")
+            with suppress(Exception):
+                tracker.close()
 
     def _remedy(self) -> str:
         return f"the next command of the run sends the rest of {self._run_dir / 'metrics.jsonl'}"
+
+
+class _TrackerThread(threading.Thread):
+    """The thread of one tracker."""
+
+
+def hanging_trackers() -> list[str]:
+    """Return the names of trackers of this process whose threads have not ended."""
+    return [thread.name for thread in threading.enumerate() if isinstance(thread, _TrackerThread)]
 
 
 class _Follower:

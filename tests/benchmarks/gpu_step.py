@@ -49,7 +49,7 @@ SHARES = {"a": 0.55, "b": 0.25, "c": 0.2}
 """Shares of the time budget; parts that are not chosen leave theirs to the others."""
 NEEDS = {
     "a": "numpy safetensors tensordict torch transformers",
-    "b": "aiohttp huggingface_hub hydra jinja2 msgspec numba omegaconf psutil rich tensordict torchdata uvloop yaml",
+    "b": "aiohttp huggingface_hub hydra jinja2 msgspec numba omegaconf psutil rich tensordict uvloop yaml",
     "c": "hypothesis pytest pytest_asyncio pytest_timeout tensordict",
 }
 """Modules that a part imports."""

@@ -1,8 +1,6 @@
 """Data loaders that can be saved at any row and continue exactly there.
 
-Both stand on torchdata's `StatefulDataLoader` without worker processes: the rows are in memory, and nothing is read
-ahead, so that the saved position is that of the rows handed out. A row costs about 7 microseconds, nearly all of
-them torchdata's.
+The rows are in memory and nothing is read ahead, so the saved position is that of the rows handed out.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,8 +77,8 @@ class EpochOrder:
         return places
 
 
-class PositionSampler:
-    """Yields (epoch, place) for ever or for `epochs`; iterating again goes on where the last iteration stopped.
+class Positions(Iterator[tuple[int, int]]):
+    """(epoch, place) without end, or for `epochs`.
 
     Args:
         places: of every epoch, in order.
@@ -95,17 +92,18 @@ class PositionSampler:
         self.left: list[tuple[int, range]] = []
         """Epochs and places that come before all others: this shard's part of what other shards had left of them."""
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        while self.left and self._is_due(self.left[0][0]):
+    def __next__(self) -> tuple[int, int]:
+        if self.left and self._is_due(self.left[0][0]):
             epoch, places = self.left[0]
             self.left[:1] = [(epoch, places[1:])] if len(places) > 1 else []
-            yield epoch, places[0]
-        while self._is_due(self.epoch):
-            here = self.epoch, self.places[self.position]
-            self.position += 1
-            if self.position == len(self.places):
-                self.epoch, self.position = self.epoch + 1, 0
-            yield here
+            return epoch, places[0]
+        if not self._is_due(self.epoch):
+            raise StopIteration
+        here = self.epoch, self.places[self.position]
+        self.position += 1
+        if self.position == len(self.places):
+            self.epoch, self.position = self.epoch + 1, 0
+        return here
 
     def _is_due(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs
@@ -116,7 +114,7 @@ class PositionSampler:
         return {"epoch": self.epoch, "position": self.position} | ({"left": left} if left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a saved position."""
+        """Continue at a saved position."""
         self.epoch, self.position = state["epoch"], state["position"]
         self.left = [(epoch, range(*places)) for epoch, *places in state.get("left", ())]
 
@@ -125,40 +123,25 @@ class ResumableLoader[T](Iterator[T]):
     """What the loaders share: iteration, state, and refusing a state of other data or another layout."""
 
     def __init__(self, places: range, epochs: int | None, identity: dict[str, Any]) -> None:
-        import torch
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         self._identity = identity
-        self._sampler = PositionSampler(places, epochs)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            self._loader: Any = StatefulDataLoader(
-                _Items(self._item),
-                batch_size=None,
-                sampler=self._sampler,
-                collate_fn=_unchanged,
-                # its own: each new iterator draws a seed, which must not come from the global stream
-                generator=torch.Generator(),
-            )
-        self._iterator = iter(self._loader)
+        self._positions = Positions(places, epochs)
 
     def __next__(self) -> T:
         """The next item; at the end of the last epoch StopIteration, however often it is asked."""
-        item: T = next(self._iterator)
-        return item
+        return self._item(*next(self._positions))
 
     def __len__(self) -> int:
         """Items in one epoch."""
-        return len(self._sampler.places)
+        return len(self._positions.places)
 
     @property
     def epoch(self) -> int:
         """Epoch of the next item, from 0."""
-        return self._sampler.left[0][0] if self._sampler.left else self._sampler.epoch
+        return self._positions.left[0][0] if self._positions.left else self._positions.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last item that was handed out, as JSON values."""
-        return {"identity": dict(self._identity), "loader": self._loader.state_dict()}
+        return {"identity": dict(self._identity), **self._positions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -168,8 +151,7 @@ class ResumableLoader[T](Iterator[T]):
                 one's.
         """
         self._check(state, self._identity)
-        self._loader.load_state_dict(state["loader"])
-        self._iterator = iter(self._loader)
+        self._positions.load_state_dict(_position(state))
 
     def _check(self, state: dict[str, Any], expected: dict[str, Any]) -> None:
         saved = state["identity"]
@@ -238,14 +220,13 @@ class PromptLoader(ResumableLoader[Row]):
         if count == order.num_shards:
             self.load_state_dict(by_shard[order.shard])
             return
-        positions = [state["loader"]["_index_sampler_state"] for state in by_shard]
+        positions = [_position(state) for state in by_shard]
         whole, left = _left_over(positions, order.rows)
         mine: dict[int, list[int]] = defaultdict(list)
         for epoch, place in left[order.shard :: order.num_shards]:
             mine[epoch].append(place)
         runs = [(epoch, places) for epoch, some in mine.items() for places in _progressions(some)]
-        self._sampler.epoch, self._sampler.position, self._sampler.left = whole, 0, runs
-        self._iterator = iter(self._loader)
+        self._positions.epoch, self._positions.position, self._positions.left = whole, 0, runs
 
     def _item(self, epoch: int, place: int) -> Row:
         index = self._permutation(epoch)[place]
@@ -348,18 +329,9 @@ def _progressions(numbers: Iterable[int]) -> list[range]:
     return found
 
 
-class _Items:
-    """A map-style data set whose keys are (epoch, place)."""
-
-    def __init__(self, item: Any) -> None:
-        self._item = item
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self._item(*key)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
+def _position(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the position in a state of a loader; earlier versions kept the state of torchdata's loader."""
+    return state["loader"]["_index_sampler_state"] if "loader" in state else state
 
 
 def _identity(rows: Sequence[Row], seed: int, shuffle: bool) -> dict[str, Any]:

@@ -13,6 +13,6 @@ uv run --no-sync lint-imports
 uv run --no-sync python infra/ci/folder_sizes.py
 uv run --no-sync python infra/ci/public_api.py
 uv run --no-sync zizmor --offline --quiet .github
-for package in packages/* apps; do # of what is declared some is not imported by name, and tests import what is for tests
-  (cd "$package" && uv run --no-sync deptry src tests --ignore DEP002,DEP004)
+for package in packages/* apps; do # what is exempt, and why, stands in each pyproject.toml; tests import what is for tests
+  (cd "$package" && uv run --no-sync deptry src && uv run --no-sync deptry src tests --ignore DEP002,DEP004)
 done

@@ -57,7 +57,10 @@ def sdist_faults(package: Package, names: Sequence[str]) -> list[str]:
     """What an sdist with these files lacks."""
     needed = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", f"src/{package.module}/py.typed")
     lacking = [name for name in needed if f"{package.module}-{package.version}/{name}" not in names]
-    return [f"{package.name}: expected {name} in the sdist, found none" for name in lacking]
+    strange = [name for name in names if name.startswith(f"{package.module}-{package.version}/tests/")]
+    return [f"{package.name}: expected {name} in the sdist, found none" for name in lacking] + [
+        f"{package.name}: expected no tests in the sdist, found {name}" for name in strange[:1]
+    ]
 
 
 def wheel_faults(package: Package, names: Sequence[str]) -> list[str]:

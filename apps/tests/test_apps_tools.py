@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+import rl_apps
 from rl_apps.cli import main
 from rl_apps.run.worker import users_fault
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError, RLError
@@ -321,3 +322,13 @@ def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile("def their_reward():\n    return 1 / 0\ntheir_reward()", "/home/anybody/theirs.py", "exec"))
     assert users_fault(caught.value)
+
+
+def test_version_prints_those_of_packages_torch_and_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+
+    assert ended.value.code == 0
+    versions = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert versions["rl-apps"] == rl_apps.__version__
+    assert {"rl-contracts", "python", "torch", "transformers"} <= versions.keys()

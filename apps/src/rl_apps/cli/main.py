@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_apps.settings.command_line import Parser
+from rl_apps.settings.command_line import Parser, say
 from rl_apps.settings.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -60,6 +60,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         description="Train language models with reinforcement learning, and inspect the runs.",
         epilog=f"Training commands: {', '.join(sorted(apps))}. See `rl grpo --help` for the settings of one.",
     )
+    parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of packages, and exit")
     commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog="rl")
     run = commands.add_parser("run", add_help=False, help="run a training command, or your own app: package.module:APP")
     run.add_argument("app", help="installed name, or package.module:APP")
@@ -87,6 +88,22 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     if odd:
         commands.choices[arguments.command].error(f"unknown arguments: {' '.join(odd)}")
     return arguments
+
+
+class _PrintVersions(argparse.Action):
+    """Prints the versions of our packages, of Python, torch and transformers, and the commit of a checkout."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from rl_monitor.report.facts import facts_of
+
+        facts = facts_of([])
+        versions = {name: found for name, found in facts["packages"].items() if name.startswith("rl-")}
+        versions["python"] = facts["python"]
+        versions |= {name: facts["packages"].get(name, "not installed") for name in ("torch", "transformers")}
+        lines = [f"{name} {version}" for name, version in versions.items()]
+        lines += [f"commit {commit} ({directory})" for directory, commit in facts["commits"].items()]
+        say("\n".join(lines))
+        parser.exit()
 
 
 def _count(text: str) -> int:

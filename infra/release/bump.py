@@ -2,7 +2,7 @@
 
     uv run python infra/release/bump.py PACKAGE (major | minor | patch)
 
-That is its pyproject.toml and `__version__`, the heading of its unreleased changes, the range in which other packages
+That is its pyproject.toml, the heading of its unreleased changes, the range in which other packages
 and the projects in `downstream/` ask for it, with a line in the changelog of each package whose range changed, and
 uv.lock. Commits nothing.
 """
@@ -33,7 +33,6 @@ def bump(name: str, part: str, root: Path = ROOT) -> list[str]:
     if not package.changes(UNRELEASED):
         raise ReleaseError(f"{package.changelog}: expected changes under '## {UNRELEASED}', found none to release")
     version = run("uv", "version", "--package", name, "--bump", part, "--frozen", "--short", cwd=root).strip()
-    _edit(package.init, r'(?m)^__version__ = ".*"', f'__version__ = "{version}"')
     _edit(package.changelog, rf"(?m)^## {UNRELEASED}$", f"## {UNRELEASED}\n\n## {version}")
     package = Package(package.folder)
     for project in (root / "infra" / "release" / "downstream").glob("*/pyproject.toml"):

@@ -64,11 +64,6 @@ class Package:
         return [Requirement(line) for lines in (self.project["dependencies"], *extras) for line in lines]
 
     @property
-    def init(self) -> Path:
-        """The file with `__version__`, where the package has it."""
-        return self.folder / "src" / self.module / "__init__.py"
-
-    @property
     def changelog(self) -> Path:
         return self.folder / "CHANGELOG.md"
 
@@ -120,9 +115,6 @@ def faults(package: Package, root: Path = ROOT) -> list[str]:
     known = packages(root)
     ours = [requirement for requirement in package.requirements if requirement.name in known]
     found = [range_fault(package.name, requirement, known[requirement.name].version) for requirement in ours]
-    said = re.search(r'^__version__ = "(.*)"', package.init.read_text(), re.MULTILINE)
-    if said and Version(said[1]) != package.version:
-        found.append(f"{package.name}: expected __version__ {package.version} in {package.init}, found {said[1]}")
     licence = package.folder / "LICENSE"
     if not licence.is_file() or licence.read_bytes() != (root / "LICENSE").read_bytes():
         found.append(f"{package.name}: expected a copy of LICENSE in {package.folder}, found none or another; copy it")

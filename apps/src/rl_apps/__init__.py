@@ -1,1 +1,12 @@
 """Thin programs that wire the rl packages into GRPO and SFT pipelines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.runtime.lazy_imports import on_demand
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+    __getattr__ = on_demand(__name__, {})

@@ -4,4 +4,13 @@ Import the module that holds what you need (`rl_contracts.registry`, `rl_contrac
 imports nothing by itself, so that its light modules (names, errors, registry, configs) never cost an import of torch.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.runtime.lazy_imports import on_demand
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+    __getattr__ = on_demand(__name__, {})

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rl_datasets.hh_rlhf import HHRLHF
     from rl_datasets.loader import BatchLoader, EpochOrder, PromptLoader
     from rl_datasets.word_problems import WordProblemPairs, WordProblems
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,
@@ -32,7 +34,6 @@ else:
         },
     )
 
-__version__ = "0.1.0"
 
 __all__ = [
     "GSM8K",

@@ -12,8 +12,9 @@ from rl_engines_fsdp.config import FSDPEngineConfig, LoRAConfig
 
 if TYPE_CHECKING:
     from rl_engines_fsdp.engine import FSDPEngine
+
+    __version__: str
 else:
     __getattr__ = on_demand(__name__, {"FSDPEngine": "engine"})
 
-__version__ = "0.1.0"
 __all__ = ["FSDPEngine", "FSDPEngineConfig", "LoRAConfig"]

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rl_engines_megatron.engine import MegatronEngine
     from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transformer_kwargs
     from rl_engines_megatron.weights.conversion import from_megatron, to_megatron
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,
@@ -26,7 +28,6 @@ else:
         },
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "MegatronEngine",
     "MegatronEngineConfig",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rl_inference.backends.vllm.engine import VLLMEngine
     from rl_inference.client.engine import HttpEngine
     from rl_inference.client.protocol import ServerProtocol
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rl_launchers.supervise.interrupts import uv_parent
     from rl_launchers.supervise.launcher import Launcher, LauncherConfig
     from rl_launchers.supervise.run_restarts import Resume
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,

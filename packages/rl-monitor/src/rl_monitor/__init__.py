@@ -1,1 +1,12 @@
 """Read run directories: report, live view, answers, curves. Needs rl-contracts alone, and no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.runtime.lazy_imports import on_demand
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+    __getattr__ = on_demand(__name__, {})

@@ -1,12 +1,20 @@
 """Reward functions and verifiers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.runtime.lazy_imports import on_demand
 from rl_rewards.combination import WeightedReward
 from rl_rewards.extraction import find_answer
 from rl_rewards.formatting import FormatReward, FormatRewardConfig, format_reward_fn
 from rl_rewards.gsm8k import gold_number, gsm8k_reward_fn
 from rl_rewards.symbolic import math_reward_fn
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    __version__: str
+else:
+    __getattr__ = on_demand(__name__, {})
 
 __all__ = [
     "FormatReward",

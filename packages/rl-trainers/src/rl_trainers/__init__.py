@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rl_trainers.weight_sync.gap.gate import GapConfig, GapGate
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
     from rl_trainers.weight_sync.publisher import PublishConfig, WeightPublisher
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,
@@ -60,7 +62,6 @@ else:
         },
     )
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AlgorithmConfig",

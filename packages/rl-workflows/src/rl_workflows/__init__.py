@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
     from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
     from rl_workflows.workflows.rlvr import RLVRWorkflow
+
+    __version__: str
 else:
     __getattr__ = on_demand(
         __name__,

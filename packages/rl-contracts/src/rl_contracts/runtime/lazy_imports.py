@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first asked for, so that to import the package is cheap."""
+"""Public names of a package that are imported at their first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that imports a public name at its first use.
+    """Return a package's `__getattr__`, which imports a public name at its first use and knows `__version__`.
 
     Example:
         `__getattr__ = on_demand(__name__, {"Engine": "engine"})` in `my_package/__init__.py` makes `from my_package
@@ -20,6 +20,10 @@ def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """
 
     def find(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata  # not at each start of a process
+
+            return metadata.version(package.replace("_", "-"))
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{homes[name]}"), name)

@@ -296,7 +296,7 @@ async def test_churn_every_request_has_one_whole_answer_whoever_comes_and_goes(s
         await asyncio.wait_for(asyncio.gather(*asking), 60)
 
         whole(trainer.version, [answer for one in answers for answer in one], 60)
-        # a server whose name was just missing may still leave, by a reading that is under way, and then joins again
+        # a reading that began before all names were back may still remove a server, which then joins again
         await until(lambda: {server.address for server in servers} == {*engine.servers})
         late = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(12)))
         assert all(answer.versions == [trainer.version] * 12 for answer in late)

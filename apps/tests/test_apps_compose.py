@@ -318,7 +318,7 @@ def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs,
     [started] = server_jobs(run, devices)
 
     assert "2 of 2 GPUs" in devices.sentence
-    assert (trainer.beside, trainer.gpus, trainer.count) == (started.role, 1, 2)
+    assert (trainer.colocated_with, trainer.gpus, trainer.count) == (started.role, 1, 2)
     assert started.gpus * started.count == 2
 
 

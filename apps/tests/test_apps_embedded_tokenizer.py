@@ -133,7 +133,7 @@ def test_lesson_is_what_the_chat_template_makes_of_the_conversation_that_an_agen
 def test_chat_template_shows_names_of_tools_and_reads_their_calls() -> None:
     renderer = ChatRenderer(TOKENIZER)
 
-    assert renderer.shows_tools([SCHEMA])
+    assert renderer.renders_tools([SCHEMA])
     assert renderer.text([{"role": "user", "content": "?"}], [SCHEMA, SCHEMA]) == (
         "<|system|>calculator, calculator<|user|>?<|assistant|>"
     )

@@ -39,7 +39,7 @@ def test_generate_two_greedy_turns_are_those_of_transformers_and_keep_sampled_id
     prompt = renderer.render([{"role": "user", "content": first}])
     expected = _greedy(model, prompt, 12)
     assert talk.ids == expected
-    assert said == renderer.said(expected[len(prompt) :]).rstrip("\ufffd")
+    assert said == renderer.decode_completion(expected[len(prompt) :]).rstrip("\ufffd")
 
     list(talk.ask(second))
     assert talk.ids == _greedy(model, renderer.append_turn(expected, [{"role": "user", "content": second}]), 12)

@@ -134,7 +134,7 @@ def test_client_of_a_rank_that_is_no_head_sends_nothing_to_the_servers(tmp_path)
         address = f"http://127.0.0.1:{server.server_port}"
         for rank in range(2):
             with _parts(tmp_path, "allocation=embedded:d1+fsdp:t2", server=address) as parts:
-                _client(parts, _Rank(rank, 2, is_dp_head=rank == 0))
+                _client(parts, _Rank(rank, 2, is_dp_leader=rank == 0))
             counts.append(len(asked))
         server.shutdown()
     assert asked == ["/health"] * 3

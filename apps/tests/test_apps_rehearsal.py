@@ -179,7 +179,7 @@ def test_rehearsal_mistake_is_one_sentence_with_the_users_own_line(mine, model, 
 
 
 def test_rehearsal_of_gdpo_with_a_reward_without_parts_is_refused(mine, model, tmp_path):
-    with pytest.raises(ConfigError, match="PartedReward"):
+    with pytest.raises(ConfigError, match="CompositeReward"):
         _rehearse(model, tmp_path, "rollout.reward=my_parts:close", "algorithm=gdpo")
 
 

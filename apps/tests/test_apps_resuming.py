@@ -11,7 +11,7 @@ from rl_apps.run.directory import Past, past_of, write_config
 from rl_apps.run.resuming import named_point, step_of, take_over
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
-from rl_contracts.runtime.run_files import points_of
+from rl_contracts.runtime.run_files import recovery_checkpoint_steps
 from rl_monitor.run_directory import FINISHED
 
 
@@ -41,10 +41,10 @@ def test_resume_from_another_run_links_its_newest_point(other, tmp_path, of, ste
 
     take_over(run)
 
-    assert points_of(run.directory) == [step]
+    assert recovery_checkpoint_steps(run.directory) == [step]
     linked = run.directory / "recover" / f"step_{step}" / "actor" / "0"
     assert linked.samefile(other / "recover" / f"step_{step}" / "actor" / "0")
-    assert points_of(other) == [10, 20]
+    assert recovery_checkpoint_steps(other) == [10, 20]
 
 
 def test_resume_from_a_step_of_this_run_removes_later_points(other):
@@ -55,7 +55,7 @@ def test_resume_from_a_step_of_this_run_removes_later_points(other):
 
     take_over(run)
 
-    assert points_of(other) == [10]
+    assert recovery_checkpoint_steps(other) == [10]
 
 
 def test_resume_from_in_a_repeated_command_takes_the_newest_point(other):

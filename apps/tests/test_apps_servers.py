@@ -17,7 +17,7 @@ def _program(python=sys.executable, module="rl_contracts", distributions=("rl-co
 
 @pytest.mark.parametrize("python", [sys.executable, ""])
 def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
-    look_for(_program(python, distributions=("no-such-thing", "rl-contracts"), at_least="0.1", below="1.0"))
+    look_for(_program(python, distributions=("no-such-thing", "rl-contracts"), min_version="0.1", below_version="1.0"))
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,12 @@ def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
     [
         (_program("/nowhere/python"), r"python=/nowhere/python: expected a Python interpreter, found .*No such file"),
         (_program("/bin/false"), r"/bin/false: expected a Python .*found exit code 1: nothing said"),
-        (_program(distributions=("no-a", "no-b"), at_least="0.3"), "expected no-a or no-b >=0.3, found no"),
-        (_program(at_least="99"), r"\(Python 3\.\d+\.\d+\): expected rl-contracts >=99, found rl-contracts 0\.1"),
-        (_program(at_least="0.0.1", below="0.1"), r"expected rl-contracts >=0\.0\.1,<0\.1, found rl-contracts 0\.1\.0"),
+        (_program(distributions=("no-a", "no-b"), min_version="0.3"), "expected no-a or no-b >=0.3, found no"),
+        (_program(min_version="99"), r"\(Python 3\.\d+\.\d+\): expected rl-contracts >=99, found rl-contracts 0\.1"),
+        (
+            _program(min_version="0.0.1", below_version="0.1"),
+            r"expected rl-contracts >=0\.0\.1,<0\.1, found rl-contracts 0\.1\.0",
+        ),
         (_program("", module="rl_contracts.not_there"), r"servers' Python, .*ends with ModuleNotFoundError: No module"),
         (_program(module="antigravity.x"), r"ends with \w+Error"),
     ],

@@ -25,7 +25,7 @@ from rl_apps.programs.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
 from rl_apps.settings.compose import SEAMS
 from rl_apps.settings.config import GRPOConfig, SFTConfig
 from rl_contracts import registry
-from rl_contracts.config import PartConfig
+from rl_contracts.config import ComponentConfig
 from rl_contracts.testing.processes import free_port
 from rl_datasets import ChatOptions, GSM8KOptions
 from rl_datasets.word_problems import WordProblemsOptions
@@ -172,7 +172,7 @@ def unread(known, seen):
     constants = {
         setting
         for setting, (cls, name) in known.items()
-        if issubclass(cls, PartConfig) and hasattr(cls, "group") and constant_of_a_part(cls, name)
+        if issubclass(cls, ComponentConfig) and hasattr(cls, "group") and constant_of_a_part(cls, name)
     }
     return sorted(known.keys() - seen - constants)
 
@@ -682,7 +682,7 @@ def leaves_read(leaves, changes, lines):
         for key, leaf in changes.items()
         if (leaf.owner, key, repr(leaf.value)) in read
         or ((leaf.owner, repr(leaf.value)) in copies and values[leaf.owner, repr(leaf.value)] == 1)
-        or (isinstance(leaf.part, PartConfig) and constant_of_a_part(type(leaf.part), leaf.item.name))
+        or (isinstance(leaf.part, ComponentConfig) and constant_of_a_part(type(leaf.part), leaf.item.name))
     }
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import rl_apps
 from rl_apps.cli import main
-from rl_apps.run.worker import users_fault
+from rl_apps.run.worker import is_user_error
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError, RLError
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
@@ -295,7 +295,7 @@ def _raised(error: Exception, cause: Exception | None = None) -> Exception:
     ],
 )
 def test_users_fault_is_what_would_come_again(error: Exception, users: bool) -> None:
-    assert users_fault(error) is users
+    assert is_user_error(error) is users
 
 
 async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
@@ -313,7 +313,7 @@ async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
                 await response.read()
 
     lost = _raised(InferenceError("two servers ended in a request"), caught.value)
-    assert [users_fault(each) for each in (caught.value, lost, _raised(RLError("too many failed"), lost))] == [
+    assert [is_user_error(each) for each in (caught.value, lost, _raised(RLError("too many failed"), lost))] == [
         False
     ] * 3
 
@@ -321,7 +321,7 @@ async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
 def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile("def their_reward():\n    return 1 / 0\ntheir_reward()", "/home/anybody/theirs.py", "exec"))
-    assert users_fault(caught.value)
+    assert is_user_error(caught.value)
 
 
 def test_version_prints_those_of_packages_torch_and_the_commit(capsys: pytest.CaptureFixture[str]) -> None:

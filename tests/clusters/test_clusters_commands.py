@@ -18,7 +18,7 @@ from ray_cluster import ray
 from slurm_cluster import slurm
 
 from rl_contracts.runtime.name_service import FileNames
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
@@ -116,7 +116,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
 
     stopped = call("rl", "stop", command.run_dir)
     said = command.finish(120, code=143)
-    point = last_point(command.run_dir / "recover")
+    point = last_recovery_checkpoint(command.run_dir / "recover")
     assert f"The same command resumes after step {point}." in stopped
     assert "Stopped." in said
     assert point == len(command.steps())
@@ -138,7 +138,7 @@ def test_ranks_of_one_trainer_stand_on_two_nodes_and_go_on_from_their_recover_po
     assert command.workers()["actor-0"]["node"] != command.workers()["actor-1"]["node"]
     call("rl", "stop", command.run_dir)
     command.finish(120, code=143)
-    point = last_point(command.run_dir / "recover")
+    point = last_recovery_checkpoint(command.run_dir / "recover")
 
     command.again()
     command.wait_for(lambda: _went_on(command, point))
@@ -260,7 +260,7 @@ def test_ray_drains_a_node_a_recover_point_is_written_and_the_next_command_goes_
         host = next(w["host"] for w in command.workers().values() if w["host"] != "127.0.0.2")  # the head stays
         _drain(host)
         said = command.finish(120, code=143)
-        point = last_point(command.run_dir / "recover")
+        point = last_recovery_checkpoint(command.run_dir / "recover")
         assert "Ray drains" in said
         assert f"The same command resumes after step {point}." in said
         assert point == len(command.steps())

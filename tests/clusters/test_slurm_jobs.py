@@ -11,7 +11,7 @@ from slurm_cluster import slurm
 
 from rl_apps.cli.run_tools import stop
 from rl_contracts.errors import ConfigError
-from rl_contracts.scheduler import Submission
+from rl_contracts.scheduler import JobSubmission
 from rl_launchers import SlurmSchedulerConfig
 from rl_monitor.run_directory import JOB, names_of
 from rl_monitor.status import status_of
@@ -336,7 +336,7 @@ def test_resources_that_slurm_has_not_are_refused_before_anything_starts(cluster
     ],
 )
 def test_submit_sbatch_refuses_is_told_in_a_sentence_with_a_remedy(cluster, tmp_path, options, words):
-    submission = Submission((sys.executable, "-c", "pass"), tmp_path, ())
+    submission = JobSubmission((sys.executable, "-c", "pass"), tmp_path, ())
     with pytest.raises(ConfigError) as error:
         SlurmSchedulerConfig(**options).submit(submission)
     assert all(word in str(error.value).lower() for word in words)

@@ -15,7 +15,7 @@ from rl_contracts.batch.trajectory import pack
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.registry import load_part
+from rl_contracts.registry import load_component
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_trainers import PolicyActor
 from rl_trainers.algorithms.credit import assign_credit
@@ -83,7 +83,7 @@ def test_example_parts_are_found_and_train(installed, tmp_path, overrides):
 def test_example_loss_is_its_formula(installed):
     old, trained = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     terms = policy_terms(torch.tensor([0.1, 0.5]), old, torch.tensor([1.0, -2.0]), trained)
-    losses, marks = load_part(_config(*PARTS, "algorithm.loss.options.power=0.8").loss)(terms)
+    losses, marks = load_component(_config(*PARTS, "algorithm.loss.options.power=0.8").loss)(terms)
     ratio = torch.tensor([0.1, 0.5]).exp().clamp(max=1.28)
     torch.testing.assert_close(losses, -(ratio**0.8) / 0.8 * torch.tensor([1.0, -2.0]))
     assert marks["clip/high"].tolist() == [False, True]
@@ -95,10 +95,10 @@ def test_example_correction_and_mask_are_their_formulas(installed):
     batch["advantages"] = torch.tensor([[-1.0] * 3, [1.0] * 3])
     packed, algorithm = pack(batch), _config(*PARTS)
     off = OffPolicy(torch.tensor([0.0, 1.0, 2.0] * 2), packed["loss_mask"], packed)
-    weights, marks = load_part(algorithm.correction)(off)
+    weights, marks = load_component(algorithm.correction)(off)
     torch.testing.assert_close(weights, 2 * (off.log_ratio.exp() / 2).tanh())
     assert marks["correction/capped"].tolist() == [False, True, True] * 2
-    assert load_part(algorithm.mask)(off).tolist() == [True] * 3 + [False] * 3
+    assert load_component(algorithm.mask)(off).tolist() == [True] * 3 + [False] * 3
 
 
 def test_example_advantage_is_that_of_the_only_right_answer(installed):
@@ -111,7 +111,7 @@ def test_example_advantage_is_that_of_the_only_right_answer(installed):
 
 def test_example_misspelt_constant_is_refused(installed):
     with pytest.raises(ConfigError, match=r"expected constants of algorithm.loss.kind=tempered .*, found powr\."):
-        load_part(_config(*PARTS, "algorithm.loss.options.powr=0.8").loss)
+        load_component(_config(*PARTS, "algorithm.loss.options.powr=0.8").loss)
 
 
 def test_docs_name_every_preset_and_only_those():

@@ -12,7 +12,7 @@ from rl_apps.programs.gsm8k_grpo import APP
 from rl_apps.settings.compose import describe
 from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts.batch.trajectory import pack
-from rl_contracts.registry import load_part
+from rl_contracts.registry import load_component
 from rl_contracts.testing.batches import make_batch
 from rl_trainers.algorithms.config import LossConfig, MaskConfig
 from rl_trainers.algorithms.credit import over_what
@@ -88,7 +88,7 @@ def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
     terms = policy_terms(torch.zeros(2), torch.tensor([0.0, -3.0]), torch.ones(2), trained)
     terms.logprobs = torch.tensor([-1.0, -1.0])  # the loss is the weight
 
-    loss = load_part(LossConfig("cispo", clip_low=1.0, clip_high=4.0))
+    loss = load_component(LossConfig("cispo", clip_low=1.0, clip_high=4.0))
 
     assert loss(terms)[0].tolist() == pytest.approx([1.0, 5.0])
 
@@ -96,7 +96,7 @@ def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
 def test_dual_clip_of_verl_is_an_option_of_the_loss() -> None:
     trained = torch.ones(1, dtype=torch.bool)
     terms = policy_terms(torch.zeros(1), torch.tensor([-3.0]), torch.tensor([-1.0]), trained)
-    loss = load_part(LossConfig("clip", options={"dual_clip": 3.0}))
+    loss = load_component(LossConfig("clip", options={"dual_clip": 3.0}))
 
     assert loss(terms)[0].tolist() == pytest.approx([3.0])
 
@@ -108,7 +108,7 @@ def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: b
     packed = pack(batch)
     log_ratio = torch.tensor([drift - 0.3, drift + 0.3, drift - 0.1, drift + 0.1])
     off = OffPolicy(log_ratio, packed["loss_mask"], packed)
-    mask = load_part(MaskConfig("ratio", level="geometric", low=0.667, high=2.0))
+    mask = load_component(MaskConfig("ratio", level="geometric", low=0.667, high=2.0))
 
     assert (math.log(0.5) <= -float(log_ratio.mean()) <= math.log(1.5)) is kept
     assert mask(off).tolist() == [not kept] * 4

@@ -23,7 +23,7 @@ from rl_contracts.errors import AgentError, ConfigError
 from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.sandbox import confine
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_contracts.workflow import AgentWorkflow
 from rl_workflows import AgentCommand, AgentContainer, AgentEpisodes, Ticket
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
@@ -68,7 +68,7 @@ def program(directory: Path, body: str, **settings: Any) -> AgentCommand:
 
 
 async def group_of(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: int = 1, deadline: float = 60.0) -> Any:
-    ids = TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False)
+    ids = TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False)
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     engine = NullInferenceEngine(config, answer=lambda request: ids)
     workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32), 400, deadline=deadline)
@@ -382,7 +382,7 @@ def test_command_that_cannot_be_kept_is_refused_at_start(monkeypatch: pytest.Mon
         AgentCommand(right)
     with pytest.raises(ConfigError, match=r"AgentContainer.image: expected the name"):
         AgentContainer(right)
-    monkeypatch.setattr(confine, "lacking", lambda: ["Landlock"])
+    monkeypatch.setattr(confine, "missing_kernel_features", lambda: ["Landlock"])
     made = type("Mine", (AgentCommand,), {"command": ("true",)})
     with pytest.raises(ConfigError, match=r"Mine: its processes cannot be kept from writing .* expected Landlock"):
         made(right)

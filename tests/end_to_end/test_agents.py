@@ -16,7 +16,7 @@ from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import AgentError, InferenceError
 from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_contracts.workflow import AgentWorkflow
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig
 from rl_trainers.algorithms.credit import assign_credit
@@ -90,7 +90,7 @@ async def endpoint() -> AsyncIterator[HttpRolloutEndpoint]:
 
 
 def answering() -> NullInferenceEngine:
-    ids = TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False)
+    ids = TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False)
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     return NullInferenceEngine(config, answer=lambda request: ids)
 
@@ -170,7 +170,7 @@ async def test_agent_with_rewards_of_calls_alone_needs_no_outcome(endpoint: Http
 async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
     group = await group_of(TwoTurns(), endpoint, answering(), per="call")
 
-    answer = len(TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False))
+    answer = len(TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False))
     assert [int(row.loss_mask.sum()) for row in group.trajectories] == [answer] * 8
 
 

@@ -43,26 +43,26 @@ def renderer(name: str) -> ChatRenderer:
     ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gemma4", "glm4moe", "gptoss", "deepseekv3"],
 )
 def test_conversation_with_a_call_that_the_template_knows_passes(name: str) -> None:
-    renderer(name).require_shown([*ASKED, *CALLED, *ANSWERED])
+    renderer(name).require_rendered([*ASKED, *CALLED, *ANSWERED])
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "lfm2", "deepseek_r1_distill", "smolvlm"])
 def test_call_that_the_template_does_not_show_is_rejected(name: str) -> None:
     with pytest.raises(DataError, match="message 1"):
-        renderer(name).require_shown([*ASKED, *CALLED, *ANSWERED])
+        renderer(name).require_rendered([*ASKED, *CALLED, *ANSWERED])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "phi3", "glm4moe", "deepseekv3", "cohere2"])
 def test_role_developer_that_the_template_drops_is_rejected(name: str) -> None:
     with pytest.raises(DataError, match="message 0"):
-        renderer(name).require_shown([{"role": "developer", "content": "Be brief."}, *ASKED, *ANSWERED])
+        renderer(name).require_rendered([{"role": "developer", "content": "Be brief."}, *ASKED, *ANSWERED])
 
 
 @pytest.mark.parametrize("name", ["gemma", "deepseekv3", "llama3", "phi3"])
 def test_tools_that_the_template_does_not_show_are_rejected(name: str) -> None:
     tools = [{"type": "function", "function": {"name": "Ulm", "description": "", "parameters": {"type": "object"}}}]
     with pytest.raises(DataError, match="tools"):
-        renderer(name).require_shown([*ASKED, *ANSWERED], tools)
+        renderer(name).require_rendered([*ASKED, *ANSWERED], tools)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from rl_apps.run.components import weights_directory
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.metric_docs import meaning
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
 
@@ -377,7 +377,7 @@ def test_grpo_interrupted_by_ctrl_c_leaves_a_recover_point_and_no_process_and_no
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    step = last_point(run_dir / "recover")
+    step = last_recovery_checkpoint(run_dir / "recover")
     assert f"The same command resumes after step {step}." in out
     assert _records(run_dir)[-1]["step"] == step, "no finished step is lost"
     assert not [r for r in _records(run_dir) if r["groups/failed"]], "rewards and servers worked until the end"

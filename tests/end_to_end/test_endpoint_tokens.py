@@ -18,7 +18,7 @@ import torch
 from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
-from rl_contracts.testing.chat_formats import CHAT_FORMATS, make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import CHAT_FORMATS, format_completion, make_chat_tokenizer
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_model, tiny_model
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
@@ -139,7 +139,9 @@ async def test_eight_turns_with_tools_and_a_branch_are_trained_as_sampled(
         return [i if isinstance(i, int) else tokenizer.convert_tokens_to_ids(i) for part in cut for i in part]
 
     def calls(*numbers: int) -> str:
-        return written(name, calls=[{"name": "add", "arguments": {"a": n, "b": 2}} for n in numbers], reasoning="hm")
+        return format_completion(
+            name, calls=[{"name": "add", "arguments": {"a": n, "b": 2}} for n in numbers], reasoning="hm"
+        )
 
     engine = HalfScripted()
     engine.initialize([server.address], "key")

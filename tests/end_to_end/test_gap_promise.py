@@ -73,7 +73,7 @@ class Servers:
         logits = self.models[1](input_ids=ids[None]).logits[0, :-1].float() / temperature
         return [0.0, *torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()]
 
-    async def score_before(self, input_ids, temperature=1.0):
+    async def score_previous_weights(self, input_ids, temperature=1.0):
         raise InferenceError("these servers keep no older weights")
 
     async def live_receipts(self, server=None):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_contracts.runtime.json_lines import json_lines
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing.models import make_tiny_model
 
 BIN = Path(sys.executable).parent
@@ -40,13 +40,13 @@ def _kill_after_a_point(command: list[str], run_dir: Path, after: int = 0) -> in
     `after`. Returns the step of the last one."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
-    while (last_point(run_dir / "recover") or 0) <= after:
+    while (last_recovery_checkpoint(run_dir / "recover") or 0) <= after:
         assert process.poll() is None, "it ended before it had a recover point"
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
-    return last_point(run_dir / "recover") or 0
+    return last_recovery_checkpoint(run_dir / "recover") or 0
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finish
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    step = last_point(run_dir / "recover")
+    step = last_recovery_checkpoint(run_dir / "recover")
     assert process.returncode == 143
     assert step
     assert f"Stopped. The same command resumes after step {step}." in out

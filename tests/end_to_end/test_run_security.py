@@ -30,7 +30,7 @@ import pytest
 from ray_cluster import ray
 from slurm_cluster import slurm
 
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_contracts.testing.models import make_tiny_model
 
@@ -313,7 +313,7 @@ def test_run_that_is_stopped_saves_its_step_and_leaves_no_process_and_no_port(go
 
     assert done.returncode == 0, done.stderr
     assert f"The same command resumes after step {going.steps()}" in done.stdout
-    assert last_point(going.run_dir / "recover") == going.steps()
+    assert last_recovery_checkpoint(going.run_dir / "recover") == going.steps()
     _, left = psutil.wait_procs(going.processes, timeout=60)
     assert left == []
     assert [port for port, socket in _listening() if socket in sockets] == []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
 
@@ -90,7 +90,7 @@ def test_run_stopped_once_loses_no_finished_step(name: str, model: Path, tmp_pat
     out = _stop(endless, tmp_path, signal.SIGTERM, within=2.0)
 
     steps = [record["step"] for record in _records(tmp_path)]
-    assert last_point(tmp_path / "recover") == steps[-1], out
+    assert last_recovery_checkpoint(tmp_path / "recover") == steps[-1], out
     assert steps == [*range(1, len(steps) + 1)]
 
 
@@ -109,7 +109,7 @@ def test_run_stopped_twice_in_a_long_step_resumes_bit_for_bit(name: str, model: 
     # a step of GRPO waits for its batch for most of the time, where one signal is enough
     out = _stop(command, cut, signal.SIGINT, signal.SIGINT, within=15 if name == "gsm8k-grpo" else 0.5)
 
-    assert last_point(cut / "recover") == _records(cut)[-1]["step"] in (2, 3), out
+    assert last_recovery_checkpoint(cut / "recover") == _records(cut)[-1]["step"] in (2, 3), out
     _finish(command)
     found, expected = (load_file(d / "checkpoints" / "step_4" / "model.safetensors") for d in (cut, whole))
     assert all(found[key].equal(expected[key]) for key in expected)
@@ -122,13 +122,17 @@ def test_run_killed_loses_at_most_the_minutes_between_two_points(name: str, mode
     more = {"data.batch_size": 4, "total_steps": 100_000, "recover.every_minutes": MINUTES}
     process = subprocess.Popen(_command(name, model, tmp_path, **more), stdout=subprocess.DEVNULL)
     try:
-        wait_until(lambda: last_point(tmp_path / "recover") is not None or process.poll() is not None, 200, "a point")
+        wait_until(
+            lambda: last_recovery_checkpoint(tmp_path / "recover") is not None or process.poll() is not None,
+            200,
+            "a point",
+        )
         time.sleep(random.uniform(0, 60 * MINUTES))
     finally:
         process.kill()
     process.wait(10)
 
     records = [json.loads(line) for line in _lines(tmp_path)]
-    (saved,) = (record for record in records if record["step"] == last_point(tmp_path / "recover"))
+    (saved,) = (record for record in records if record["step"] == last_recovery_checkpoint(tmp_path / "recover"))
     longest = max(record["time/step"] + (record.get("time/recover_written") or 0.0) for record in records)
     assert records[-1]["timestamp"] - saved["timestamp"] < 60 * MINUTES + 3 * longest + 1

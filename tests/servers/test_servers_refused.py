@@ -108,7 +108,9 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the run were made for versions that are still to come."""
     for config in (VLLMEngineConfig, SGLangEngineConfig):
         program = config.program
-        monkeypatch.setattr(config, "program", lambda self, p=program: replace(p(self), at_least="9.1", below="9.2"))
+        monkeypatch.setattr(
+            config, "program", lambda self, p=program: replace(p(self), min_version="9.1", below_version="9.2")
+        )
 
 
 @pytest.mark.nightly  # a server takes minutes to give up

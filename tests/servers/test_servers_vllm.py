@@ -59,7 +59,7 @@ async def engine(server: JobProcess, models: Models, weights_dir: Path) -> Async
 
 
 class TestVLLMEngine(ServerSuite):
-    long_answer = 900  # a tiny model makes 2,500 tokens a second
+    long_completion = 900  # a tiny model makes 2,500 tokens a second
     drains = False  # those that wait inside begin after the update
 
     @pytest.fixture

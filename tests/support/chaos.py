@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import RewardError
-from rl_contracts.runtime.run_files import fault_of, points_of, read_json
+from rl_contracts.runtime.run_files import find_damage, read_json, recovery_checkpoint_steps
 from rl_monitor.run_directory import names_of
 
 EXPLAINED = (
@@ -222,7 +222,11 @@ class Part:
 
     def truncate_point(self) -> str:
         """The newest recover point, where there are others; somebody goes on from it at once."""
-        whole = [step for step in points_of(self.run_dir) if not fault_of(self.run_dir / "recover" / f"step_{step}")]
+        whole = [
+            step
+            for step in recovery_checkpoint_steps(self.run_dir)
+            if not find_damage(self.run_dir / "recover" / f"step_{step}")
+        ]
         if len(whole) < 2:
             return ""
         point = self.run_dir / "recover" / f"step_{whole[-1]}"

@@ -14,7 +14,7 @@ import torch
 
 from rl_contracts.data import ParamSpec, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
+from rl_contracts.weights import WeightReceiver, checksum, open_sender, with_rank
 
 SOON = 15.0
 """Seconds within which everybody must have heard of a failure; a step may take 60."""
@@ -47,7 +47,7 @@ class Meeting:
     def receive(self, meta: WeightUpdateMeta, index: int) -> Future[tuple[dict[str, torch.Tensor], dict[str, int]]]:
         def work() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
             targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in meta.params}
-            told = seated(meta, index + 1, len(self.receivers) + 1)
+            told = with_rank(meta, index + 1, len(self.receivers) + 1)
             return targets, self.receivers[index].receive(told, targets)
 
         return self.pool.submit(work)
@@ -162,7 +162,7 @@ def test_broadcast_refused_by_one_receiver_ends_for_all_with_its_reason(meeting:
     ]
     waiting.append(meeting.receive(meta, 0))
 
-    meeting.receivers[1].refuse(seated(meta, 2, 3), "the model has no parameter 'x'")
+    meeting.receivers[1].refuse(with_rank(meta, 2, 3), "the model has no parameter 'x'")
 
     assert all("receiver 2 refuses: the model has no parameter 'x'" in text for text in failures(waiting))
 
@@ -214,4 +214,4 @@ def test_broadcast_without_a_rank_or_a_trainer_is_refused(meeting: Meeting) -> N
         meeting.receivers[0].receive(meta, {})
     nobody = replace(meta, parts=(replace(meta.parts[0], location="tcp://127.0.0.1:9/1-1/0?timeout=1"),))
     with pytest.raises(WeightUpdateError, match=r"no trainer listens at 127\.0\.0\.1:9"):
-        meeting.receivers[0].receive(seated(nobody, 1, 2), {})
+        meeting.receivers[0].receive(with_rank(nobody, 1, 2), {})

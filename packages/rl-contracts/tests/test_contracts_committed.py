@@ -9,7 +9,7 @@ import pytest
 from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import read_committed, write_committed
-from rl_contracts.weights.committed_record import RECORD
+from rl_contracts.weights.committed_record import RECORD_FILE
 
 
 def record(version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
@@ -27,7 +27,7 @@ def test_read_committed_gives_the_last_one_written_with_all_64_bits(tmp_path: Pa
     assert found is not None
     assert (found.meta, found.receipt) == record(4)
     assert found.version == 4
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == [RECORD]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [RECORD_FILE]
 
 
 def test_read_committed_before_the_first_commit_is_none(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_read_committed_before_the_first_commit_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"meta": {"route": "shm"}, "receipt": {"sums": 3}}'])
 def test_read_committed_of_something_else_raises_naming_the_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / RECORD).write_text(text)
+    (tmp_path / RECORD_FILE).write_text(text)
 
-    with pytest.raises(WeightUpdateError, match=RECORD):
+    with pytest.raises(WeightUpdateError, match=RECORD_FILE):
         read_committed(tmp_path)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_contracts.models import cpu_matmul as module
-from rl_contracts.models.cpu_matmul import linear, speed_up
+from rl_contracts.models.cpu_matmul import linear, use_faster_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_speed_up_layers_follow_exchanged_weights() -> None:
     x = torch.randn(5, 8)
     before = model(x)
 
-    assert speed_up(model) == 2
+    assert use_faster_matmul(model) == 2
     torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
@@ -125,7 +125,7 @@ def test_prefers_onednn_where_mkl_leaves_vector_instructions_unused(
 def test_speed_up_compiled_model_equals_uncompiled(with_grad: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8, bias=False))
-    speed_up(model)
+    use_faster_matmul(model)
     x = torch.randn(5, 16)
 
     with torch.set_grad_enabled(with_grad):

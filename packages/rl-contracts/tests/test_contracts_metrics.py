@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.runtime.metrics import Figures, MetricsWriter, collect, record, record_all
+from rl_contracts.runtime.metrics import Metrics, MetricsWriter, collect, record, record_all
 
 
 def test_results_mean_is_sum_over_weight_not_mean_of_means() -> None:
-    figures = Figures()
+    figures = Metrics()
     figures.add("loss", 3.0, weight=10)
     figures.add("loss", 1.0, weight=2)
 
@@ -29,7 +29,7 @@ def test_results_mean_is_sum_over_weight_not_mean_of_means() -> None:
 
 
 def test_results_kinds_of_reduction() -> None:
-    figures = Figures()
+    figures = Metrics()
     for value in (3.0, -1.0, 2.0):
         for kind in ("mean", "sum", "min", "max"):
             figures.add(kind, value, kind=kind)
@@ -39,7 +39,7 @@ def test_results_kinds_of_reduction() -> None:
 
 
 def test_results_without_weight_are_none_but_sums_are_zero() -> None:
-    figures = Figures()
+    figures = Metrics()
     for kind in ("mean", "sum", "min", "max"):
         figures.add(kind, math.nan, weight=0, kind=kind)
 
@@ -47,18 +47,18 @@ def test_results_without_weight_are_none_but_sums_are_zero() -> None:
 
 
 def test_take_starts_anew_and_names_stay_known() -> None:
-    figures = Figures()
+    figures = Metrics()
     figures.add("length", 4)
     figures.add("retries", 2, kind="sum")
     figures.add("longest", 4, kind="max")
 
-    assert figures.take().results() == {"length": 4.0, "retries": 2.0, "longest": 4.0}
+    assert figures.drain().results() == {"length": 4.0, "retries": 2.0, "longest": 4.0}
     figures.add("longest", -3, kind="max")
-    assert figures.take().results() == {"length": None, "retries": 0.0, "longest": -3.0}
+    assert figures.drain().results() == {"length": None, "retries": 0.0, "longest": -3.0}
 
 
 def test_add_one_name_as_two_kinds_is_refused() -> None:
-    figures, other = Figures(), Figures()
+    figures, other = Metrics(), Metrics()
     figures.add("x", 1)
     other.add("x", 1, kind="min")
 
@@ -73,7 +73,7 @@ def test_add_one_name_as_two_kinds_is_refused() -> None:
 @pytest.mark.parametrize("value", ["0.5", None, [1.0], torch.zeros(2).numpy()])
 def test_add_value_that_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(DataError, match="metric 'x'"):
-        Figures().add("x", value)
+        Metrics().add("x", value)
 
 
 def test_record_outside_of_a_collector_does_nothing() -> None:
@@ -102,7 +102,7 @@ def test_record_nested_collectors_do_not_mix_also_after_an_error() -> None:
 async def test_record_tasks_that_interleave_do_not_mix_and_their_own_tasks_belong_to_them() -> None:
     barrier = asyncio.Barrier(2)
 
-    async def episode(value: float) -> Figures:
+    async def episode(value: float) -> Metrics:
         with collect() as figures:
             await barrier.wait()
             await asyncio.gather(*(asyncio.to_thread(record, "reward", value + i) for i in range(2)))
@@ -115,7 +115,7 @@ async def test_record_tasks_that_interleave_do_not_mix_and_their_own_tasks_belon
 
 
 def test_add_from_many_threads_loses_nothing() -> None:
-    figures = Figures()
+    figures = Metrics()
     barrier = threading.Barrier(4)
 
     def work(name: str) -> None:
@@ -136,7 +136,7 @@ def test_add_tensors_are_not_read_before_the_results(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise AssertionError("a tensor was read")
 
-    figures = Figures()
+    figures = Metrics()
     value = torch.tensor(6.0, requires_grad=True)
     with monkeypatch.context() as patch:
         for reader in ("item", "tolist", "__float__", "__bool__", "__int__"):
@@ -151,7 +151,7 @@ def test_add_tensors_are_not_read_before_the_results(monkeypatch: pytest.MonkeyP
 
 
 def test_add_tensor_of_many_entries_counts_those_with_weight() -> None:
-    figures = Figures()
+    figures = Metrics()
     values, weights = torch.tensor([[1.0, math.nan, 3.0], [-math.inf, 8.0, 9.0]]), torch.tensor([[1, 0, 1], [0, 2, 0]])
     for kind in ("mean", "sum", "min", "max"):
         figures.add(kind, values, weights, kind)
@@ -162,7 +162,7 @@ def test_add_tensor_of_many_entries_counts_those_with_weight() -> None:
 
 
 def test_add_tensor_changed_afterwards_keeps_the_value_as_recorded() -> None:
-    figures = Figures()
+    figures = Metrics()
     value = torch.tensor(1.0, dtype=torch.float64)
     for kind in ("mean", "max"):
         figures.add(kind, value, kind=kind)
@@ -172,7 +172,7 @@ def test_add_tensor_changed_afterwards_keeps_the_value_as_recorded() -> None:
 
 
 def test_add_many_float32_sums_does_not_lose_small_ones() -> None:
-    figures = Figures()
+    figures = Metrics()
     figures.add("x", torch.tensor(2.0**24), kind="sum")
     for _ in range(8):
         figures.add("x", torch.tensor(1.0), kind="sum")
@@ -181,7 +181,7 @@ def test_add_many_float32_sums_does_not_lose_small_ones() -> None:
 
 
 def test_add_nan_in_an_extreme_is_kept() -> None:
-    figures = Figures()
+    figures = Metrics()
     for value in (1.0, math.nan, 2.0):
         figures.add("x", value, kind="max")
 
@@ -195,15 +195,15 @@ _RECORDS = st.lists(
 
 @given(_RECORDS)
 def test_merge_over_ranks_by_way_of_json_equals_one_process(records: list[tuple[str, int, int, int]]) -> None:
-    whole, ranks = Figures(), [Figures() for _ in range(3)]
+    whole, ranks = Metrics(), [Metrics() for _ in range(3)]
     for name, value, weight, rank in records:
         for figures in (whole, ranks[rank]):
             for kind in ("mean", "max", "min", "sum"):
                 figures.add(f"{name}/{kind}", value, weight, kind)
 
-    merged = Figures()
+    merged = Metrics()
     for rank in ranks:
-        merged.merge(Figures.from_json(json.loads(json.dumps(rank.to_json()))))
+        merged.merge(Metrics.from_json(json.loads(json.dumps(rank.to_json()))))
 
     assert merged.results() == whole.results()
 

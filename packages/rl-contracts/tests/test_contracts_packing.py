@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.batch.packing import balance, cut, pack_first_fit
+from rl_contracts.batch.packing import balance, even_ranges, pack_first_fit
 from rl_contracts.errors import DataError
 
 sizes = st.lists(st.integers(1, 20), max_size=30)
@@ -80,7 +80,7 @@ def test_balance_is_within_four_thirds_of_the_best_split(weights: list[int], sha
 
 @given(st.integers(0, 100), st.integers(1, 12))
 def test_cut_covers_everything_in_order_with_sizes_that_differ_by_one_at_most(total: int, parts: int) -> None:
-    ranges = cut(total, parts)
+    ranges = even_ranges(total, parts)
 
     assert [i for part in ranges for i in part] == list(range(total))
     assert len(ranges) == parts

@@ -19,7 +19,7 @@ import json, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from rl_contracts.errors import DataError, EngineError, users_fault
+from rl_contracts.errors import DataError, EngineError, is_user_error
 from rl_contracts.batch.parallel import ParallelContext
 
 rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -56,16 +56,16 @@ for name, failing in (("one", [1]), ("both", [0, 1])):
     try:
         context.agree(own, "saving")
     except EngineError as error:
-        found[name] = [str(error), error.__cause__ is own, users_fault(error)]
+        found[name] = [str(error), error.__cause__ is own, is_user_error(error)]
 try:
-    with context.agreeing("opening"):
+    with context.agree_on_errors("opening"):
         if rank == 1:
             raise OSError("no such file")
 except EngineError as error:
-    found["agreeing"] = [str(error), repr(error.__cause__), users_fault(error)]
+    found["agreeing"] = [str(error), repr(error.__cause__), is_user_error(error)]
 context.barrier()
 found["main"] = context.is_main
-context.leave()
+context.release_groups()
 try:
     context.gather_json(1)
 except EngineError as error:
@@ -159,7 +159,7 @@ def test_one_rank_needs_no_process_group() -> None:
     context, tensors = ParallelContext(), {"x": torch.ones(2)}
 
     assert context.is_main
-    assert context.is_dp_head
+    assert context.is_dp_leader
     assert context.gather_tensors(tensors) == [tensors]
     assert context.broadcast_json({"a": 1}) == {"a": 1}
     assert context.gather_json(3) == [3]
@@ -169,5 +169,5 @@ def test_one_rank_needs_no_process_group() -> None:
     context.agree(None, "nothing")
     with pytest.raises(EngineError, match="mine"):
         context.agree(EngineError("mine"), "saving")
-    with pytest.raises(OSError, match="no such file"), context.agreeing("opening"):
+    with pytest.raises(OSError, match="no such file"), context.agree_on_errors("opening"):
         raise OSError("no such file")

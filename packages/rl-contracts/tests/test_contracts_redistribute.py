@@ -196,7 +196,7 @@ def test_redistribute_64_ranks_each_moves_and_holds_no_more_than_8_ranks_do(
     counted("all_reduce", lambda tensor, **_: tensor.nbytes)
 
     def work(parallel: ParallelContext) -> tuple[int, int]:
-        batch = make(parallel.rank, 4 * replica) if parallel.is_dp_head else empty()
+        batch = make(parallel.rank, 4 * replica) if parallel.is_dp_leader else empty()
         moved.bytes = 0
         with Held() as held:
             redistribute(batch, parallel, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_contracts import registry
-from rl_contracts.config import field_docs
+from rl_contracts.config import field_docstrings
 from rl_contracts.errors import ConfigError, RLError
 
 GROUP = "rl.rewards"
@@ -68,7 +68,7 @@ def test_load_unknown_name_lists_installed_suggests_and_names_the_package() -> N
 
 def test_load_an_engine_of_ours_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "available", lambda group: {"fsdp": "rl_engines_fsdp.engine:FSDPEngine"})
-    assert "Install rl-engines-megatron, or give" in registry.unknown("megatron", "rl.train_engines")
+    assert "Install rl-engines-megatron, or give" in registry.unknown_name_error("megatron", "rl.train_engines")
 
 
 def test_load_unknown_name_without_a_near_one_makes_a_sentence() -> None:
@@ -139,7 +139,7 @@ def test_load_of_a_file_needs_no_package_and_finds_what_lies_beside_it(tmp_path:
 
     assert registry.load("rl.rewards", "parts/math.py:Part.one") == 1
     assert registry.load("rl.rewards", "./parts/math.py:Part") is registry.load("rl.rewards", "parts/math.py:Part")
-    assert field_docs(registry.settings("rl.rewards", "parts/math.py:Part")) == {"one": "A number."}
+    assert field_docstrings(registry.settings("rl.rewards", "parts/math.py:Part")) == {"one": "A number."}
     with pytest.raises(ConfigError, match=r"expected FILE.py:NAME, found 'parts/math.py'"):
         registry.load("rl.rewards", "parts/math.py")
     with pytest.raises(ConfigError, match=r"gone.py:f' cannot be imported: FileNotFoundError"):

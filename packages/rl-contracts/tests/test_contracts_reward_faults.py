@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 REWARDS = """
 import builtins, os, signal, subprocess, sys, tempfile, threading, time
 from rl_contracts.runtime.metrics import record
-from rl_contracts.reward import PartedReward
+from rl_contracts.reward import CompositeReward
 
 def pipes():
     return [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and "pipe" in target(fd)]
@@ -95,7 +95,7 @@ def records(prompt, completions, prompt_ids, completion_ids, **data):
     return 1.0
 
 def parted(prompt, completions, prompt_ids, completion_ids, *, parts, **data):
-    return PartedReward(**parts)
+    return CompositeReward(**parts)
 
 def number(prompt, completions, prompt_ids, completion_ids, *, value, **data):
     return value

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.reward import parts_of, time_limit
+from rl_contracts.reward import components_of, time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.runtime.metrics import collect
 from rl_contracts.testing.waiting import wait_until
 
 REWARDS = """
 import asyncio, ctypes, logging, os, subprocess, sys, time
-from rl_contracts.reward import PartedReward, time_limit
+from rl_contracts.reward import CompositeReward, time_limit
 
 def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
     return 1.0 if completions == answer else 0.0
@@ -33,7 +33,7 @@ def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
 LIMIT = time_limit()
 
 def parted(prompt, completions, prompt_ids, completion_ids, **data):
-    return PartedReward(right=1.0, form=0.5)
+    return CompositeReward(right=1.0, form=0.5)
 
 def limited(prompt, completions, prompt_ids, completion_ids, **data):
     return 0.0 if time_limit() != LIMIT else LIMIT
@@ -160,8 +160,8 @@ async def test_call_parted_reward_keeps_its_parts() -> None:
     async with AsyncRewardWrapper("worker_rewards:parted") as wrapper:
         found = await score(wrapper, "5", answer="4")
 
-    assert (found, parts_of(found)) == (1.5, {"right": 1.0, "form": 0.5})
-    assert parts_of(0.5 * found) == parts_of(found * 0.5) == {"right": 0.5, "form": 0.25}
+    assert (found, components_of(found)) == (1.5, {"right": 1.0, "form": 0.5})
+    assert components_of(0.5 * found) == components_of(found * 0.5) == {"right": 0.5, "form": 0.25}
 
 
 async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:

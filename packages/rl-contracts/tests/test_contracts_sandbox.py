@@ -598,9 +598,9 @@ except sandbox.ConfigError as error:
         ([317], "", "expected seccomp filters (found: Function not implemented)"),
         ([444], "", "expected Landlock"),
         # and where it is found out only in the sandbox's process
-        ([444], "confine.lacking = lambda: []", "ran nothing in it"),
+        ([444], "confine.missing_kernel_features = lambda: []", "ran nothing in it"),
         ([446], "", "landlock_restrict_self"),
-        ([317], "confine.lacking = lambda: []", "seccomp: Function not implemented"),
+        ([317], "confine.missing_kernel_features = lambda: []", "seccomp: Function not implemented"),
         ([126], "", "capset"),
     ],
 )

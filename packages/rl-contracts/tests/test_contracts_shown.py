@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.chat.template_check import require_shown
+from rl_contracts.chat.template_check import require_rendered
 from rl_contracts.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -34,7 +34,7 @@ def text(*messages: dict[str, Any], escape: bool = False, python: bool = False) 
 
 @pytest.mark.parametrize("form", [{}, {"escape": True}, {"python": True}])
 def test_require_shown_conversation_that_is_shown_whole_passes(form: dict[str, bool]) -> None:
-    require_shown(TALK, TOOLS, text(*TALK, **form))
+    require_rendered(TALK, TOOLS, text(*TALK, **form))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_require_shown_conversation_that_is_shown_whole_passes(form: dict[str, b
     ],
 )
 def test_require_shown_moved_system_text_and_old_reasoning_pass(messages: Any, shown: str) -> None:
-    require_shown(messages, None, shown)
+    require_rendered(messages, None, shown)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_require_shown_moved_system_text_and_old_reasoning_pass(messages: Any, s
 )
 def test_require_shown_missing_part_of_a_message_is_rejected(messages: Any, shown: str) -> None:
     with pytest.raises(DataError, match="message"):
-        require_shown(messages, None, shown)
+        require_rendered(messages, None, shown)
 
 
 def test_require_shown_missing_tool_is_rejected() -> None:
     with pytest.raises(DataError, match="'stock'"):
-        require_shown(TALK, [{"type": "function", "function": {"name": "stock"}}], text(*TALK))
+        require_rendered(TALK, [{"type": "function", "function": {"name": "stock"}}], text(*TALK))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rl_contracts.batch.trajectory import (
-    ROW_KEYS,
+    SEQUENCE_KEYS,
     TOKEN_KEYS,
     Trajectory,
     concatenate,
@@ -100,7 +100,7 @@ def test_stack_holds_every_row_right_padded(rows: list[Trajectory]) -> None:
 
 def test_stack_and_empty_have_exactly_the_declared_keys_and_dtypes() -> None:
     for batch in (stack([]), empty(3), make_batch(2).exclude("advantages")):
-        declared = {**TOKEN_KEYS, **ROW_KEYS}
+        declared = {**TOKEN_KEYS, **SEQUENCE_KEYS}
         assert set(batch.keys()) == set(declared)
         assert {k: str(batch[k].dtype) for k in declared} == {k: f"torch.{d}" for k, d in declared.items()}
         validate(batch)
@@ -149,7 +149,7 @@ def test_select_no_rows_keeps_every_key() -> None:
 
 def test_stack_rewards_with_different_parts_are_a_data_error() -> None:
     rows = [Trajectory(np.arange(2), np.ones(2, bool), np.zeros(2), np.zeros(2)) for _ in range(2)]
-    rows[0].reward_parts, rows[1].reward_parts = {"right": 1.0}, {"right": 1.0, "form": 0.0}
+    rows[0].reward_components, rows[1].reward_components = {"right": 1.0}, {"right": 1.0, "form": 0.0}
 
     with pytest.raises(DataError, match="form"):
         stack(rows)
@@ -179,20 +179,20 @@ def test_pack_and_unpack_give_every_entry_back(batch: TensorDict) -> None:
 
     sizes = lengths(batch)
     assert packed.num_tokens == int(sizes.sum())
-    assert packed.num_rows == len(batch)
+    assert packed.num_sequences == len(batch)
     assert packed.max_seqlen == int(sizes.max())
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.cu_seqlens.diff().tolist() == sizes.tolist()
     assert packed.position_ids.tolist() == [t for size in sizes.tolist() for t in range(size)]
-    assert packed.row_of_token.tolist() == [row for row, size in enumerate(sizes.tolist()) for _ in range(size)]
+    assert packed.sequence_of_token.tolist() == [row for row, size in enumerate(sizes.tolist()) for _ in range(size)]
     mask = batch["attention_mask"]
     for name in packed.tokens:
         assert torch.equal(unpack(packed[name], batch), torch.where(mask, batch[name], 0))
     assert "attention_mask" not in packed
-    for name in ROW_KEYS:
+    for name in SEQUENCE_KEYS:
         assert torch.equal(packed[name], batch[name])
         assert torch.equal(unpack(packed.per_token(name), batch)[:, 0], batch[name])
-    sums = packed.row_sums(packed["logprobs"].double())
+    sums = packed.sequence_sums(packed["logprobs"].double())
     torch.testing.assert_close(sums, batch["logprobs"].double().sum(1))
 
 
@@ -209,7 +209,7 @@ def test_pack_is_the_same_whatever_the_padding(batch: TensorDict, more: int) -> 
 def test_pack_no_rows_has_no_tokens() -> None:
     packed = pack(empty(4))
 
-    assert (packed.num_tokens, packed.num_rows, packed.max_seqlen) == (0, 0, 0)
+    assert (packed.num_tokens, packed.num_sequences, packed.max_seqlen) == (0, 0, 0)
     assert packed.cu_seqlens.tolist() == [0]
 
 
@@ -217,10 +217,10 @@ def test_packed_row_sums_carry_gradient() -> None:
     packed = pack(make_batch(3))
     values = torch.ones(packed.num_tokens, requires_grad=True)
 
-    (packed.row_sums(values) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    (packed.sequence_sums(values) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
 
     assert values.grad is not None
-    assert torch.equal(values.grad, packed.row_of_token + 1.0)
+    assert torch.equal(values.grad, packed.sequence_of_token + 1.0)
 
 
 def test_packed_unknown_entry_raises_data_error_with_the_known_ones() -> None:
@@ -234,7 +234,7 @@ def test_packed_to_device_keeps_everything() -> None:
     moved = packed.to("cpu")
 
     assert torch.equal(moved["input_ids"], packed["input_ids"])
-    assert (moved.max_seqlen, moved.num_rows) == (packed.max_seqlen, packed.num_rows)
+    assert (moved.max_seqlen, moved.num_sequences) == (packed.max_seqlen, packed.num_sequences)
 
 
 # ---- planted faults

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_contracts.batch.packing import expand, units_of
+from rl_contracts.batch.packing import expand, unit_indices
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import MINIBATCH_KEY, shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, lengths, pack, select, units, validate
@@ -21,7 +21,7 @@ labels = st.lists(st.integers(0, 9), min_size=1, max_size=30)
 
 @given(labels)
 def test_units_of_hold_every_row_once_with_its_label(found: list[int]) -> None:
-    result = units_of(found)
+    result = unit_indices(found)
 
     assert sorted(row for unit in result for row in unit) == list(range(len(found)))
     assert all(len({found[row] for row in unit}) == 1 for unit in result)

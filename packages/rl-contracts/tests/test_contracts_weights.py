@@ -488,7 +488,7 @@ def test_checksum_knows_whether_any_bits_are_finite(halves: list[int], dtype: to
     largest = torch.finfo(dtype).max
     expected = bool(drawn.isfinite().all())
 
-    assert checksum_module.summed(drawn).finite == expected
+    assert checksum_module.checksum_of(drawn).finite == expected
     assert checksum_module.copy_summed(torch.empty_like(drawn), drawn).finite == expected
     assert checksum_module._device_sum(drawn, checksum_module._words(drawn.clone()), 0).finite == expected
     assert checksum_module.copy_summed(torch.empty_like(drawn), torch.full_like(drawn, -largest)).finite

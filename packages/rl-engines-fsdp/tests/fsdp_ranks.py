@@ -128,7 +128,7 @@ def main(models: Path, out: Path) -> None:
         "read_model on rank 0": lambda: make_engine_failing(models, "read_model", 0, small),
         "read_config on rank 0": lambda: make_engine_failing(models, "read_config", 0, small),
         "read_config on rank 1": lambda: make_engine_failing(models, "read_config", 1, small),
-        "hub_parts on rank 0": lambda: make_engine_failing(models, "hub_parts", 0, small),
+        "hub_slices on rank 0": lambda: make_engine_failing(models, "hub_slices", 0, small),
         "make_optimizer on rank 1": lambda: make_engine_failing(models, "make_optimizer", 1, small),
         "another buffer": lambda: make_engine_with_another_buffer(models),
         "a tensor missing while loading": lambda: load_without_a_tensor(small, models),

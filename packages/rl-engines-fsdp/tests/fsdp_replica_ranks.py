@@ -127,7 +127,7 @@ def weights_out_and_in(models: Path, expected: Path, out: Path, layout: Parallel
     seen["after loading"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
     engine.load(SaveLoadMeta(str(expected / "state"), kind="state"))
     seen["after loading what one process saved"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
-    rows = [0, 1] if engine.parallel.is_dp_head else [0, 2]
+    rows = [0, 1] if engine.parallel.is_dp_leader else [0, 2]
     seen["other rows"] = error_of(lambda: engine.train_batch(select(whole, rows), loss_fn, loss_weight_fn))
     engine.destroy()
     return seen
@@ -184,7 +184,7 @@ def main(models: Path, expected: Path, out: Path, allocation: str, scenes: str) 
     if "faults" in others:
         seen["faults"] = faults(models, layout)
     rank = keep.parallel.rank
-    seen["replicas"] = [keep.parallel.dp_rank, keep.parallel.dp_size, keep.parallel.is_dp_head]
+    seen["replicas"] = [keep.parallel.dp_rank, keep.parallel.dp_size, keep.parallel.is_dp_leader]
     keep.destroy()
     (out / f"seen-{rank}.json").write_text(json.dumps(seen))
 

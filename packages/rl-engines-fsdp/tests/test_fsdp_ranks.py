@@ -164,7 +164,7 @@ def test_errors_of_one_rank_are_raised_on_both(two_ranks):
         ("read_model on rank 0", "rank 0: ZeroDivisionError"),
         ("read_config on rank 0", "rank 0: ZeroDivisionError"),
         ("read_config on rank 1", "rank 1: ZeroDivisionError"),
-        ("hub_parts on rank 0", "rank 0: ZeroDivisionError"),
+        ("hub_slices on rank 0", "rank 0: ZeroDivisionError"),
         ("make_optimizer on rank 1", "rank 1: ZeroDivisionError"),
         ("another buffer", "'model.another' has shape none there and (2,) here"),
         ("a tensor missing while loading", "rank 0: KeyError: 'model.model.embed_tokens.weight'"),

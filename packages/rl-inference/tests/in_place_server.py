@@ -249,14 +249,14 @@ class TableServer:
 class TableProtocol(EmbeddedProtocol):
     capabilities = Capabilities(
         routes=("disk",),
-        stages_beside=False,
+        staged_load=False,
         checksums=False,
-        stamps_at_end=True,
+        version_stamps_at_end=True,
         any_score_temperature=False,
         seeds_by_position=False,
-        continues=False,
+        resumes_completions=False,
         keeps_cache=False,
-        signs_of_life=False,
+        heartbeats=False,
     )
 
     def generate(self, *arguments: Any, **named: Any) -> Call[GenerationChunk | None]:
@@ -286,7 +286,7 @@ def _chunk(line: bytes) -> GenerationChunk | None:
 class BesideProtocol(TableProtocol):
     """Servers that load beside what they serve, and yet give no checksums."""
 
-    capabilities = replace(TableProtocol.capabilities, stages_beside=True, sleeps=True)
+    capabilities = replace(TableProtocol.capabilities, staged_load=True, sleeps=True)
 
     def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
         yield Call("/stage", ignored, {"parts": [part.location for part in meta.parts]})

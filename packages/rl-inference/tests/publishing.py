@@ -98,7 +98,7 @@ async def client[T: EmbeddedEngine](
     engine = kind(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
     engine.initialize([server.address for server in servers])
     if names is not None:
-        assert engine.follow(names)
+        assert engine.follow_discovery(names)
     try:
         yield engine
     finally:

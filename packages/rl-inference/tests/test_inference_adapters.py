@@ -16,7 +16,7 @@ from rl_contracts.data import AdapterSpec, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import checksum, verify_receipt, write_committed
-from rl_contracts.weights.adapters import BaseWeights, begins_with, merged
+from rl_contracts.weights.adapters import BaseWeights, merged, prefix_checksum
 from rl_inference.embedded_server.requests import Stage
 from rl_inference.embedded_server.weights import ServedWeights, restore
 
@@ -71,7 +71,7 @@ def update(directory: Path, base: Path, version: int, dtype: str = "float32", **
     sent = {**matrices(version), "norm.weight": torch.full((6,), float(version), dtype=getattr(torch, dtype)), **more}
     meta, receipt = put_weights(directory, version, sent.items())
     names = [name for name, _ in Model().named_parameters() if name not in sent]
-    adapter = AdapterSpec({ADAPTED: SCALE}, {name: begins_with(BaseWeights(base)[name]) for name in names}, dtype)
+    adapter = AdapterSpec({ADAPTED: SCALE}, {name: prefix_checksum(BaseWeights(base)[name]) for name in names}, dtype)
     return replace(meta, adapter=adapter), receipt
 
 

@@ -40,7 +40,7 @@ class Limited(EmbeddedProtocol):
 
     def generate(self, *arguments: Any, **named: Any) -> Call[GenerationChunk | None]:
         call = super().generate(*arguments, **named)
-        return replace(call, parse=_at_end(call.parse)) if self.capabilities.stamps_at_end else call
+        return replace(call, parse=_at_end(call.parse)) if self.capabilities.version_stamps_at_end else call
 
     def abort(self, rid: str) -> Exchange[None]:
         yield Call("/abort_request", ignored, {"rid": rid})
@@ -116,8 +116,8 @@ def test_next_call_what_would_change_the_log_probs_is_refused_by_name(setting: d
 
 def test_next_call_penalties_of_servers_that_forget_them_are_refused() -> None:
     with pytest.raises(InferenceError, match=r"expected no penalties.*repetition_penalty=1\.2"):
-        PartialAnswer(asked(repetition_penalty=1.2), "mine").next_call(Limited(continues=False))
-    PartialAnswer(asked(top_k=5), "mine").next_call(Limited(continues=False))
+        PartialAnswer(asked(repetition_penalty=1.2), "mine").next_call(Limited(resumes_completions=False))
+    PartialAnswer(asked(top_k=5), "mine").next_call(Limited(resumes_completions=False))
 
 
 def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() -> None:
@@ -139,7 +139,7 @@ async def test_score_at_another_temperature_than_servers_can_is_refused_before_t
         with pytest.raises(InferenceError, match=r"temperature 1 alone, found 0\.7"):
             await engine.score([1, 2, 3], 0.7)
         with pytest.raises(InferenceError, match="keeps no weights"):
-            await engine.score_before([1, 2, 3])
+            await engine.score_previous_weights([1, 2, 3])
 
 
 # ---- seeds, stamps
@@ -184,9 +184,9 @@ def test_attempt_id_begins_no_other() -> None:
 
 def test_add_stamps_in_the_last_message_replace_the_oldest_possible_version() -> None:
     answer = PartialAnswer(asked(), "mine")
-    answer.next_call(Limited(stamps_at_end=True))
+    answer.next_call(Limited(version_stamps_at_end=True))
     answer.add(GenerationChunk([5, 6], [-1.0, -1.0], [], None), 3)
-    answer.next_call(Limited(stamps_at_end=True))  # lost: what it had made counts as old as it can be
+    answer.next_call(Limited(version_stamps_at_end=True))  # lost: what it had made counts as old as it can be
     answer.add(GenerationChunk([7], [-1.0], [], None), 4)
     answer.add(GenerationChunk([8, 9], [-1.0, -1.0], [], "length", stamps=[4, 5, 5]), 4)
 
@@ -250,7 +250,7 @@ async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
         return web.json_response({})
 
     routes = {"/generate": generate, "/health": healthy, "/abort_request": abort}
-    able = {"continues": False, "stamps_at_end": at_end}
+    able = {"resumes_completions": False, "version_stamps_at_end": at_end}
     async with client(routes, able, model_path) as engine, asyncio.timeout(30):
         answer = await engine.agenerate(asked(max_new_tokens=20, stop=["STOP"]))
 
@@ -264,7 +264,7 @@ async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
 
 
 async def test_agenerate_stop_string_without_a_tokenizer_is_refused() -> None:
-    async with client({"/health": healthy}, {"continues": False}) as engine:
+    async with client({"/health": healthy}, {"resumes_completions": False}) as engine:
         with pytest.raises(InferenceError, match="need a tokenizer, and no model is known"):
             await engine.agenerate(asked(stop=["STOP"]))
 
@@ -288,7 +288,7 @@ async def test_agenerate_silent_server_that_is_well_keeps_its_requests() -> None
         return response
 
     routes = {"/generate": generate, "/health": health}
-    async with client(routes, {"signs_of_life": False}, progress_timeout=1, probe_interval=0) as engine:
+    async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
         async with asyncio.timeout(30):
             answer = await engine.agenerate(asked(max_new_tokens=2))
 
@@ -319,7 +319,7 @@ async def test_agenerate_queued_request_outlives_one_slow_look() -> None:
         return response
 
     routes = {"/generate": generate, "/health": health}
-    able = {"signs_of_life": False}
+    able = {"heartbeats": False}
     async with client(routes, able, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
         answer = await asyncio.wait_for(engine.agenerate(asked(max_new_tokens=2)), 30)
 
@@ -350,7 +350,7 @@ async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
         return response
 
     routes = {"/generate": hung, "/health": healthy, "/stats": stats}
-    async with client(routes, {"signs_of_life": False}, progress_timeout=1, probe_interval=0) as engine:
+    async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
         asking = asyncio.wait_for(engine.agenerate(asked(max_new_tokens=2)), 30)
         if paused:
             assert (await asking).output_ids == [5, 6]
@@ -360,7 +360,7 @@ async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("able", [{}, {"signs_of_life": False}])
+@pytest.mark.parametrize("able", [{}, {"heartbeats": False}])
 async def test_agenerate_silent_server_that_is_not_well_is_given_up(able: dict[str, Any]) -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.Event().wait()

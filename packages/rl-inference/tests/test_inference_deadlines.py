@@ -23,7 +23,7 @@ import pytest
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightReceiver
@@ -163,7 +163,7 @@ def test_stage_that_hangs_is_given_up_and_what_comes_late_changes_nothing(
         with pytest.raises(WeightUpdateError, match=r"version 1: not there within 0\.2 s"):
             weights.stage(meta, 0.2)
     else:
-        in_thread(lambda: weights.stage(meta))
+        run_in_thread(lambda: weights.stage(meta))
         assert began.wait(60)
     monkeypatch.undo()
     monkeypatch.setattr("rl_inference.embedded_server.weights.GIVEN_UP_SECONDS", 0.1)

@@ -18,16 +18,16 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.conformance import inference_engine as suite
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.inference import Canary, CanaryAnswer, Capabilities
+from rl_contracts.inference import Canary, CanaryCompletion, Capabilities
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.processes import free_port
 from rl_contracts.testing.waiting import until
 from rl_contracts.weights import write_committed
-from rl_contracts.weights.committed_record import RECORD
+from rl_contracts.weights.committed_record import RECORD_FILE
 from rl_inference import EmbeddedEngine
 
 PROMPT = [n * n % VOCAB for n in range(300)]
-Judge = Callable[[int, list[CanaryAnswer]], Any]
+Judge = Callable[[int, list[CanaryCompletion]], Any]
 
 
 def table(version: int) -> np.ndarray:
@@ -51,7 +51,7 @@ class Trainer:
         await engine.stage_weights(put(self.directory, version)[0])
         return await engine.commit_weights(version, interrupt, Canary(PROMPT, 16, self.judge))
 
-    async def judge(self, version: int, answers: list[CanaryAnswer]) -> None:
+    async def judge(self, version: int, answers: list[CanaryCompletion]) -> None:
         self.judged.append((version, [answer.server for answer in answers]))
         for answer in answers:
             right = scores_of(PROMPT + answer.output_ids, table(version))
@@ -191,8 +191,8 @@ async def test_commit_beside_without_checksums_is_proved_by_the_canary_too(train
 
 
 def test_capabilities_checksums_of_servers_that_load_in_place_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"capabilities\.checksums: expected False where stages_beside is"):
-        Capabilities(stages_beside=False)
+    with pytest.raises(ConfigError, match=r"capabilities\.checksums: expected False where staged_load is"):
+        Capabilities(staged_load=False)
 
 
 async def test_sleep_interrupts_answers_that_go_on_after_wake_and_nothing_is_asked_between(trainer: Trainer) -> None:
@@ -312,7 +312,7 @@ async def test_lease_is_renewed_while_servers_sleep_and_not_while_the_canary_is_
         await engine.wake()
         assert not server.paused
 
-        async def judge(version: int, answers: list[CanaryAnswer]) -> None:
+        async def judge(version: int, answers: list[CanaryCompletion]) -> None:
             server.log.clear()
             await asyncio.sleep(0.2)
             assert not server.log
@@ -472,7 +472,7 @@ async def test_rejoin_server_that_has_no_checksums_yet_is_brought_up(trainer: Tr
 async def test_catch_up_server_that_does_not_show_the_version_is_out_until_it_does(trainer: Trainer) -> None:
     spec = ServeSpec(weights_dir=str(trainer.directory))
     async with fleet(1, spec=spec, rejoin_timeout=30) as (head, (server,)):
-        await head.catch_up(1)
+        await head.sync_version(1)
         assert head.version == 1
         assert not head.servers
 
@@ -500,7 +500,7 @@ async def test_rejoin_while_another_client_updates_resumes_nobody(trainer: Train
 async def test_rejoin_record_that_cannot_be_read_for_a_moment_keeps_nobody_out(trainer: Trainer) -> None:
     async with fleet(1, spec=ServeSpec(weights_dir=str(trainer.directory)), rejoin_timeout=30) as (head, _):
         write_committed(trainer.directory, *put(trainer.directory, 0))
-        record = trainer.directory / RECORD
+        record = trainer.directory / RECORD_FILE
         whole = record.read_bytes()
         record.write_bytes(whole[:50])
         head._monitor.start()

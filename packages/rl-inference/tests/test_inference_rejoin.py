@@ -267,7 +267,7 @@ async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_on
         done, _ = await asyncio.wait(waiting, timeout=2.0)
         assert not done, "somebody may start them"
 
-        engine.expect_none_back()
+        engine.stop_waiting_for_servers()
 
         for result in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 15):
             assert isinstance(result, (InferenceError, WeightUpdateError))

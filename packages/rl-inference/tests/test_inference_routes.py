@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import MEETING_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.waiting import wait_until
@@ -63,10 +63,10 @@ class Trainer:
     def send(self, version: int, tensors: Any, specs: tuple[ParamSpec, ...]) -> WeightReceipt:
         """Send and stage; the trainer's receipt. Errors are the trainer's own."""
         meta = self.sender.begin(version, specs)
-        if meta.route in MEETING_ROUTES:
+        if meta.route in RENDEZVOUS_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
         mine = WeightReceipt("trainer", version, self.sender.send(iter(tensors)))
-        if meta.route not in MEETING_ROUTES:
+        if meta.route not in RENDEZVOUS_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
         return mine
 
@@ -180,7 +180,7 @@ def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, ne
     for version in (1, 2):
         metas = [sender.begin(version, specs_of(half)) for sender, half in zip(senders, halves, strict=True)]
         meta = WeightUpdateMeta(route, version, tuple(part for each in metas for part in each.parts))
-        staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if route in MEETING_ROUTES else None
+        staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if route in RENDEZVOUS_ROUTES else None
         with ThreadPoolExecutor(2) as pool:
             sent = list(pool.map(lambda pair: pair[0].send(iter(pair[1])), zip(senders, halves, strict=True)))
         staging = staging or trainer.loop.submit(trainer.engine.stage_weights(meta))
@@ -277,7 +277,7 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
     names = {str(number): server.address for number, server in enumerate(servers)}
     engine = trainer.engine
     engine.config.discover_interval = engine.config.probe_interval = 0.1
-    engine.follow(lambda: dict(names))
+    engine.follow_discovery(lambda: dict(names))
     first, second, third = (server.address for server in servers)
     trainer.publish(1, new)
 

@@ -405,7 +405,7 @@ def test_job_on_a_cpu_says_so(tmp_path: Path) -> None:
 def test_program_is_sglang_in_the_interpreter_that_starts_it() -> None:
     program = SGLangEngineConfig(python="/py").program()
 
-    assert (program.python, program.distributions, program.at_least) == ("/py", ("sglang",), "0.5.23")
+    assert (program.python, program.distributions, program.min_version) == ("/py", ("sglang",), "0.5.23")
 
 
 @pytest.mark.parametrize(

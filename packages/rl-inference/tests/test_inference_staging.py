@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import rl_inference
 from rl_contracts.data import AdapterSpec, ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.testing import put_weights
-from rl_contracts.weights import adapters, checksum, open_sender, seated
+from rl_contracts.weights import adapters, checksum, open_sender, with_rank
 from rl_contracts.weights.flat_layout import fill, offsets, views
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
@@ -51,7 +51,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def adapter_of(checkpoint: Path, dtype: str = "float32") -> AdapterSpec:
     base = adapters.BaseWeights(checkpoint)
-    begins = {name: adapters.begins_with(base[name]) for name in ("a.weight", "b.weight", "c.weight")}
+    begins = {name: adapters.prefix_checksum(base[name]) for name in ("a.weight", "b.weight", "c.weight")}
     return AdapterSpec(SCALES, begins, dtype)
 
 
@@ -102,7 +102,7 @@ def test_attempt_makes_weights_of_adapters_that_came_by_broadcast(tmp_path, monk
         for version in (1, 2):
             tensors = matrices(version)
             specs = tuple(ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items())
-            meta = replace(seated(sender.begin(version, specs), 1, 2), adapter=adapter_of(checkpoint))
+            meta = replace(with_rank(sender.begin(version, specs), 1, 2), adapter=adapter_of(checkpoint))
             attempt = attempt_of(meta, checkpoint, tmp_path / "area", state)
             thread = threading.Thread(target=attempt.run)
             thread.start()

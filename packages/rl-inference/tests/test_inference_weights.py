@@ -278,11 +278,11 @@ async def test_score_before_gives_the_log_probs_of_the_version_before_until_the_
     await engine.stage_weights(meta)
     await engine.commit_weights(old + 1)
 
-    assert await engine.score_before(ids) == before
+    assert await engine.score_previous_weights(ids) == before
     expected = reference_logprobs(reference_model(new_model_path), PROMPT, ids[len(PROMPT) :])
     assert (await engine.score(ids))[len(PROMPT) :] == pytest.approx(expected, abs=1e-4)
 
     meta, _ = publish(reference_model(model_path), scratch, old + 2)
     await engine.stage_weights(meta)
     with pytest.raises(InferenceError, match="no earlier weights are held"):
-        await engine.score_before(ids)
+        await engine.score_previous_weights(ids)

@@ -14,7 +14,7 @@ import pytest
 
 from rl_contracts.conformance.scheduler import python, server
 from rl_contracts.runtime.name_service import FileNames
-from rl_contracts.runtime.run_files import read_json, silence
+from rl_contracts.runtime.run_files import read_json, seconds_since_heartbeat
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
@@ -147,16 +147,18 @@ def test_names_of_an_earlier_command_are_gone_before_anything_starts(tmp_path: P
 
 
 def test_launcher_killed_is_told_apart_from_one_that_lives(command: Command) -> None:
-    assert silence(command.names, command.status) < 10 * BEAT
+    assert seconds_since_heartbeat(command.names, command.status) < 10 * BEAT
     command.process.kill()
     command.process.wait(10)
     assert command.status["state"] == "running"  # it could not say anything else
-    wait_until(lambda: silence(command.names, command.status) > 3 * BEAT)
+    wait_until(lambda: seconds_since_heartbeat(command.names, command.status) > 3 * BEAT)
 
 
 def test_launcher_seen_from_another_host_is_judged_by_its_beats_and_not_by_the_clocks(command: Command) -> None:
     def from_elsewhere() -> float:
-        return silence(command.names, command.status | {"host": "elsewhere", "time": time.time() - 1000})
+        return seconds_since_heartbeat(
+            command.names, command.status | {"host": "elsewhere", "time": time.time() - 1000}
+        )
 
     wait_until(lambda: from_elsewhere() == 0.0)
     command.process.kill()
@@ -173,7 +175,7 @@ def test_launcher_that_is_busy_gives_signs_of_life_and_says_for_how_long(
     def be_busy(workers: list[Worker]) -> None:
         if not looks:
             wait_until(lambda: read_json(names, "status")["looked"] > 1.0)
-            looks.append(silence(names, read_json(names, "status")))
+            looks.append(seconds_since_heartbeat(names, read_json(names, "status")))
 
     with RunControl(names, beat=BEAT) as control:
         Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", python("pass"))], on_tick=be_busy)

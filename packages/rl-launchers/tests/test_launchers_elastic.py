@@ -149,7 +149,7 @@ def test_scale_to_many_servers_starts_few_between_two_looks(tmp_path: Path) -> N
 
 def test_scale_role_whose_devices_trainers_use_too_is_refused(tmp_path: Path) -> None:
     asker = Asker(tmp_path, "2")
-    beside = JobSpec("actor", python(WAITS, str(asker.done)), beside="rollout")
+    beside = JobSpec("actor", python(WAITS, str(asker.done)), colocated_with="rollout")
     asker.trainers = lambda servers: [beside]  # type: ignore[method-assign]
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1"])) as scheduler:
         assert asker.run(scheduler, [server("rollout", gpus=1)]) == 0

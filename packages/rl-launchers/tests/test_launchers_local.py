@@ -201,12 +201,14 @@ def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path)
 def test_gpus_role_beside_another_sees_the_same_and_gives_none_back(tmp_path: Path) -> None:
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["2", "3"])) as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
-        ranks = environments(scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True, beside="server"))
+        ranks = environments(
+            scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True, colocated_with="server")
+        )
         scheduler.delete_workers("actor")
         with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 2 are free"):
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
-        with pytest.raises(ConfigError, match=r"beside: expected a role that has started, of \['server'\]"):
-            scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, beside="nobody"))
+        with pytest.raises(ConfigError, match=r"colocated_with: expected a role that has started, of \['server'\]"):
+            scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, colocated_with="nobody"))
 
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks)] == ["2", "3", "2,3", "2,3"]
 

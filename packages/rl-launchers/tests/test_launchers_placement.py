@@ -40,7 +40,7 @@ def test_take_split_server_is_on_one_machine_and_the_arithmetic_is_told() -> Non
 def test_take_beside_another_role_goes_where_that_is() -> None:
     ledger = Ledger(nodes(2, 16, 2))
     servers = ledger.take(role(gpus=2), 2)
-    assert ledger.take(JobSpec("actor", ("true",), count=4, gpus=1, beside="role"), 4, servers) == [
+    assert ledger.take(JobSpec("actor", ("true",), count=4, gpus=1, colocated_with="role"), 4, servers) == [
         "node0",
         "node0",
         "node1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Node, Submission
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, JobSubmission, Node
 from rl_launchers import SlurmSchedulerConfig
 from rl_launchers.cluster.placement import Ledger
 from rl_launchers.slurm import batch_job, commands
@@ -66,7 +66,7 @@ def outside(monkeypatch):
 
 
 def _submission(run_dir, *command):
-    return Submission(command or ("python", "-m", "a program"), Path(run_dir), (), grace=30.0)
+    return JobSubmission(command or ("python", "-m", "a program"), Path(run_dir), (), grace=30.0)
 
 
 def test_offered_partition_usable_nodes_come_those_with_most_gpus_first():

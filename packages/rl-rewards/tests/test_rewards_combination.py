@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.reward import parts_of
+from rl_contracts.reward import components_of
 from rl_rewards import WeightedReward, format_reward_fn, gsm8k_reward_fn
 
 
@@ -25,7 +25,7 @@ def test_weighted_reward_names_the_parts_of_its_sum():
     reward = WeightedReward(parts)("", "It is 72", [], [], answer=72)
 
     names = ["gsm8k", "gsm8k_reward_fn", "FormatReward", "gsm8k#2", "gsm8k#3"]
-    assert parts_of(reward) == dict(zip(names, [1.0, 0.5, 0.0, 2.0, 3.0], strict=True))
+    assert components_of(reward) == dict(zip(names, [1.0, 0.5, 0.0, 2.0, 3.0], strict=True))
 
 
 def test_weighted_reward_takes_names_and_dotted_paths():

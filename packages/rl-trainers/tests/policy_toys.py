@@ -124,7 +124,7 @@ class Rank(Replica):
 
     def __init__(self, rank, size, slots, barrier):
         super().__init__(rank, size, slots, barrier)
-        self.dp_rank, self.dp_size, self.is_dp_head = 0, 1, rank == 0
+        self.dp_rank, self.dp_size, self.is_dp_leader = 0, 1, rank == 0
 
     def gather_json(self, value):
         return self.gather_tensors(value, all_ranks=True)

@@ -67,12 +67,12 @@ def error_of(call) -> dict:
 def main(route: str, out: Path) -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    parallel = ParallelContext(rank, 2, is_dp_head=rank == 0, host_group=dist.group.WORLD)
+    parallel = ParallelContext(rank, 2, is_dp_leader=rank == 0, host_group=dist.group.WORLD)
     engine, server, seen = HalfEngine(parallel), NullInferenceEngine(), {}
     with LoopThread("test") as loop:
         config, directory = PublishConfig(route=route, timeout=20), str(out / "weights")
         # a rank that is no head has no client
-        publisher = WeightPublisher(engine, server if parallel.is_dp_head else None, loop, config, directory)
+        publisher = WeightPublisher(engine, server if parallel.is_dp_leader else None, loop, config, directory)
 
         def publish(version: int) -> None:
             engine.step = version

@@ -51,7 +51,7 @@ def _batch():
     for name in ("values", "ref_logprobs", "prox_logprobs"):
         batch[name] = torch.randn(batch["input_ids"].shape, generator=generator)
     for name in ("form", "right"):
-        batch[f"reward_parts/{name}"] = torch.randn(10, generator=generator)
+        batch[f"reward_components/{name}"] = torch.randn(10, generator=generator)
     batch["loss_mask"][3] = False
     batch["minibatch"] = torch.arange(10) % 2
     return batch
@@ -233,7 +233,7 @@ def test_gdpo_adds_parts_that_are_normalized_separately():
     parts = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], "length": [0.0, 0.0, 9.0, 7.0, 3.0, 3.0, 3.0, 3.0]}
     rows = [_row(episode, sum(values), 2) for episode, values in enumerate(zip(*parts.values(), strict=True))]
     for row, values in zip(rows, zip(*parts.values(), strict=True), strict=True):
-        row.reward_parts = dict(zip(parts, values, strict=True))
+        row.reward_components = dict(zip(parts, values, strict=True))
     batch = stack(rows)
     batch["group_ids"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     advantage = AdvantageConfig("gdpo", options={"weights": {"length": 0.25}})
@@ -253,9 +253,9 @@ def test_gdpo_adds_parts_that_are_normalized_separately():
 def test_gdpo_without_the_parts_that_it_weighs_is_refused(weights):
     batch = stack([_row(episode, 1.0, 2) for episode in range(2)])
     if weights:
-        batch["reward_parts/right"] = torch.ones(2)
+        batch["reward_components/right"] = torch.ones(2)
 
     config = AlgorithmConfig(advantage=AdvantageConfig("gdpo", options={"weights": weights}))
 
-    with pytest.raises(DataError, match="PartedReward"):
+    with pytest.raises(DataError, match="CompositeReward"):
         assign_credit(batch, config, ParallelContext())

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.registry import available, load, load_part, load_parts
+from rl_contracts.registry import available, load, load_component, load_components
 from rl_trainers.algorithms.config import (
     AdvantageConfig,
     AggregationConfig,
@@ -74,7 +74,7 @@ def test_algorithm_parts_that_cannot_work_are_refused(make, message):
 @pytest.mark.parametrize("options", [{"estimator": "k9"}, {"over": "batch"}])
 def test_divergence_mask_of_an_unknown_kind_is_refused_when_it_is_loaded(options):
     with pytest.raises(ConfigError, match=r"algorithm\.mask\.options"):
-        load_part(MaskConfig("divergence", options={"bound": 0.1, **options}))
+        load_component(MaskConfig("divergence", options={"bound": 0.1, **options}))
 
 
 def test_policy_loss_mask_over_the_minibatch_needs_log_probs_from_before_it():
@@ -103,17 +103,17 @@ def test_resolve_proximal_auto_recomputes_with_several_minibatches_or_a_mask_ove
 def test_parts_of_this_package_are_installed_and_load(config, names):
     assert set(names) <= set(available(config.group))
     for name in names:
-        load_part(config(name))
+        load_component(config(name))
 
 
 def test_parts_several_and_none():
-    assert [type(part).__name__ for part in load_parts(MaskConfig("ratio+second_moment"))] == [
+    assert [type(part).__name__ for part in load_components(MaskConfig("ratio+second_moment"))] == [
         "partial",
         "SecondMomentMask",
     ]
-    assert load_parts(MaskConfig("none")) == []
+    assert load_components(MaskConfig("none")) == []
     with pytest.raises(ConfigError, match=r"algorithm.loss.kind: expected one name, found 'clip\+sapo'"):
-        load_part(LossConfig("clip+sapo"))
+        load_component(LossConfig("clip+sapo"))
 
 
 def test_settings_alone_do_not_import_torch():
@@ -134,19 +134,19 @@ def toy(monkeypatch):
 
 
 def test_part_takes_constants_from_its_settings_and_from_options(toy):
-    bound = load_part(LossConfig(toy, clip_high=0.3, options={"sharpness": 2.0, "slope": None}))
+    bound = load_component(LossConfig(toy, clip_high=0.3, options={"sharpness": 2.0, "slope": None}))
     assert bound.keywords == {"clip_high": 0.3, "sharpness": 2.0}
     with pytest.raises(ConfigError, match=r"needs the constants \['sharpness'\]; give them as algorithm.loss.options"):
-        load_part(LossConfig(toy))
+        load_component(LossConfig(toy))
     with pytest.raises(
         ConfigError, match=r"expected constants of .*sharpness.*, found sharpnes\..*options.<name>=null"
     ):
-        load_part(LossConfig(toy, options={"sharpness": 2.0, "sharpnes": 2.0}))
+        load_component(LossConfig(toy, options={"sharpness": 2.0, "sharpnes": 2.0}))
 
 
 def test_part_unknown_name_lists_what_is_installed():
     with pytest.raises(ConfigError, match="did you mean 'clip'"):
-        load_part(LossConfig("clipp"))
+        load_component(LossConfig("clipp"))
 
 
 READ_WITH_EVERY_KIND = {"whiten", "truncated"}

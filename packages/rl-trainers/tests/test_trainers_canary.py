@@ -10,7 +10,7 @@ from policy_toys import on_ranks
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import ConfigError, WeightUpdateError
-from rl_contracts.inference import CanaryAnswer, Capabilities
+from rl_contracts.inference import CanaryCompletion, Capabilities
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
@@ -41,7 +41,7 @@ class Servers:
 
     def __init__(self, engine, count=2, dtype="float32"):
         self.engine, self.served_dtype = engine, dtype
-        self.capabilities = Capabilities(routes=("disk",), stages_beside=False, checksums=False)
+        self.capabilities = Capabilities(routes=("disk",), staged_load=False, checksums=False)
         self.servers = [f"http://server-{i}" for i in range(count)]
         self.models = {server: self._weights() for server in self.servers}
         self.caches = dict(self.models)
@@ -72,9 +72,9 @@ class Servers:
             for _ in range(self.canary.tokens):
                 ids.append(int(self.caches[server](input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
             made, scored = (_logprobs(model, ids) for model in (self.caches[server], self.models[server]))
-        return CanaryAnswer(server, scored[: len(prompt)], ids[len(prompt) :], made[len(prompt) :])
+        return CanaryCompletion(server, scored[: len(prompt)], ids[len(prompt) :], made[len(prompt) :])
 
-    async def catch_up(self, version):
+    async def sync_version(self, version):
         pass
 
 
@@ -259,18 +259,18 @@ def test_fault_scores_of_the_base_weights_are_named_however_small_the_adapter_is
     right = Right(9, [0.0, -1.0, -2.0], {(5,): [-1.0]}, base=[0.0, -1.0001, -2.0001])
     before = Right(8, [0.0, -1.00005, -2.0], {})
 
-    unapplied = right.fault(CanaryAnswer("a", right.base, [5], [-1.0]), before, 0.01)
+    unapplied = right.fault(CanaryCompletion("a", right.base, [5], [-1.0]), before, 0.01)
 
     assert "and they are those of the base weights: the adapter is not applied" in unapplied
-    assert right.fault(CanaryAnswer("a", right.scores, [5], [-1.0]), before, 0.01) is None
+    assert right.fault(CanaryCompletion("a", right.scores, [5], [-1.0]), before, 0.01) is None
     without = Right(0, right.base, {(5,): [-1.0]}, base=right.base)  # an adapter that is zero
-    assert without.fault(CanaryAnswer("a", [0.0, -1.00011, -2.00009], [5], [-1.0]), None, 0.01) is None
+    assert without.fault(CanaryCompletion("a", [0.0, -1.00011, -2.00009], [5], [-1.0]), None, 0.01) is None
 
 
 def test_fault_nan_is_off_and_an_answer_that_shares_nothing_is_too():
     right = Right(1, [0.0, -1.0, -2.0], {(5, 6): [-1.0, -1.0]})
 
-    assert right.fault(CanaryAnswer("s", [0.0, -1.0, -2.0], [5, 6], [-1.0, -1.0]), None, 0.01) is None
-    assert right.fault(CanaryAnswer("s", [0.0, -1.0, float("nan")], [5, 6], [-1.0, -1.0]), None, 0.01) is not None
-    assert right.fault(CanaryAnswer("s", [0.0, -1.0, -2.0], [9, 6], [-1.0, -1.0]), None, 0.01) is not None
-    assert right.fault(CanaryAnswer("s", [0.0, -1.0, -2.0], [5, 9], [-1.0, -3.0]), None, 0.01) is None
+    assert right.fault(CanaryCompletion("s", [0.0, -1.0, -2.0], [5, 6], [-1.0, -1.0]), None, 0.01) is None
+    assert right.fault(CanaryCompletion("s", [0.0, -1.0, float("nan")], [5, 6], [-1.0, -1.0]), None, 0.01) is not None
+    assert right.fault(CanaryCompletion("s", [0.0, -1.0, -2.0], [9, 6], [-1.0, -1.0]), None, 0.01) is not None
+    assert right.fault(CanaryCompletion("s", [0.0, -1.0, -2.0], [5, 9], [-1.0, -3.0]), None, 0.01) is None

@@ -95,7 +95,7 @@ class Fleet:
         logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
         return [0.0, *(logprobs + self.offset + self.noise * torch.randn(len(logprobs))).tolist()]
 
-    async def score_before(self, input_ids, temperature=1.0):
+    async def score_previous_weights(self, input_ids, temperature=1.0):
         raise InferenceError("these servers keep no older weights")
 
     async def live_receipts(self, server=None):
@@ -597,7 +597,7 @@ def _steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"):
     def work(rank):
         fleet = fleets[rank.rank]
         fleet.engine.parallel = rank
-        fleet.failure = InferenceError("evicted") if fail and rank.is_dp_head else None
+        fleet.failure = InferenceError("evicted") if fail and rank.is_dp_leader else None
         fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
         return _steps(_gate(fleet, loop, dtype, rows=3), fleet, count)[-1]
 
@@ -625,7 +625,7 @@ def test_gate_loop_of_the_head_that_died_is_missing_on_every_rank_at_once(model_
         fleet, loop = fleets[rank.rank], loops[rank.rank]
         fleet.engine.parallel, gate = rank, _gate(fleet, loop, rows=3, patience=2)
         gate.config.answer_every = 1
-        if rank.is_dp_head:
+        if rank.is_dp_leader:
             loop.close()
         figures = [_step(gate, fleet)]
         with pytest.raises(WeightUpdateError, match="2 times in a row"):

@@ -14,7 +14,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError, InferenceError, RewardError, StalledError
 from rl_contracts.inference import Capabilities
 from rl_contracts.runtime.aio import LoopThread
-from rl_contracts.runtime.metrics import Figures, record
+from rl_contracts.runtime.metrics import Metrics, record
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
@@ -171,7 +171,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
     source, batches = _Batches(engine, 2), []
     take = source.next_batch
     source.next_batch = lambda: batches.append(take()) or batches[-1]
-    rollouts = Figures()
+    rollouts = Metrics()
     rollouts.add("turns", 7.0)
     books = Books(
         engine,
@@ -179,7 +179,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
         CheckpointConfig(),
         evaluations=[_Recording()],
         evaluate_every=2,
-        counters=rollouts.take,
+        counters=rollouts.drain,
     )
     algorithm = AlgorithmConfig(loss=LossConfig(f"{__name__}:recording_loss"))
     train(source, PolicyActor(engine, algorithm), books, total_steps=2)

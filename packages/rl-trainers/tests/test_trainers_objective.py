@@ -200,7 +200,7 @@ def test_try_loss_lets_all_installed_ones_through():
     kinds = registry.available("rl.policy_losses")
     assert {"clip", "importance", "cispo", "sapo", "reinforce"} <= set(kinds)
     for kind in kinds:
-        try_loss(registry.load_part(LossConfig(kind)))
+        try_loss(registry.load_component(LossConfig(kind)))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.runtime.metrics import collect
-from rl_contracts.runtime.run_files import MANIFEST, last_point, points_of
+from rl_contracts.runtime.run_files import MANIFEST, last_recovery_checkpoint, recovery_checkpoint_steps
 from rl_contracts.testing.processes import fork_script, run_ranks
 from rl_trainers import DataSource, RecoverConfig, RecoverPoints
 from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
@@ -79,13 +79,13 @@ def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
     (tmp_path / "groups.jsonl").write_text('{"step": 3}\n{"step": 3}\n{"step": 4}\n{"step')
     damage(tmp_path / "recover" / "step_4" / name)
 
-    assert last_point(tmp_path / "recover") == 3
+    assert last_recovery_checkpoint(tmp_path / "recover") == 3
     assert resumed_step(tmp_path, RecoverConfig(1)) == 3
     assert resumed(tmp_path) == 3
     assert f"step_4 is damaged, the run goes on after step 3: {name}" in caplog.text
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert (tmp_path / "groups.jsonl").read_text() == '{"step": 3}\n{"step": 3}\n'
-    assert points_of(tmp_path) == [3]
+    assert recovery_checkpoint_steps(tmp_path) == [3]
 
 
 def test_points_a_copy_that_somebody_made_of_one_stays(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_records_are_on_the_disk_before_a_point_is_there(tmp_path: Path, monkeyp
     synced, sync = set[int](), os.fsync
 
     def fsync(descriptor: int) -> None:
-        assert not points_of(tmp_path) or records <= synced
+        assert not recovery_checkpoint_steps(tmp_path) or records <= synced
         synced.add(os.fstat(descriptor).st_ino)
         sync(descriptor)
 
@@ -152,7 +152,7 @@ def test_records_are_on_the_disk_before_a_point_is_there(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.fsync", fsync)
     go(*points_in(tmp_path), 1)
 
-    assert points_of(tmp_path) == [1]
+    assert recovery_checkpoint_steps(tmp_path) == [1]
     assert records <= synced
 
 
@@ -204,7 +204,7 @@ def test_point_holds_what_was_at_its_step_while_steps_go_on(held: tuple[Held, Re
     for _ in range(3):
         engine.steps += 1
         points.after_step(engine.steps)
-    assert points_of(tmp_path) == []
+    assert recovery_checkpoint_steps(tmp_path) == []
     engine.let.set()
     points.finish()
 
@@ -239,9 +239,9 @@ def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoverPoi
     engine.steps = 4
     points.after_step(4)
 
-    assert points_of(tmp_path)[0] == 2
+    assert recovery_checkpoint_steps(tmp_path)[0] == 2
     points.finish()
-    assert points_of(tmp_path) == [2, 4]
+    assert recovery_checkpoint_steps(tmp_path) == [2, 4]
 
 
 def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_on(
@@ -260,7 +260,7 @@ def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_
     points.after_step(6)
     points.finish()
 
-    assert 6 in points_of(tmp_path)
+    assert 6 in recovery_checkpoint_steps(tmp_path)
 
 
 class Failing(Counting):
@@ -290,7 +290,7 @@ def test_writer_that_raises_is_warned_of_counted_and_tried_again_with_the_next_s
     assert "No space left" in caplog.text
     assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step_1"]
     go(engine, points, 1)
-    assert points_of(tmp_path) == [1, 4]
+    assert recovery_checkpoint_steps(tmp_path) == [1, 4]
 
 
 def test_writer_that_raises_more_often_than_allowed_ends_the_run(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_writer_that_raises_more_often_than_allowed_ends_the_run(tmp_path: Path)
         go(engine, points, 9)
 
     assert engine.steps == 7  # where the failure of step 6 is heard
-    assert points_of(tmp_path) == [1, 3]
+    assert recovery_checkpoint_steps(tmp_path) == [1, 3]
 
 
 def test_stop_after_a_point_that_failed_writes_it_again_and_waits(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_wait_for_a_slow_disk_meets_the_other_ranks_meanwhile(monkeypatch: pytes
     engine.let.set()
     waiting.join(30)
 
-    assert points_of(tmp_path) == [1]
+    assert recovery_checkpoint_steps(tmp_path) == [1]
 
 
 def test_file_size_limit_while_a_point_is_written_leaves_the_one_before(tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Pa
 
     go(engine, points, 5)
 
-    assert points_of(tmp_path) == [5]
+    assert recovery_checkpoint_steps(tmp_path) == [5]
 
 
 def test_directory_whose_writer_lists_the_mark_of_another_rank_is_complete(tmp_path: Path) -> None:
@@ -537,14 +537,14 @@ def test_killed_at_any_moment_the_last_point_is_whole_and_of_one_step(tmp_path: 
     for life in range(8):
         process = fork_script(SCRIPT, [str(run_dir), "1000000"], tmp_path / f"log-{life}")
         deadline = time.monotonic() + 60
-        while (last_point(run_dir / "recover") or 0) < reached + 2:
+        while (last_recovery_checkpoint(run_dir / "recover") or 0) < reached + 2:
             assert process.is_alive(), (tmp_path / f"log-{life}").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(draw.random() / 50)
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
-        step = last_point(run_dir / "recover")
+        step = last_recovery_checkpoint(run_dir / "recover")
         assert step is not None
         assert step >= reached + 2
         reached = step
@@ -554,7 +554,7 @@ def test_killed_at_any_moment_the_last_point_is_whole_and_of_one_step(tmp_path: 
 @pytest.mark.slow
 def test_two_processes_write_points_go_on_from_them_and_pass_over_one_that_misses_a_ranks_file(tmp_path: Path) -> None:
     run_ranks(SCRIPT, [str(tmp_path), "5"], 2)
-    assert points_of(tmp_path) == [4, 5]
+    assert recovery_checkpoint_steps(tmp_path) == [4, 5]
     (tmp_path / "recover" / "step_5" / "actor" / "1-7").unlink()
 
     seen = run_ranks(SCRIPT, [str(tmp_path), "7"], 2)

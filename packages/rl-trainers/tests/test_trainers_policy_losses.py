@@ -151,14 +151,14 @@ def test_row_ratio_is_the_geometric_mean_over_trained_tokens_of_gspo_equation_7(
     trained = packed["loss_mask"]
     old = packed["logprobs"].double()
     here = (old + torch.linspace(-0.5, 0.7, len(old), dtype=torch.float64)).requires_grad_()
-    advantages = packed["rewards"].double()[packed.row_of_token] + 0.5
+    advantages = packed["rewards"].double()[packed.sequence_of_token] + 0.5
     terms = policy_terms(here, old, advantages, trained, packed)
     for row in range(3):
-        mine = trained & (packed.row_of_token == row)
+        mine = trained & (packed.sequence_of_token == row)
         expected = (here - old)[mine].mean().exp()
         torch.testing.assert_close(terms.ratio[mine], expected.expand(int(mine.sum())))
     # the gradient of mean-over-the-row of -s_t A is that of GSPO's own -s A: -s A / |y| for each token
-    count = packed.row_sums(trained.double())[packed.row_of_token]
+    count = packed.sequence_sums(trained.double())[packed.sequence_of_token]
     value = (importance_loss(terms)[0] / count)[trained].sum()
     (gradient,) = torch.autograd.grad(value, here)
     expected = torch.where(trained, -terms.ratio.detach() * terms.advantages / count, 0.0)

@@ -92,7 +92,7 @@ def test_ipo_averages_log_ratios_over_the_tokens_of_an_answer(kind: str, expecte
     batch = shard_rows(preference_rows(rows, Letters(), 99), ParallelContext())
     batch["ref_logprobs"] = torch.zeros_like(batch["logprobs"])
     packed = pack(batch)
-    chosen = packed["rewards"][packed.row_of_token] > 0
+    chosen = packed["rewards"][packed.sequence_of_token] > 0
     logprobs = torch.where(chosen & packed["loss_mask"], 5.0, 0.0)
 
     loss, _ = PolicyPreferenceLoss(PreferenceConfig(loss=kind, beta=0.1))(TokenOutputs(logprobs, logprobs), packed)
@@ -174,7 +174,7 @@ def test_config_that_cannot_work_is_refused(settings: dict[str, Any], name: str)
 class Letters:
     """A renderer whose tokens are characters; the model writes assistant turns and their ends."""
 
-    def require_shown(self, messages: Any, tools: Any = None) -> None:
+    def require_rendered(self, messages: Any, tools: Any = None) -> None:
         pass
 
     def render_sft(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:

@@ -22,7 +22,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError, InferenceError, StopRequestedError, WeightUpdateError
 from rl_contracts.models import step_gate
 from rl_contracts.models.step_gate import StepGate
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_trainers import (
@@ -201,7 +201,7 @@ def test_resume_half_written_point_is_not_taken(model: str, batches: list[Path],
         run("sft", model, batches, tmp_path / "cut", 4)
     (tmp_path / "cut" / "recover" / ".step_3.partial").mkdir()  # what a kill in the middle of saving leaves
 
-    assert last_point(tmp_path / "cut" / "recover") == 2
+    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 2
     found = run("sft", model, batches, tmp_path / "cut")
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -304,7 +304,7 @@ def test_stop_that_was_asked_for_ends_the_step_with_a_point(
     with pytest.raises(SystemExit) as stopped:
         run("sft", model, batches, tmp_path / "cut", every=every, stop=lambda: next(asked))
     assert stopped.value.code == 143
-    assert last_point(tmp_path / "cut" / "recover") == 3
+    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 3
 
     found = run("sft", model, batches, tmp_path / "cut", every=every)
 
@@ -368,7 +368,7 @@ def test_step_abandoned_leaves_a_point_of_the_step_before(
         with pytest.raises(SystemExit) as stopped:
             run(kind, model, batches, tmp_path / "cut", every=0)
     assert stopped.value.code == 143
-    assert last_point(tmp_path / "cut" / "recover") == 2
+    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 2
 
     found = run(kind, model, batches, tmp_path / "cut", every=0)
 
@@ -382,7 +382,7 @@ def test_step_abandoned_between_its_optimizer_steps_saves_nothing(
     abandon_at(35, monkeypatch)
     with pytest.raises(SystemExit):
         run("replay", model, batches, tmp_path, every=2, minibatches=2)
-    assert last_point(tmp_path / "recover") == 2
+    assert last_recovery_checkpoint(tmp_path / "recover") == 2
     assert "the abandoned step 3 leaves no recovery checkpoint: it had changed the weights" in caplog.text
 
 
@@ -406,7 +406,7 @@ def test_stop_that_was_asked_for_while_the_servers_ended_leaves_a_point_of_the_s
     with pytest.raises(SystemExit) as stopped:
         run("replay", model, batches, tmp_path / "cut", every=0, stop=asked.is_set, publisher=ServersEnd(asked, 3))
     assert stopped.value.code == 143
-    assert last_point(tmp_path / "cut" / "recover") == 3
+    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 3
 
     found = run("replay", model, batches, tmp_path / "cut", every=0)
 
@@ -438,7 +438,7 @@ def test_stop_that_was_asked_for_during_an_evaluation_leaves_a_point_and_the_rec
     with pytest.raises(SystemExit) as stopped:
         run("replay", model, batches, tmp_path / "cut", every=0, stop=asked.is_set, evaluation=evaluation)
     assert stopped.value.code == 143
-    assert last_point(tmp_path / "cut" / "recover") == step
+    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == step
     assert figures(tmp_path / "cut")[-1]["step"] == step
 
     found = run("replay", model, batches, tmp_path / "cut", every=0, evaluation=evaluation)
@@ -451,14 +451,14 @@ def test_evaluation_that_fails_by_itself_ends_the_run(model: str, batches: list[
     evaluation = ServersEndMeanwhile(Event(), 3)
     with pytest.raises(InferenceError, match="goes on with it"):
         run("replay", model, batches, tmp_path, every=0, stop=Event().is_set, evaluation=evaluation)
-    assert last_point(tmp_path / "recover") is None
+    assert last_recovery_checkpoint(tmp_path / "recover") is None
     assert figures(tmp_path)[-1]["step"] == 3
 
 
 def test_servers_that_end_by_themselves_end_the_run(model: str, batches: list[Path], tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="no live server"):
         run("replay", model, batches, tmp_path, every=0, stop=Event().is_set, publisher=ServersEnd(Event(), 3))
-    assert last_point(tmp_path / "recover") is None
+    assert last_recovery_checkpoint(tmp_path / "recover") is None
 
 
 def test_stop_that_was_asked_for_before_the_first_batch_leaves_no_point(
@@ -470,7 +470,7 @@ def test_stop_that_was_asked_for_before_the_first_batch_leaves_no_point(
     monkeypatch.setattr(StoppingReplay, "next_batch", interrupted)
     with pytest.raises(SystemExit):
         run("replay", model, batches, tmp_path, stop=lambda: True)
-    assert last_point(tmp_path / "recover") is None
+    assert last_recovery_checkpoint(tmp_path / "recover") is None
 
 
 def test_stop_that_was_asked_for_ends_a_run_that_cannot_be_saved(model: str, tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_stop_that_was_asked_for_ends_a_run_that_cannot_be_saved(model: str, tmp
     with pytest.raises(SystemExit):
         points.after_step(1)
 
-    assert last_point(tmp_path / "recover") is None
+    assert last_recovery_checkpoint(tmp_path / "recover") is None
     engine.destroy()
 
 

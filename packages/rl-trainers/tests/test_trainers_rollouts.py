@@ -14,7 +14,7 @@ from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.runtime.json_lines import json_lines
-from rl_contracts.runtime.metrics import Figures
+from rl_contracts.runtime.metrics import Metrics
 from rl_trainers import AnswerEvaluation, EvaluationConfig, RolloutWriter
 from rl_trainers.run_log import rollouts as module
 from rl_trainers.run_log.rollouts import RolloutsConfig
@@ -219,7 +219,7 @@ def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
 
 def test_reward_std_is_the_sample_deviation_whatever_the_split():
     rewards = np.random.default_rng(0).normal(2.0, 3.0, 100)
-    parts = [Figures() for _ in range(3)]
+    parts = [Metrics() for _ in range(3)]
     for number, reward in enumerate(rewards):
         parts[number % 3].add("mean", reward)
         parts[number % 3].add("square", reward**2)

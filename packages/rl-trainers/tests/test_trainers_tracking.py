@@ -47,7 +47,7 @@ class Spy(Tracker):
 
 
 class Rewinding(Spy):
-    rewinds = True
+    can_rewind = True
 
 
 class Lacking(Spy):

@@ -12,7 +12,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
 from rl_contracts.inference import Capabilities
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import Session
@@ -39,7 +39,7 @@ class ScriptedEngine(NullInferenceEngine):
 
     def _write(self, request: ModelRequest) -> list[int]:
         said = self.says(self.tokenizer.decode(request.input_ids))
-        return self.renderer.encode(said if isinstance(said, str) else written(self.name, **said))
+        return self.renderer.encode(said if isinstance(said, str) else format_completion(self.name, **said))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -24,7 +24,7 @@ from rl_contracts.batch.trajectory import from_response, lengths
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
-from rl_contracts.runtime.metrics import Figures, collect, record
+from rl_contracts.runtime.metrics import Metrics, collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
@@ -79,7 +79,7 @@ def heads(rank: int, directory: Path) -> None:
         held_out = rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
     result["eval"] = [row.prompt_id for row in held_out]
     result["eval_figures"] = in_evaluation.over_replicas(parallel).results()
-    figures = Figures()
+    figures = Metrics()
     workflow.batches = 1
     while True:
         try:
@@ -97,7 +97,7 @@ def heads(rank: int, directory: Path) -> None:
         rollout.end_step(0)
         figures.merge(rollout.stats())
     result["figures"] = figures.over_replicas(parallel).results()
-    result["endings"] = rollout.endings()
+    result["endings"] = rollout.outcomes()
     rollout.destroy()
 
     # one head fails while the other waits for answers that never come
@@ -142,7 +142,7 @@ def replica(rank: int, directory: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=90)
     )
-    parallel = ParallelContext(rank, 2, 0, 1, is_dp_head=rank == 0, host_group=dist.group.WORLD)
+    parallel = ParallelContext(rank, 2, 0, 1, is_dp_leader=rank == 0, host_group=dist.group.WORLD)
     _, rollout = make_rollout([{"prompt_id": i} for i in range(6)], batch_size=4, parallel=parallel)
     if rank:
         rollout.head.engine = rollout.head.episodes.engine = NoClient()

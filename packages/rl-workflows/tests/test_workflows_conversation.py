@@ -21,7 +21,7 @@ from rl_contracts.batch.trajectory import Trajectory, stack, validate
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
-from rl_contracts.testing.chat_formats import CHAT_FORMATS, make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import CHAT_FORMATS, format_completion, make_chat_tokenizer
 from rl_workflows.agents.conversation import Conversation, Prompt, Turn, tokens_to
 from rl_workflows.agents.message_parsing import AnswerReader
 
@@ -54,7 +54,7 @@ class Sampler:
     def call(self, messages: Sequence[dict[str, Any]], tools: Any = None, **says: Any) -> tuple[Prompt, Turn]:
         """One call, whose answer says this."""
         prompt = self.conversation.prompt(messages, tools)
-        return prompt, self.answer(prompt, written(self.name, **says), tools)
+        return prompt, self.answer(prompt, format_completion(self.name, **says), tools)
 
     def answer(self, prompt: Prompt, text: str, tools: Any = None) -> Turn:
         ids = self.odd(text)
@@ -68,7 +68,7 @@ class Sampler:
             StopReason.STOP if ended else StopReason.LENGTH,
         )
         self.responses.append(response)
-        message = self.reader.message(prompt.ids, self.renderer.opening, ids, tools)
+        message = self.reader.message(prompt.ids, self.renderer.generation_prompt, ids, tools)
         return self.conversation.add(prompt, response, message, 1.0)
 
     def odd(self, text: str) -> list[int]:
@@ -534,7 +534,7 @@ def test_rows_tell_their_conversation_with_versions_and_rewards(name: str) -> No
 def test_call_that_goes_on_from_what_is_shown_as_sampled_costs_one_rendering(name, monkeypatch):
     sampler = Sampler(name, random.Random(0))
     renderer, texts = sampler.renderer, list[str]()
-    whole, _ = renderer.text, (renderer.opening, renderer.closing, renderer.stop_ids)  # each found once
+    whole, _ = renderer.text, (renderer.generation_prompt, renderer.end_of_turn, renderer.stop_ids)  # each found once
     monkeypatch.setattr(renderer, "text", lambda *args, **options: texts.append(whole(*args, **options)) or texts[-1])
     messages: list[dict[str, Any]] = [{"role": "user", "content": "what?"}]
     _, first = sampler.call(messages, content="the answer")

@@ -131,7 +131,7 @@ def rollout_of(head, heads, rank, ranks, is_head=True):
         iter(()),
         batch_size=12,
         config=RolloutConfig(group_size=1),
-        parallel=ParallelContext(rank, ranks, head, heads, is_dp_head=is_head),
+        parallel=ParallelContext(rank, ranks, head, heads, is_dp_leader=is_head),
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from agent_model import ScriptedEngine, served
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.endpoint import Reported
+from rl_contracts.endpoint import EpisodeReport
 from rl_contracts.errors import AgentError, ConfigError, InferenceError
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_workflows.agents.endpoint.config import EndpointConfig
@@ -155,7 +155,7 @@ async def test_rewards_of_answers_and_of_the_episode_are_kept_and_the_last_said_
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine, EndpointConfig(credit="turn")) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
-        assert session.reported.turns is None
+        assert session.report.turns is None
         ids = [json.loads((await agent.ask(n=2))[1])["id"]]
         for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
             text = (await agent.post(path, {**BODIES[path], "stream": False}))[1]
@@ -172,7 +172,7 @@ async def test_rewards_of_answers_and_of_the_episode_are_kept_and_the_last_said_
             status, text = await agent.post("/v1/rewards", said)
             assert status == 200, text
         await session.close()
-        assert session.reported == Reported(3.0, -0.25, {"tries": 3.0, "depth": 1.0})
+        assert session.report == EpisodeReport(3.0, -0.25, {"tries": 3.0, "depth": 1.0})
         rows = session.trajectories(3.0)
         assert [row.reward for row in rows] == [3.0] * 5
         earned = [float(row.token_rewards.sum()) for row in rows if row.token_rewards is not None]
@@ -198,7 +198,7 @@ async def test_rewards_that_are_none_or_of_nothing_are_refused() -> None:
         ):
             found, text = await agent.post("/v1/rewards", said)
             assert (found, message in sentence(text)) == (status, True), text
-        assert session.reported == Reported()
+        assert session.report == EpisodeReport()
         assert (await agent.post("/v1/rewards", {"reward": 1}, key="rl-other"))[0] == 401
         await session.close()
         assert (await agent.post("/v1/rewards", {"reward": 1}))[0] == 401

@@ -41,7 +41,7 @@ async def test_endpoint_oversized_request_is_rejected_unrendered(name: str, monk
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine, max_length=100) as session, aiohttp.ClientSession() as http:
         used: list[str] = []
-        for method in ("text", "render", "encode", "shows_tools"):
+        for method in ("text", "render", "encode", "renders_tools"):
             monkeypatch.setattr(session.model.renderer, method, lambda *_, method=method, **__: used.append(method))
         for method in ("encode", "apply_chat_template", "__call__"):
             monkeypatch.setattr(session.model.tokenizer, method, lambda *_, method=method, **__: used.append(method))

@@ -10,7 +10,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import DataError, TaskEnvironmentError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_contracts.workflow import Environment
 from rl_workflows import EnvironmentWorkflow, TextGame
 
@@ -41,7 +41,7 @@ def scripted(*answers):
 
     def answer(request):
         asked.append(TOKENIZER.decode(request.input_ids))
-        return TOKENIZER.encode(written("llama3", left.pop(0)), add_special_tokens=False)
+        return TOKENIZER.encode(format_completion("llama3", left.pop(0)), add_special_tokens=False)
 
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     return NullInferenceEngine(config, answer=answer), asked

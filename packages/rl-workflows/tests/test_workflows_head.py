@@ -670,7 +670,7 @@ def test_reward_that_float32_cannot_hold_is_refused_where_its_episode_ends(clock
 
 def test_dynamic_sampling_equal_sums_of_different_parts_are_kept():
     rows = [
-        _row(reward=1.0, reward_parts=parts, episode_id=i)
+        _row(reward=1.0, reward_components=parts, episode_id=i)
         for i, parts in enumerate([{"a": 1, "b": 0}, {"a": 0, "b": 1}])
     ]
 

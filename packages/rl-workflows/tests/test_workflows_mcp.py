@@ -10,7 +10,7 @@ import pytest
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, TaskEnvironmentError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_workflows import ToolWorkflow
 from rl_workflows.agents.mcp import McpServer
 
@@ -49,7 +49,10 @@ def server(tmp_path):
 async def test_mcp_tools_are_shown_called_and_their_errors_told(server):
     tokenizer, asked = make_chat_tokenizer("gemma3"), []
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Oslo", "Atlantis")]
-    said = [written("gemma3", calls=[*calls, {"name": "weather", "arguments": {}}]), written("gemma3", "sunny")]
+    said = [
+        format_completion("gemma3", calls=[*calls, {"name": "weather", "arguments": {}}]),
+        format_completion("gemma3", "sunny"),
+    ]
 
     def answer(request):
         asked.append(tokenizer.decode(request.input_ids))

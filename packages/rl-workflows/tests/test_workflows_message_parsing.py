@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_tiny_tokenizer
-from rl_contracts.testing.chat_formats import TOOL_FORMATS, make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import TOOL_FORMATS, format_completion, make_chat_tokenizer
 from rl_workflows.agents.message_parsing import AnswerReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -64,7 +64,7 @@ def _called(message: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_read_parallel_calls_of_each_family_are_found(name: str) -> None:
-    message = _read(name, written(name, calls=CALLS))
+    message = _read(name, format_completion(name, calls=CALLS))
 
     assert _called(message) == CALLS
     assert message["content"] == ""
@@ -138,7 +138,7 @@ def test_read_any_marks_keeps_all_text_where_there_is_no_call(name: str, parts: 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_read_without_tools_in_the_request_everything_is_text(name: str) -> None:
-    message = _read(name, written(name, calls=CALLS), tools=None)
+    message = _read(name, format_completion(name, calls=CALLS), tools=None)
 
     assert "tool_calls" not in message
     assert "add" in message["content"]
@@ -219,7 +219,9 @@ def test_read_llama3_list_of_calls_is_calls() -> None:
 
 
 def test_read_gpt_oss_reasoning_before_a_call_is_found() -> None:
-    message = _read("gpt_oss", written("gpt_oss", "hm, to=functions.none", CALLS[:1]), opening="<|start|>assistant")
+    message = _read(
+        "gpt_oss", format_completion("gpt_oss", "hm, to=functions.none", CALLS[:1]), opening="<|start|>assistant"
+    )
 
     assert _called(message) == CALLS[:1]
     assert (message["reasoning_content"], message["content"]) == ("hm, to=functions.none", "")
@@ -258,7 +260,7 @@ def test_read_stop_string_ends_the_text_unless_the_model_ended_it() -> None:
 
 def test_read_ids_of_calls_follow_from_prompt_and_answer() -> None:
     reader, renderer = _reader("qwen3"), ChatRenderer(make_chat_tokenizer("qwen3"))
-    ids = renderer.encode(written("qwen3", calls=CALLS))
+    ids = renderer.encode(format_completion("qwen3", calls=CALLS))
 
     first, again, other = (reader.message(prompt, "", ids, TOOLS) for prompt in ([1], [1], [2]))
 

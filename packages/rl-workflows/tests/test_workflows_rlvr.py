@@ -7,7 +7,7 @@ import pytest
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
-from rl_contracts.reward import PartedReward
+from rl_contracts.reward import CompositeReward
 from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.runtime.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
@@ -64,11 +64,11 @@ async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenize
 
 
 async def test_episode_row_keeps_the_parts_of_its_reward(tokenizer, answering):
-    workflow = _workflow(tokenizer, lambda *given, **data: PartedReward(right=1.0, form=0.5))
+    workflow = _workflow(tokenizer, lambda *given, **data: CompositeReward(right=1.0, form=0.5))
 
     [row] = await workflow.arun_episode(answering, ROW)
 
-    assert (row.reward, row.reward_parts) == (1.5, {"right": 1.0, "form": 0.5})
+    assert (row.reward, row.reward_components) == (1.5, {"right": 1.0, "form": 0.5})
 
 
 async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answering):
@@ -108,7 +108,7 @@ async def test_episode_async_reward_is_awaited(tokenizer, answering):
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", float("nan"), float("inf"), [1.0], 1e300, PartedReward(a=1e300, b=-1e300)]
+    "value", [None, "1.0", float("nan"), float("inf"), [1.0], 1e300, CompositeReward(a=1e300, b=-1e300)]
 )
 async def test_episode_reward_that_is_no_finite_number_is_an_error_and_never_zero(tokenizer, answering, value):
     with pytest.raises(RewardError, match="expected a finite number"):

@@ -130,11 +130,11 @@ def test_return_batch_state_has_its_groups_and_no_ending(engine):
     try:
         rollout.next_batch()
         rollout.end_step(0)
-        assert len(rollout.endings()) == 4
+        assert len(rollout.outcomes()) == 4
         taken = rollout.next_batch()
         rollout.return_batch()
         after.load_state_dict(rollout.state_dict())
-        assert after.endings() == []
+        assert after.outcomes() == []
         again = after.next_batch()
         for name in ("prompt_ids", "group_ids", "input_ids", "rewards"):
             torch.testing.assert_close(again[name], taken[name])
@@ -259,8 +259,8 @@ def test_on_answers_gets_every_batch_with_its_step_and_what_is_not_trained_on_wi
     )
     try:
         prompts = _to_the_end(rollout)
-        figures, endings = rollout.stats().results(), rollout.endings()
-        assert rollout.endings() == []
+        figures, endings = rollout.stats().results(), rollout.outcomes()
+        assert rollout.outcomes() == []
     finally:
         rollout.destroy()
     told = {(e["prompt_id"], e["ending"], e["reason"]) for e in endings}

@@ -8,12 +8,12 @@ import pytest
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, LaunchError
-from rl_contracts.reward import PartedReward
+from rl_contracts.reward import CompositeReward
 from rl_contracts.runtime.metrics import collect
 from rl_contracts.sandbox import confine
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
-from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_workflows.agents.tools import FunctionTool, PythonTool
 from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
 
@@ -60,7 +60,9 @@ def scripted(name, *answers):
     def answer(request):
         asked.append(tokenizer.decode(request.input_ids))
         said = left.pop(0)
-        return tokenizer.encode(said if isinstance(said, str) else written(name, **said), add_special_tokens=False)
+        return tokenizer.encode(
+            said if isinstance(said, str) else format_completion(name, **said), add_special_tokens=False
+        )
 
     engine = NullInferenceEngine(
         NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer)), answer=answer
@@ -101,11 +103,11 @@ async def test_multi_turn_wrong_answer_gets_feedback_and_the_last_reward_counts(
 
 async def test_multi_turn_discount_scales_the_parts_of_the_reward():
     engine, tokenizer, _ = scripted("llama3", "it is 4", "it is 5")
-    reward = lambda *given, **data: PartedReward(right=right(*given, answer=data["answer"]), form=0.0)  # noqa: E731
+    reward = lambda *given, **data: CompositeReward(right=right(*given, answer=data["answer"]), form=0.0)  # noqa: E731
 
     [row] = await MultiTurnWorkflow(tokenizer, GENERATION, reward, discount=0.5).arun_episode(engine, dict(ROW))
 
-    assert (row.reward, row.reward_parts) == (0.5, {"right": 0.5, "form": 0.0})
+    assert (row.reward, row.reward_components) == (0.5, {"right": 0.5, "form": 0.0})
 
 
 async def test_multi_turn_tools_of_the_row_are_in_every_prompt():
@@ -196,7 +198,7 @@ async def test_tools_python_program_runs_in_the_sandbox():
 
 
 def test_tools_python_where_nothing_confines_it_is_refused_at_start(monkeypatch):
-    monkeypatch.setattr(confine, "lacking", lambda: ["Landlock"])
+    monkeypatch.setattr(confine, "missing_kernel_features", lambda: ["Landlock"])
 
     with pytest.raises(ConfigError, match="the sandbox cannot confine code here"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=["python"])

@@ -216,7 +216,7 @@ def clusters() -> Finding:
 
 def sandbox() -> Finding:
     """Whether programs of a model can be kept in; runs without any need it not."""
-    lacking = confine.lacking()
+    lacking = confine.missing_kernel_features()
     return Finding("sandbox", f"none here: needs {' and '.join(lacking)}" if lacking else "programs can be confined")
 
 

@@ -57,7 +57,7 @@ from rl_contracts.runtime.json_lines import FOR_A_WHILE
 from rl_contracts.runtime.logging import Repeats
 from rl_contracts.runtime.run_files import tail
 from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_shows
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, JobSubmission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.supervise.interrupts import Interrupted
 from rl_monitor.run_directory import FINISHED, JOB, names_of, reached
@@ -262,7 +262,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     return 0
 
 
-def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> Submission:
+def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> JobSubmission:
     """This command as a job: the same, in the same run directory, which may be named after the time of day."""
     words = [word for word in argv if not word.startswith("run_dir=")]
     command = (
@@ -276,7 +276,7 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
     )
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
     launcher = run.config.launcher
-    return Submission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
+    return JobSubmission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
 
 
 def _clear_weights(run: Run[Any]) -> Path:
@@ -407,14 +407,14 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         count=actor.world_size,
         cpus=devices.cores_each,
         gpus=int(run.device == "cuda"),
-        beside=shared.name if shared else "",
+        colocated_with=shared.name if shared else "",
         spmd=True,
         env=env,
         scratch=memory_of(run),
     )
 
 
-def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job: Submission) -> str:
+def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job: JobSubmission) -> str:
     """Where, what and how much in six lines, then what the checks say, the settings, and the processes. It is YAML: all
     but the settings are comments."""
     assert run.config.launcher.options is not None

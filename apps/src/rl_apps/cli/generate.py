@@ -102,7 +102,7 @@ class Talk:
             if token in self._renderer.stop_ids:
                 break
             answer.append(token)
-            whole = self._renderer.said(answer)
+            whole = self._renderer.decode_completion(answer)
             if not whole.endswith("\ufffd"):  # half a character
                 yield whole[len(shown) :]
                 shown = whole

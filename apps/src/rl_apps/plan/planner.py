@@ -174,7 +174,7 @@ def _defaults(config: GRPOConfig) -> dict[str, Known]:
 def _at_once(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, held: float) -> Known:
     """Answers of one server at the same time: what it is told, or what its memory holds."""
     assert run.layout.rollout is not None
-    told, split = run.config.rollout.server.at_once(), run.layout.rollout.strategy.model_size
+    told, split = run.config.rollout.server.max_concurrent_completions(), run.layout.rollout.strategy.model_size
     limits = [Known(told, "rollout.server")] if told else []
     if memory:
         room = server_memory(run, sizes, memory)["keys and values"] * split

@@ -237,7 +237,7 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
 
     config, lines = run.config, []
     make_policy_loss(config.algorithm, config.actor.minibatches)
-    registry.load_part(config.algorithm.advantage)
+    registry.load_component(config.algorithm.advantage)
     for needed, name, model, spec in (
         (config.algorithm.needs_reference, "reference policy", config.ref, config.reference_spec()),
         (config.algorithm.needs_critic, "critic", config.critic, config.critic_spec()),

@@ -78,7 +78,7 @@ def look_for(program: ServerProgram) -> None:
     """
     where = f"rollout.server.python={program.python}" if program.python else f"the servers' Python, {sys.executable}"
     python, found, problem = _look(program, where)
-    expected = f"{where} (Python {python}): expected {program.wanted}"
+    expected = f"{where} (Python {python}): expected {program.describe_requirements}"
     if not found:
         raise ConfigError(f"{expected}, found no such package. {program.remedy}")
     (name, version), *_ = found.items()

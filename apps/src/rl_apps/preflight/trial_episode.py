@@ -15,7 +15,7 @@ from rl_apps.settings.data import Rows, first_rows, load_rows
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
-from rl_contracts.reward import NOT_FOR_REWARDS
+from rl_contracts.reward import RESERVED_KEYS
 from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithms.config import LossConfig
@@ -113,7 +113,7 @@ async def _wrong_golds(reward: AsyncRewardWrapper, rows: Rows) -> dict[int, str]
     async def score(number: int) -> str:
         row = rows[number]
         answer = str(row.get("answer"))
-        data = {name: value for name, value in row.items() if name not in NOT_FOR_REWARDS}
+        data = {name: value for name, value in row.items() if name not in RESERVED_KEYS}
         try:
             value = await reward(answer, answer, [], [], **data)
         except RewardError as error:
@@ -135,7 +135,7 @@ def rehearse_loss(config: LossConfig) -> None:
     """
     if ":" not in config.kind:
         return
-    loss = registry.load_part(config)
+    loss = registry.load_component(config)
     try:
         rl_trainers.try_loss(loss)
     except ConfigError:
@@ -170,8 +170,8 @@ def _episode(parts: Parts, workflow: RolloutWorkflow, row: dict[str, Any]) -> Ba
 
 
 def _require_parts(rows: Sequence[Trajectory]) -> None:
-    found = sorted({name for row in rows for name in row.reward_parts})
-    expected = "gdpo with rewards that are `rl_contracts.reward.PartedReward`s, or another kind"
+    found = sorted({name for row in rows for name in row.reward_components})
+    expected = "gdpo with rewards that are `rl_contracts.reward.CompositeReward`s, or another kind"
     require(bool(found), "algorithm.advantage.kind", expected, "gdpo with a plain number as reward")
 
 

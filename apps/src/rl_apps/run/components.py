@@ -164,8 +164,8 @@ class Parts(ExitStack):
         settings = settings.shared_by(ranks.dp_size)
         client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
-        self._at_stop.append(client.expect_none_back)
-        if not attached(self.config, self.run.layout) and not client.follow(server_source(self.run)):
+        self._at_stop.append(client.stop_waiting_for_servers)
+        if not attached(self.config, self.run.layout) and not client.follow_discovery(server_source(self.run)):
             log.info("the servers of this run stay those of its start: its client takes in no others")
         self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
         return client

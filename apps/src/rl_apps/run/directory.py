@@ -22,7 +22,7 @@ from rl_apps.settings.model import ModelConfig
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.models.directory import same_model
-from rl_contracts.runtime.run_files import last_point
+from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_monitor.run_directory import FINISHED, NAMES, PLACES, last_records, leaves, read_config
 from rl_trainers.recovery.lookup import resumed_step, took_no_step
 
@@ -211,7 +211,7 @@ def strangers(directory: Path) -> list[str]:
 
 def resumption(directory: Path) -> str:
     """Return a sentence on where a stopped run resumes."""
-    if step := last_point(directory / "recover"):
+    if step := last_recovery_checkpoint(directory / "recover"):
         return f"The same command resumes after step {step}."
     file = directory / "config.yaml"
     if not file.exists() or can_begin_again(directory, leaves(read_config(file))):

@@ -11,7 +11,7 @@ from typing import Any
 from rl_apps.run.app import Run
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_contracts.runtime.run_files import MANIFEST, fault_of, last_point, points_of
+from rl_contracts.runtime.run_files import MANIFEST, find_damage, last_recovery_checkpoint, recovery_checkpoint_steps
 from rl_monitor.run_directory import read_config
 from rl_trainers.run_log.background_writes import remove
 
@@ -29,8 +29,8 @@ def named_point(run: Run[Any]) -> Path | None:
         return None
     require(run.config.recover.resume, "recover.resume", f"true, as resume_from={wanted} needs", False)
     point = _found(wanted, directory)
-    if fault := fault_of(point):
-        there = ", ".join(map(str, points_of(point.parent.parent))) or "none"
+    if fault := find_damage(point):
+        there = ", ".join(map(str, recovery_checkpoint_steps(point.parent.parent))) or "none"
         raise ConfigError(
             f"resume_from={wanted}: {point} is no recovery checkpoint ({fault}); steps in that run: {there}. "
             "Choose one of them, a run directory, or RUN/recover/step_N."
@@ -56,7 +56,7 @@ def take_over(run: Run[Any]) -> None:
         return
     step, directory = step_of(point), run.directory / "recover"
     own = directory / f"step_{step}"
-    for later in (other for other in points_of(run.directory) if other > step):
+    for later in (other for other in recovery_checkpoint_steps(run.directory) if other > step):
         remove(directory / f"step_{later}")
     if point.resolve() != own.resolve():
         remove(own)
@@ -71,7 +71,7 @@ def _found(wanted: str, directory: Path) -> Path:
     if wanted.isdigit():
         return directory / "recover" / f"step_{wanted}"
     path = Path(wanted)
-    newest = last_point(path / "recover")
+    newest = last_recovery_checkpoint(path / "recover")
     return path / "recover" / f"step_{newest}" if newest else path
 
 

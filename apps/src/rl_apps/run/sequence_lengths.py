@@ -120,7 +120,7 @@ class Lengths:
         """Reject a row that the chat template does not show whole."""
         try:
             for messages in texts:
-                self.renderer.require_shown(messages, row.get("tools"), self.form == "rl")
+                self.renderer.require_rendered(messages, row.get("tools"), self.form == "rl")
         except DataError as error:
             raise DataError(f"row {row.get('prompt_id', number)}: {error}") from error
 

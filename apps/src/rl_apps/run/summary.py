@@ -13,7 +13,7 @@ from rl_apps.settings.config import GRPOConfig, RunConfig
 from rl_apps.settings.data import GENERATED, held_out_rows, load_rows
 from rl_apps.settings.model import EMBEDDED
 from rl_contracts.runtime.json_lines import json_lines
-from rl_contracts.runtime.run_files import REPORT, steps_in
+from rl_contracts.runtime.run_files import REPORT_FILE, steps_in
 
 REPOSITORY = Path(__file__).parents[4]
 """Root of the repository, if this file is in one."""
@@ -95,7 +95,7 @@ def files(run_dir: Path) -> list[str]:
     return [
         "",
         f"Run directory: {run_dir} (metrics.jsonl, checkpoints/, logs/, config.yaml)",
-        *([f"Report: {report}"] if (report := run_dir / REPORT).exists() else []),
+        *([f"Report: {report}"] if (report := run_dir / REPORT_FILE).exists() else []),
         f"Model: {checkpoint}" if checkpoint else "Model: no checkpoint was written",
     ]
 

@@ -15,7 +15,7 @@ from rl_apps.run.directory import held_by_trainer
 from rl_apps.settings.compose import compose
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts import registry
-from rl_contracts.errors import users_fault
+from rl_contracts.errors import is_user_error
 from rl_contracts.runtime.logging import configure, get_logger
 from rl_launchers.supervise.heartbeat import beat
 from rl_launchers.supervise.launcher import USERS_FAULT
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         traceback.print_exception(error)
         # once more in a line and last, where whoever reads the end of the log, as the command shows it, finds it
         log.error("%s: %s", type(error).__name__, str(error).partition("\n")[0])
-        return USERS_FAULT if users_fault(error) else 1
+        return USERS_FAULT if is_user_error(error) else 1
     return 0
 
 

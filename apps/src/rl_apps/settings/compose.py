@@ -27,7 +27,7 @@ from rl_apps.settings.model import EMBEDDED, MADE, PRETRAINED
 from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
-from rl_contracts.config import Settings, field_docs
+from rl_contracts.config import Settings, field_docstrings
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError, did_you_mean
 from rl_contracts.inference import ServerConfig
@@ -134,7 +134,7 @@ def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
 
 def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
     """Key, value, what is set below it (None: it is a leaf) and meaning of each field of a config object."""
-    docs, types = field_docs(type(config)), get_type_hints(type(config))
+    docs, types = field_docstrings(type(config)), get_type_hints(type(config))
     for item in fields(config):
         value = section = getattr(config, item.name)
         if not is_dataclass(value):

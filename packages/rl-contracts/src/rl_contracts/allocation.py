@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rl_contracts import registry
-from rl_contracts.allocation_grammar import Reader, Written, pointed_at
+from rl_contracts.allocation_grammar import ParsedComponent, Reader, with_caret
 from rl_contracts.errors import ConfigError
 
 __all__ = ["Allocation", "Component", "ComponentKind", "ParallelStrategy"]
@@ -162,14 +162,14 @@ class Allocation:
         names, at = set[str](), 0
         for group, component in ((g, c) for g in self.groups for c in g):
             if component.name in names:
-                raise pointed_at(
+                raise with_caret(
                     str(self),
                     f"two components are called {component.name!r}; give each its own name, "
                     f"for example {component.backend}[{component.name}2]:{component.strategy}",
                     at,
                 )
             if component.world_size != group[0].world_size:
-                raise pointed_at(
+                raise with_caret(
                     str(self),
                     f"components joined by '|' share their devices, so their world sizes must be equal: "
                     f"{group[0].name} has {group[0].world_size}, {component.name} has "
@@ -241,21 +241,21 @@ class Allocation:
         return "+".join("|".join(str(component) for component in group) for group in self.groups)
 
 
-def _component(written: Written, text: str, kinds: Mapping[str, ComponentKind]) -> Component:
+def _component(written: ParsedComponent, text: str, kinds: Mapping[str, ComponentKind]) -> Component:
     at = written.at
     try:
         kind = kinds.get(written.backend) or _kind_of_path(written.backend)
         at = written.sizes_at
         strategy = ParallelStrategy(**written.sizes)
     except ConfigError as error:
-        raise pointed_at(text, str(error), at) from error
+        raise with_caret(text, str(error), at) from error
     return Component(written.backend, written.name or DEFAULT_NAMES[kind], strategy, kind)
 
 
 def _kind_of_path(backend: str) -> ComponentKind:
     """What a backend does that is no installed name."""
     if ":" not in backend:
-        raise ConfigError(registry.unknown(backend, *GROUPS.values()))
+        raise ConfigError(registry.unknown_name_error(backend, *GROUPS.values()))
     engine = registry.load(" or ".join(GROUPS.values()), backend)
     return ComponentKind.INFERENCE if hasattr(engine, "server_spec") else ComponentKind.TRAIN
 

@@ -15,7 +15,7 @@ _STRATEGY = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ParsedComponent:
     """A component as it is written, and where in the text."""
 
     backend: str
@@ -27,7 +27,7 @@ class Written:
     sizes_at: int
 
 
-def pointed_at(text: str, message: str, at: int) -> ConfigError:
+def with_caret(text: str, message: str, at: int) -> ConfigError:
     """An error that shows the text with a mark under character `at`."""
     return ConfigError(f"allocation: {message}\n  {text}\n  {' ' * at}^")
 
@@ -43,7 +43,7 @@ class Reader:
         self.text = text
         self.at = 0
 
-    def groups(self) -> list[list[Written]]:
+    def groups(self) -> list[list[ParsedComponent]]:
         """The device groups of an allocation, each with its components."""
         groups = [[self.component()]]
         while sign := self.take(r"[+|]"):
@@ -53,18 +53,18 @@ class Reader:
         self.take(r"\Z", "another dimension, '+', '|' or the end")
         return groups
 
-    def component(self) -> Written:
+    def component(self) -> ParsedComponent:
         backend = self.take(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
         at, name = self.at - len(backend), ""
         if backend.partition(":")[0] == "archon":
-            raise pointed_at(self.text, "archon is AReaL's own engine; expected fsdp or megatron", at)
+            raise with_caret(self.text, "archon is AReaL's own engine; expected fsdp or megatron", at)
         if self.take(r"\["):
             name = self.take(_IDENTIFIER, "the name of the component")
             self.take("]", "']'")
         self.take(": *", "':'")
         sizes_at = self.at
         sizes = self.hybrid() if self.take(r"\(") else self.dimensions("dtpce")
-        return Written(backend, name, sizes, at, sizes_at)
+        return ParsedComponent(backend, name, sizes, at, sizes_at)
 
     def hybrid(self) -> dict[str, int]:
         """Attention and experts split apart over the same ranks (the opening bracket is read). Where `ffn` has no p or
@@ -79,14 +79,14 @@ class Reader:
         others = math.prod(size for name, size in experts.items() if name != "data")
         experts = {"tensor": 1, "expert": 1, "data": max(math.prod(attention.values()) // others, 1)} | experts
         if attention["pipeline"] != experts["pipeline"]:
-            raise pointed_at(
+            raise with_caret(
                 self.text,
                 f"attn and ffn need the same p, found {attention['pipeline']} and {experts['pipeline']}",
                 start,
             )
         outer, inner = math.prod(attention.values()), math.prod(experts.values())
         if outer != inner:
-            raise pointed_at(
+            raise with_caret(
                 self.text,
                 f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: "
                 f"found {outer} and {inner}",
@@ -104,10 +104,10 @@ class Reader:
         while not sizes or self.text[self.at : self.at + 1].isalnum():
             letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
             if letter in sizes:
-                raise pointed_at(self.text, f"dimension '{letter}' is given twice", self.at - 1)
+                raise with_caret(self.text, f"dimension '{letter}' is given twice", self.at - 1)
             size = self.match("[0-9]{1,9}", f"the size of dimension '{letter}', a number of at least 1")
             if int(size) == 0:
-                raise pointed_at(
+                raise with_caret(
                     self.text, f"expected a size of at least 1 for dimension '{letter}', found 0", self.at - len(size)
                 )
             sizes[letter] = int(size)
@@ -123,7 +123,7 @@ class Reader:
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
             found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-            raise pointed_at(self.text, f"expected {expected}, found {found}; such as embedded:d1+fsdp:d1", self.at)
+            raise with_caret(self.text, f"expected {expected}, found {found}; such as embedded:d1+fsdp:d1", self.at)
         if word is None:
             return ""
         self.at = word.end()

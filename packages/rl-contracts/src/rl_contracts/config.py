@@ -17,15 +17,15 @@ from rl_contracts.errors import ConfigError
 
 __all__ = [
     "ClientConfig",
+    "ComponentConfig",
     "GenerationConfig",
     "MicroBatchConfig",
     "OptimizerConfig",
-    "PartConfig",
     "Reads",
     "Settings",
     "bounded",
     "choice",
-    "field_docs",
+    "field_docstrings",
     "require",
     "require_choice",
 ]
@@ -42,7 +42,7 @@ def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> Non
     require(value in choices, field_name, "one of " + ", ".join(choices), value)
 
 
-def field_docs(cls: type) -> dict[str, str]:
+def field_docstrings(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, its base classes included, by field name: what `--help` shows."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -130,9 +130,9 @@ class Settings:
 
 
 @dataclass
-class PartConfig(Settings):
-    """Settings of a part that is found by name (`rl_contracts.registry.load_parts`). What it takes as keyword arguments
-    are their fields, by name, and `options`."""
+class ComponentConfig(Settings):
+    """Settings of a part that is found by name (`rl_contracts.registry.load_components`). What it takes as keyword
+    arguments are their fields, by name, and `options`."""
 
     group: ClassVar[str]
     """Entry-point group in which the name is looked up."""

@@ -13,8 +13,8 @@ __all__ = [
     "DEVICES",
     "DTYPES",
     "HEADS",
-    "MEETING_ROUTES",
     "NO_GPU_ROUTES",
+    "RENDEZVOUS_ROUTES",
     "ROUTES",
     "STORED_ROUTES",
     "AdapterSpec",
@@ -117,8 +117,8 @@ class AdapterSpec:
     """Of each adapted weight [out, in] by its name. A [rank, in] and B [out, rank] are among the update's parameters,
     under the names of `matrices`."""
     base: dict[str, str]
-    """Of each parameter that is not sent, by name: `rl_contracts.weights.adapters.begins_with` of what the trainer has.
-    A server that was started with other weights refuses the update."""
+    """Of each parameter that is not sent, by name: `rl_contracts.weights.adapters.prefix_checksum` of what the trainer
+    has. A server that was started with other weights refuses the update."""
     dtype: str
     """Name of the torch dtype in which the adapted weights are served: computed in float32, they are rounded once."""
 
@@ -131,9 +131,9 @@ class AdapterSpec:
 
 STORED_ROUTES = ("shm", "disk")
 """Routes of weights on which a version lies somewhere for whoever comes to read it."""
-MEETING_ROUTES = ("broadcast",)
+RENDEZVOUS_ROUTES = ("broadcast",)
 """Routes on which senders and receivers must be there at the same time."""
-NO_GPU_ROUTES = (*STORED_ROUTES, *MEETING_ROUTES)
+NO_GPU_ROUTES = (*STORED_ROUTES, *RENDEZVOUS_ROUTES)
 """Routes that need no GPU."""
 ROUTES = (*NO_GPU_ROUTES, "ipc")
 """Every way for weights to travel."""

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rl_contracts.errors import RLError
     from rl_contracts.inference import InferenceEngine
 
-__all__ = ["Credit", "Reported", "RolloutEndpoint", "RolloutSession", "RowsPer"]
+__all__ = ["Credit", "EpisodeReport", "RolloutEndpoint", "RolloutSession", "SequencesPer"]
 
-type RowsPer = Literal["branch", "call"]
+type SequencesPer = Literal["branch", "call"]
 """What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each
 sampled token trained in one of them; or a `call`, its prompt and its answer."""
 
@@ -24,14 +24,14 @@ type Credit = Literal["episode", "turn"]
 
 
 @dataclass(slots=True)
-class Reported:
+class EpisodeReport:
     """What an agent said of its episode while it ran, besides what it returns."""
 
     reward: float | None = None
     """Outcome of the episode."""
     turns: float | None = None
     """Sum of what single answers earned; None where it was said of none."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """By name; they reach the metrics."""
 
 
@@ -54,12 +54,12 @@ class RolloutSession(ABC):
         """The first error of an engine in one of its calls. An agent that saw it fail cannot be blamed for its end."""
 
     @property
-    def reported(self) -> Reported:
+    def report(self) -> EpisodeReport:
         """What its agent said of it; by default an endpoint is told nothing."""
-        return Reported()
+        return EpisodeReport()
 
     @abstractmethod
-    def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
+    def trajectories(self, reward: float, per: SequencesPer = "branch") -> list[Trajectory]:
         """What was sampled in all calls that were answered, in the order of their answers. Of a closed session alone.
 
         Args:

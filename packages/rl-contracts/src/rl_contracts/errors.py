@@ -32,8 +32,8 @@ __all__ = [
     "causes",
     "defined_at",
     "did_you_mean",
+    "is_user_error",
     "raised_at",
-    "users_fault",
 ]
 
 
@@ -41,7 +41,7 @@ class RLError(Exception):
     """Root of all errors of the rl packages. `boundary` is the name under which a failure is counted."""
 
     boundary = "internal"
-    users = False
+    user_error = False
     """Whether the user's code, data or settings are to blame, so that it would come again."""
 
 
@@ -49,21 +49,21 @@ class ConfigError(RLError):
     """A setting, or a combination of settings, that cannot work. Raised before any process starts."""
 
     boundary = "config"
-    users = True
+    user_error = True
 
 
 class DataError(RLError):
     """A data set, a row or a batch that is not what its reader was promised."""
 
     boundary = "data"
-    users = True
+    user_error = True
 
 
 class ModelError(RLError):
     """A model directory, checkpoint or architecture that cannot be used as asked."""
 
     boundary = "model"
-    users = True
+    user_error = True
 
 
 class EngineError(RLError):
@@ -97,21 +97,21 @@ class RewardError(RLError):
     """A reward could not be computed (crash, deadline, missing gold answer). Never stands for a reward of zero."""
 
     boundary = "reward"
-    users = True
+    user_error = True
 
 
 class TaskEnvironmentError(RLError):
     """An environment of a multi-step task failed in `reset` or `step`."""
 
     boundary = "environment"
-    users = True
+    user_error = True
 
 
 class AgentError(RLError):
     """An agent (user code that drives the episode) raised."""
 
     boundary = "agent"
-    users = True
+    user_error = True
 
 
 class LaunchError(RLError):
@@ -127,7 +127,7 @@ class ServerStartError(LaunchError):
 class StopRequestedError(RLError):
     """The process was asked to stop: while it waited between two steps, or so urgently that a step was abandoned."""
 
-    untouched = False
+    weights_unchanged = False
     """Whether the weights are known to be those of the last finished step."""
 
 
@@ -137,13 +137,13 @@ class StalledError(RLError):
     boundary = "stalled"
 
 
-def users_fault(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether an error, or one that led to it, lies in the user's code, data or settings.
 
     The boundaries that it crossed decide; only an error that crossed none is judged by the code that raised it.
     """
     ours = [each for each in causes(error) if isinstance(each, RLError)]
-    if any(each.users for each in ours):
+    if any(each.user_error for each in ours):
         return True
     return all(each.boundary == RLError.boundary for each in ours) and bool(raised_at(error))
 
@@ -169,8 +169,8 @@ def raised_at(error: BaseException) -> str:
     if isinstance(root, SyntaxError) and root.filename:
         places.append((root.filename, root.filename, root.lineno or 0))
     installed = (sys.prefix, sys.base_prefix, "<")
-    theirs = [f" ({file}:{line})" for module, file, line in places if not module.startswith(installed)]
-    return theirs[-1] if theirs else ""
+    user_frames = [f" ({file}:{line})" for module, file, line in places if not module.startswith(installed)]
+    return user_frames[-1] if user_frames else ""
 
 
 def defined_at(function: object) -> str:

@@ -18,7 +18,7 @@ from rl_contracts.scheduler import JobSpec
 
 __all__ = [
     "Canary",
-    "CanaryAnswer",
+    "CanaryCompletion",
     "Capabilities",
     "InferenceEngine",
     "ServedModel",
@@ -45,23 +45,23 @@ class ServerProgram:
     """Names under which that is installed; one of them must be."""
     remedy: str
     """What to do where it is not."""
-    at_least: str = ""
+    min_version: str = ""
     """First version that will do, by its numbers, such as `0.32`; empty: any."""
-    below: str = ""
+    below_version: str = ""
     """First version that will not do any more; empty: none."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables that the import needs."""
 
     @property
-    def wanted(self) -> str:
+    def describe_requirements(self) -> str:
         """Which packages of which versions will do, in words."""
-        bounds = [f"{sign}{number}" for sign, number in ((">=", self.at_least), ("<", self.below)) if number]
+        bounds = [f"{sign}{number}" for sign, number in ((">=", self.min_version), ("<", self.below_version)) if number]
         return f"{' or '.join(self.distributions)} {','.join(bounds)}".rstrip()
 
     def accepts(self, version: str) -> bool:
         """Whether a version will do."""
-        late = self.below and not _numbers(version) < _numbers(self.below)
-        return not late and _numbers(version) >= _numbers(self.at_least)
+        late = self.below_version and not _numbers(version) < _numbers(self.below_version)
+        return not late and _numbers(version) >= _numbers(self.min_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ServedModel:
         """
         name, _, version = self.program.partition(" ")
         if program is not None and name and not (name in program.distributions and program.accepts(version)):
-            raise InferenceError(f"it is {self.program}, and this run is made for {program.wanted}")
+            raise InferenceError(f"it is {self.program}, and this run is made for {program.describe_requirements}")
         if self.model_path and spec.model_path and not same_model(self.model_path, spec.model_path):
             raise InferenceError(f"it serves the model {self.model_path}, and the run is about {spec.model_path}")
         if self.weights_dir == "":
@@ -132,7 +132,7 @@ class ServerConfig(Settings):
             ConfigError: names both settings, and the fix.
         """
 
-    def at_once(self) -> int | None:
+    def max_concurrent_completions(self) -> int | None:
         """Answers that one server generates at the same time at most, for `rl plan`; None: what its memory holds."""
         return None
 
@@ -154,7 +154,7 @@ class Capabilities:
 
     routes: tuple[str, ...] = ROUTES
     """Ways on which weights can come."""
-    stages_beside: bool = True
+    staged_load: bool = True
     """A new version is loaded beside the served one, while answers are generated. Else over it, in the commit."""
     checksums: bool = True
     """Receipts, and `live_receipts`, have a checksum of each parameter. Else receipts are empty, and a `Canary` shows
@@ -162,27 +162,27 @@ class Capabilities:
     live_checksums: bool = True
     """Those of `live_receipts` are of what is computed with. Else of what was loaded last, which a diagnosis is not
     shown: it says nothing of what is served."""
-    stamps: bool = True
+    version_stamps: bool = True
     """Servers say which version made which token. Else tokens count for the oldest version that can have made them."""
-    stamps_at_end: bool = False
+    version_stamps_at_end: bool = False
     """They say it in the last message of an answer: of one whose server is lost the same as without `stamps`."""
     any_score_temperature: bool = True
     """`score` takes every temperature. Else 1 alone."""
-    scores_before: bool = False
-    """`score_before` works."""
+    scores_previous_weights: bool = False
+    """`score_previous_weights` works."""
     truncated_logprobs: bool = False
     """After top-p, top-k, min-p and penalties, log-probs are of what these left: such requests are refused."""
     seeds: bool = True
     """A seed decides the tokens. Else it counts for nothing."""
     seeds_by_position: bool = True
     """A resumed answer draws what it would have drawn uninterrupted. Else each attempt has a seed of its own."""
-    continues: bool = True
+    resumes_completions: bool = True
     """A resumed answer goes on with its stop strings and penalties. Else the client looks for stop strings itself,
     which takes the tokenizer of `ServeSpec.model_path`, and penalties are refused."""
     keeps_cache: bool = True
     """`interrupt="keep"` goes on with the KV cache of the old weights. Else it is computed anew in the server, which no
     answer notices."""
-    signs_of_life: bool = True
+    heartbeats: bool = True
     """Whoever answers shows at least every few seconds that it does. Else silence says nothing, and `/health` is asked.
     """
     lora: bool = False
@@ -193,12 +193,12 @@ class Capabilities:
     """Answers can be kept to a JSON schema (`ModelRequest.schema`)."""
 
     def __post_init__(self) -> None:
-        expected = "False where stages_beside is, because a receipt is compared before anything is served"
-        require(self.stages_beside or not self.checksums, "capabilities.checksums", expected, self.checksums)
+        expected = "False where staged_load is, because a receipt is compared before anything is served"
+        require(self.staged_load or not self.checksums, "capabilities.checksums", expected, self.checksums)
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryAnswer:
+class CanaryCompletion:
     """What one server showed of the weights that it serves now."""
 
     server: str
@@ -220,7 +220,7 @@ class Canary:
     """Several hundred tokens."""
     tokens: int
     """Greedy tokens to generate after them."""
-    judge: Callable[[int, list[CanaryAnswer]], Awaitable[None]]
+    judge: Callable[[int, list[CanaryCompletion]], Awaitable[None]]
     """Called with the version and what servers showed of it: in a commit with all of them; later with one that was
     brought up to the same version. Raises a `WeightUpdateError` that names the server and what differs."""
 
@@ -261,7 +261,7 @@ class InferenceEngine(ABC):
             ConfigError: no address, or one that is not a URL.
         """
 
-    def follow(self, source: ServerSource) -> bool:
+    def follow_discovery(self, source: ServerSource) -> bool:
         """From now on take in servers that `source` names, and let those go that it names no more; called once, after
         `initialize`. A server that comes in holds the committed version, and has shown it, before it is used; one that
         goes is no failure, and its answers go on elsewhere.
@@ -271,7 +271,7 @@ class InferenceEngine(ABC):
         """
         return False
 
-    def expect_none_back(self) -> None:  # noqa: B027 - a client that waits for no server has nothing to do
+    def stop_waiting_for_servers(self) -> None:  # noqa: B027 - a client that waits for no server has nothing to do
         """The run is about to end: nobody starts servers again, so an update of the weights or a score that finds none
         fails at once. Returns at once, on any thread, also from a signal handler."""
 
@@ -325,7 +325,7 @@ class InferenceEngine(ABC):
             InferenceError: refused as invalid, no live server could, or the one that was named is not live or failed.
         """
 
-    async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def score_previous_weights(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """As `score`, at the weights that were served before the last commit. A diagnosis asks for it.
 
         Raises:
@@ -347,7 +347,7 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one on every server, while they go on generating; or, where
-        `capabilities.stages_beside` is false, see that `commit_weights` will be able to load it.
+        `capabilities.staged_load` is false, see that `commit_weights` will be able to load it.
 
         Returns:
             each server's receipt, without checksums where `capabilities.checksums` is false. Nothing is served from the
@@ -412,7 +412,7 @@ class InferenceEngine(ABC):
         Also refreshes `version`, for a client beside the one that published.
         """
 
-    async def catch_up(self, version: int) -> None:
+    async def sync_version(self, version: int) -> None:
         """Hear that another client has committed a version on the servers: from now on `version` is at least that, and
         no server that is behind it is used. Here `stats` finds out."""
         await self.stats()

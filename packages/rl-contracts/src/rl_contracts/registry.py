@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import ConfigError, raised_at
 
 if TYPE_CHECKING:
-    from rl_contracts.config import PartConfig
+    from rl_contracts.config import ComponentConfig
 
-__all__ = ["available", "load", "load_part", "load_parts", "settings"]
+__all__ = ["available", "load", "load_component", "load_components", "settings"]
 
 KNOWN_PACKAGES: dict[str, str] = {
     "rl.train_engines": "rl-engines-fsdp rl-engines-megatron",
@@ -82,7 +82,7 @@ def settings(group: str, name: str) -> type:
     return found
 
 
-def load_parts(config: PartConfig) -> list[Any]:
+def load_components(config: ComponentConfig) -> list[Any]:
     """What the settings of a part name, with its constants; nothing for `none`, several for names joined by `+`.
 
     A part is a function whose constants are keyword-only arguments, or a class that takes them so and whose objects are
@@ -115,7 +115,7 @@ def load_parts(config: PartConfig) -> list[Any]:
     return parts
 
 
-def load_part(config: PartConfig, optional: bool = False) -> Any:
+def load_component(config: ComponentConfig, optional: bool = False) -> Any:
     """The one part that settings name.
 
     Args:
@@ -123,15 +123,15 @@ def load_part(config: PartConfig, optional: bool = False) -> Any:
         optional: whether they may name none; None then.
 
     Raises:
-        ConfigError: they name several, or none where one is needed, or as `load_parts`.
+        ConfigError: they name several, or none where one is needed, or as `load_components`.
     """
-    parts = load_parts(config) or ([None] if optional else [])
+    parts = load_components(config) or ([None] if optional else [])
     if len(parts) != 1:
         raise ConfigError(f"{config.setting}.kind: expected one name, found {config.kind!r}.")
     return parts[0]
 
 
-def unknown(name: str, *groups: str) -> str:
+def unknown_name_error(name: str, *groups: str) -> str:
     """A sentence about a name that is in none of the groups: the nearest one, what is installed, what to install."""
     installed = sorted(known for group in groups for known in available(group))
     close = sorted(
@@ -165,7 +165,7 @@ def _target(group: str, name: str) -> str:
             f"{group}: expected FILE.py:NAME, found {name!r}; say which function or class of it is meant."
         )
     if target is None:
-        raise ConfigError(unknown(name, group))
+        raise ConfigError(unknown_name_error(name, group))
     return target
 
 

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 __all__ = [
-    "LARGEST_REWARD",
-    "NOT_FOR_REWARDS",
-    "PartedReward",
+    "MAX_REWARD",
+    "RESERVED_KEYS",
+    "CompositeReward",
     "RewardFunction",
+    "components_of",
     "is_valid_reward",
-    "parts_of",
     "set_time_limit",
     "takes_final_text",
     "time_limit",
@@ -33,36 +33,36 @@ def set_time_limit(seconds: float) -> None:
     _time_limit = seconds
 
 
-class PartedReward(float):
-    """The sum of named rewards, such as `PartedReward(right=1.0, format=0.5)`: a number that keeps them, for an
+class CompositeReward(float):
+    """The sum of named rewards, such as `CompositeReward(right=1.0, format=0.5)`: a number that keeps them, for an
     advantage that treats them separately (`algorithm.advantage.kind=gdpo`)."""
 
-    parts: dict[str, float]
+    components: dict[str, float]
 
-    def __new__(cls, /, **parts: float) -> PartedReward:
-        reward = super().__new__(cls, sum(parts.values()))
-        reward.parts = {name: float(value) for name, value in parts.items()}
+    def __new__(cls, /, **components: float) -> CompositeReward:
+        reward = super().__new__(cls, sum(components.values()))
+        reward.components = {name: float(value) for name, value in components.items()}
         return reward
 
-    def __mul__(self, factor: float) -> PartedReward:
-        return PartedReward(**{name: value * factor for name, value in self.parts.items()})
+    def __mul__(self, factor: float) -> CompositeReward:
+        return CompositeReward(**{name: value * factor for name, value in self.components.items()})
 
     __rmul__ = __mul__
 
 
-def parts_of(reward: float) -> dict[str, float]:
+def components_of(reward: float) -> dict[str, float]:
     """The named rewards that a reward is the sum of; none of a plain number."""
-    return reward.parts if isinstance(reward, PartedReward) else {}
+    return reward.components if isinstance(reward, CompositeReward) else {}
 
 
-LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
+MAX_REWARD = (2 - 2.0**-23) * 2.0**127
 """Largest number of float32, in which batches hold rewards."""
 
 
 def is_valid_reward(reward: Any) -> bool:
-    """Whether a number, and each of its parts if it is a `PartedReward`, is finite in float32."""
-    values = (reward, *parts_of(reward).values())
-    return all(abs(value) <= LARGEST_REWARD and math.isfinite(value) for value in values)
+    """Whether a number, and each of its parts if it is a `CompositeReward`, is finite in float32."""
+    values = (reward, *components_of(reward).values())
+    return all(abs(value) <= MAX_REWARD and math.isfinite(value) for value in values)
 
 
 class RewardFunction(Protocol):
@@ -80,7 +80,7 @@ class RewardFunction(Protocol):
         completion_ids: list[int],
         **data: Any,
     ) -> float | Awaitable[float]:
-        """Reward of one completion: a number, or a `PartedReward`, with the same names for every completion.
+        """Reward of one completion: a number, or a `CompositeReward`, with the same names for every completion.
 
         Args:
             prompt: text of the prompt.
@@ -104,7 +104,7 @@ def takes_final_text(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD or p.name == "final_text" for p in parameters)
 
 
-NOT_FOR_REWARDS = frozenset(
+RESERVED_KEYS = frozenset(
     ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
 )
 """Keys of a data row that a reward function gets in another form, or not at all."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.batch.trajectory import Trajectory
-    from rl_contracts.runtime.metrics import Figures
+    from rl_contracts.runtime.metrics import Metrics
 
 __all__ = ["RolloutRuntime"]
 
@@ -89,11 +89,11 @@ class RolloutRuntime(ABC):
         """
 
     @abstractmethod
-    def stats(self) -> Figures:
+    def stats(self) -> Metrics:
         """This replica's counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens),
         what workflows and rewards recorded, and, on the first replica, the servers' own."""
 
-    def endings(self) -> list[dict[str, Any]]:
+    def outcomes(self) -> list[dict[str, Any]]:
         """What became of each prompt of this replica since the last call; one that `state_dict` found untold is told
         after the state was loaded. JSON objects of `prompt_id`, `epoch`, `group_id` (null where it was never
         admitted), `ending` (`trained`: it left in a batch; `rejected`, `failed` or `left_over`) and `reason` (null

@@ -16,11 +16,11 @@ from rl_contracts.runtime.machine import url_of
 __all__ = [
     "RUN_KEY_VARIABLE",
     "JobSpec",
+    "JobSubmission",
     "Node",
     "Resources",
     "Scheduler",
     "SchedulerConfig",
-    "Submission",
     "Worker",
     "WorkerStatus",
 ]
@@ -49,7 +49,7 @@ class JobSpec:
     """Cores, and threads of numeric libraries, per process."""
     gpus: int = 0
     """Devices per process."""
-    beside: str = ""
+    colocated_with: str = ""
     """Role that has started, whose devices these processes use too; empty: they have devices of their own. Needs a
     scheduler with `SchedulerConfig.shares_devices`."""
     port: int | None = None
@@ -144,7 +144,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Submission:
+class JobSubmission:
     """A run that is handed to a cluster as a job."""
 
     command: tuple[str, ...]
@@ -164,7 +164,7 @@ class SchedulerConfig(Settings):
     kills_soon: ClassVar[bool] = False
     """Whether the cluster kills the processes of a run soon after it asked them to stop, finished or not."""
     shares_devices: ClassVar[bool] = False
-    """Whether it starts a role beside another, on the same devices (`JobSpec.beside`)."""
+    """Whether it starts a role beside another, on the same devices (`JobSpec.colocated_with`)."""
 
     def resources(self) -> Resources | None:
         """What there is to run on; None where that is not known before a job starts, so that the user must say it."""
@@ -186,7 +186,7 @@ class SchedulerConfig(Settings):
         """Whether a run is to be handed to the cluster as a job, from here; else this process launches it."""
         return False
 
-    def submit(self, submission: Submission) -> int:
+    def submit(self, submission: JobSubmission) -> int:
         """Hand a run to the cluster and follow it to its end, where `submits`. Ctrl-C ends only the following.
 
         Returns:
@@ -198,7 +198,7 @@ class SchedulerConfig(Settings):
         """
         raise NotImplementedError
 
-    def script(self, submission: Submission) -> str:
+    def script(self, submission: JobSubmission) -> str:
         """What `submit` would hand in, as text for people; needs no cluster. Empty where there is nothing to show."""
         return ""
 

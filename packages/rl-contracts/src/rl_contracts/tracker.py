@@ -42,7 +42,7 @@ class Tracker(ABC):
     """Module that must be installed; empty: none."""
     install: ClassVar[str] = ""
     """What to install for it."""
-    rewinds: ClassVar[bool] = False
+    can_rewind: ClassVar[bool] = False
     """Whether `open` takes back what was logged after `TrackedRun.step`. One that cannot is given each step once, as it
     was when it was taken first."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 from rl_engines_fsdp.config import FSDPEngineConfig, LoRAConfig
 
 if TYPE_CHECKING:
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__ = on_demand(__name__, {"FSDPEngine": "engine"})
+    __getattr__ = lazy_getattr(__name__, {"FSDPEngine": "engine"})
 
 __all__ = ["FSDPEngine", "FSDPEngineConfig", "LoRAConfig"]

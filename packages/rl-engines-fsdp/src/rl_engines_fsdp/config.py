@@ -175,7 +175,7 @@ class FSDPEngineConfig(TrainEngineConfig):
         """See that an optimizer is there, and goes with the other settings."""
         name = optimizer.name
         if ":" not in name and name not in registry.available(optimizer.group):
-            raise ConfigError(registry.unknown(name, optimizer.group))
+            raise ConfigError(registry.unknown_name_error(name, optimizer.group))
         for other, with_setting, reason in (
             ("muon", self.offload, "offload=true (its matrices are made whole on the GPU)"),
             ("adamw8bit", self.offload, "offload=true (its kernels run on the GPU)"),

@@ -24,12 +24,12 @@ from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.models import micro_batches
 from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.models.config_files import read_config
-from rl_contracts.models.hub_names import HubPart, hub_parts
+from rl_contracts.models.hub_names import HubSlice, hub_slices
 from rl_contracts.models.process_group import join, pick_device, read_environment
 from rl_contracts.models.sizes import sizes_of
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_contracts.models.usage import UsageMeter, attended_pairs
-from rl_contracts.weights.adapters import begins_with
+from rl_contracts.weights.adapters import prefix_checksum
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
 from rl_engines_fsdp.checkpoint.hugging_face import copy_hugging_face, save_hugging_face
 from rl_engines_fsdp.checkpoint.shards import HostCopies, shards_of, write_shards
@@ -96,7 +96,7 @@ class FSDPEngine(TrainEngine):
         torch.manual_seed(spec.seed)
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
-            with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
+            with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # one host may not have it
                 config = read_config(spec.model_path, spec.head)
                 text = config.get_text_config()  # knows sizes by names that `config.json` may not have
                 check_heads(
@@ -104,9 +104,9 @@ class FSDPEngine(TrainEngine):
                 )
             self._model = self._maker.make(config)
             self._check_memory(1, 1)  # the components that do not depend on a batch
-            with self.parallel.agreeing("preparing to publish and to train"):
+            with self.parallel.agree_on_errors("preparing to publish and to train"):
                 if self.parallel.is_main:  # which alone yields them, and alone knows the directory's own names
-                    self._hub_parts = hub_parts(self._model.model, self._model.hugging_face_parameters())
+                    self._hub_parts = hub_slices(self._model.model, self._model.hugging_face_parameters())
                 if spec.optimizer is not None:
                     self._optimizer = make_optimizer(self._model, spec.optimizer)
         except BaseException:  # the other ranks see at once that this one left
@@ -137,7 +137,7 @@ class FSDPEngine(TrainEngine):
             sizes, self._first = lengths(batch), False
             self._check_memory(max([1, *(int(sizes[rows].sum()) for rows in bins)]), len(bins))
         optimizer.zero_grad(set_to_none=True)
-        sums = StepSums(self.parallel.is_dp_head)
+        sums = StepSums(self.parallel.is_dp_leader)
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
         factor = self._layout.data * self._layout.context / denominator
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
@@ -172,7 +172,7 @@ class FSDPEngine(TrainEngine):
         except (AttributeError, RuntimeError):  # the configuration has no single size for all layers
             return
         spec = replace(self._spec, micro_batch=MicroBatchConfig(tokens))
-        with self.parallel.agreeing("estimating the memory of a step"):
+        with self.parallel.agree_on_errors("estimating the memory of a step"):
             self.config.check_memory(self._layout, spec, sizes, micro_batches, available)
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
@@ -268,7 +268,7 @@ class FSDPEngine(TrainEngine):
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.eval_batch`."""
         bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
-        sums = StepSums(self.parallel.is_dp_head)
+        sums = StepSums(self.parallel.is_dp_leader)
         for _, outputs, packed in self._run(batch, bins):
             sums.add(*loss_fn(outputs, packed))
         result = sums.reduce(self.parallel)
@@ -282,7 +282,7 @@ class FSDPEngine(TrainEngine):
         result = torch.zeros(batch["attention_mask"].shape)
         for rows, outputs, packed in self._run(batch, bins):
             values = output_fn(outputs, packed)
-            row_of_token = torch.tensor(rows)[packed.row_of_token.cpu()]
+            row_of_token = torch.tensor(rows)[packed.sequence_of_token.cpu()]
             result[row_of_token, packed.position_ids.cpu()] = values.cpu().to(result.dtype)
         return result
 
@@ -306,7 +306,7 @@ class FSDPEngine(TrainEngine):
         for name, value in sharding.full_parameters(self._model):
             yield from self._parts_of(name, value)
 
-    def _spec_of(self, part: HubPart) -> ParamSpec:
+    def _spec_of(self, part: HubSlice) -> ParamSpec:
         return ParamSpec(part.name, part.shape, self.config.serve_dtype or self._spec.dtype)
 
     def _parts_of(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -329,7 +329,7 @@ class FSDPEngine(TrainEngine):
             if parameter.requires_grad:
                 continue
             for part, value in self._parts_of(name, sharding.whole(parameter.detach())):
-                base[part] = begins_with(value)
+                base[part] = prefix_checksum(value)
                 if name in pairs and value.shape == parameter.shape and value.is_contiguous():
                     scales[part] = pairs[name].scaling
         if len(scales) == len(pairs):

@@ -84,7 +84,7 @@ class MegatronEngine(TrainEngine):
 
     def _make(self) -> None:
         spec, config = self._spec, self.config
-        with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
+        with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # one host may not have it
             self._hf_config = read_config(spec.model_path, spec.head)
             from rl_engines_megatron.model.checks import cut
 
@@ -114,7 +114,7 @@ class MegatronEngine(TrainEngine):
     def _read(self, path: str, new_head: bool) -> None:
         from rl_engines_megatron.weights.transfer import StoredWeights, load_weights
 
-        with self.parallel.agreeing(f"loading {path}"):
+        with self.parallel.agree_on_errors(f"loading {path}"):
             load_weights(self._parts, StoredWeights(path), new_head)
 
     def destroy(self) -> None:
@@ -288,7 +288,7 @@ class MegatronEngine(TrainEngine):
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             values = output_fn(outputs, packed).cpu().to(result.dtype)
-            result[torch.tensor(next(filled))[packed.row_of_token.cpu()], packed.position_ids.cpu()] = values
+            result[torch.tensor(next(filled))[packed.sequence_of_token.cpu()], packed.position_ids.cpu()] = values
             return values.new_zeros((), device=self._device)
 
         with without_cuda(self._device):

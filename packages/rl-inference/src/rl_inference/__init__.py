@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from rl_inference.backends.embedded.config import EmbeddedEngineConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__ = on_demand(
+    __getattr__ = lazy_getattr(
         __name__,
         {
             "EmbeddedEngine": "backends.embedded.engine",

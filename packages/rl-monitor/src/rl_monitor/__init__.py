@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     __version__: str
 else:
-    __getattr__ = on_demand(__name__, {})
+    __getattr__ = lazy_getattr(__name__, {})

@@ -11,7 +11,7 @@ import yaml
 
 from rl_contracts.config import require
 from rl_contracts.runtime.name_service import FileNames, NameService
-from rl_contracts.runtime.run_files import last_point, tail
+from rl_contracts.runtime.run_files import last_recovery_checkpoint, tail
 
 FINISHED = "finished"
 """File that says that the run of `config.yaml` came to its end."""
@@ -45,7 +45,7 @@ def last_record(directory: Path) -> dict[str, Any]:
 
 def reached(directory: Path) -> tuple[int, int]:
     """The last step that a run took, and the step of its newest recover point; 0 where there is none."""
-    return last_record(directory).get("step", 0), last_point(directory / "recover") or 0
+    return last_record(directory).get("step", 0), last_recovery_checkpoint(directory / "recover") or 0
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.runtime.run_files import REPORT
+from rl_contracts.runtime.run_files import REPORT_FILE
 from rl_monitor.completions import conversation, few, kept_steps
 from rl_monitor.report.curves import Curve, curves_of, read_records
 from rl_monitor.report.page import write_report
@@ -39,7 +39,7 @@ def report(directories: Sequence[Path], file: Path | None) -> int:
     """
     for directory in directories:
         names_there(directory)
-    file = file or (directories[0] / REPORT if len(directories) == 1 else Path(COMPARISON).absolute())
+    file = file or (directories[0] / REPORT_FILE if len(directories) == 1 else Path(COMPARISON).absolute())
     size = write_report(directories, file)
     print(f"{file} ({size / 1e6:.1f} MB)")
     return 0

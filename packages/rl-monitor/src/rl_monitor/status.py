@@ -10,7 +10,7 @@ from typing import Any
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.name_service import NameService
-from rl_contracts.runtime.run_files import OVER, read_json, silence
+from rl_contracts.runtime.run_files import FINAL_STATES, read_json, seconds_since_heartbeat
 from rl_contracts.scheduler import SchedulerConfig
 from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of, reached
 
@@ -35,10 +35,10 @@ def status_of(directory: Path) -> dict[str, Any]:
     said = read_json(names, "status") or {"state": "unknown"}
     record, metrics = last_record(directory), directory / "metrics.jsonl"
     found = {"run": str(directory), "state": said["state"], "error": said.get("error", "")}
-    if (directory / FINISHED).exists() and said["state"] in (*OVER, "unknown"):
+    if (directory / FINISHED).exists() and said["state"] in (*FINAL_STATES, "unknown"):
         found |= {"state": "finished", "error": ""}
-    elif said["state"] not in (*OVER, "unknown"):
-        silent = silence(names, said)
+    elif said["state"] not in (*FINAL_STATES, "unknown"):
+        silent = seconds_since_heartbeat(names, said)
         found |= {"state": "lost"} if silent > 3 * said["beat_seconds"] else {}
         found |= {"launcher": {"host": said["host"], "pid": said["pid"], "silent": round(silent, 1)}}
         found |= {"busy": said["looked"]}
@@ -79,9 +79,9 @@ def while_alive(names: NameService) -> Iterator[None]:
     due, alive = 0.0, True
     while alive:
         said = read_json(names, "status")
-        alive = said is not None and said["state"] not in OVER
+        alive = said is not None and said["state"] not in FINAL_STATES
         if alive and time.monotonic() > due:
-            alive = silence(names, said) <= 3 * said["beat_seconds"]
+            alive = seconds_since_heartbeat(names, said) <= 3 * said["beat_seconds"]
             due = time.monotonic() + ALIVE_EVERY
         yield
         time.sleep(LOOK_EVERY if alive else 0)

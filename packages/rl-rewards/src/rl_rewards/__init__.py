@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 from rl_rewards.combination import WeightedReward
 from rl_rewards.extraction import find_answer
 from rl_rewards.formatting import FormatReward, FormatRewardConfig, format_reward_fn
@@ -14,7 +14,7 @@ from rl_rewards.symbolic import math_reward_fn
 if TYPE_CHECKING:
     __version__: str
 else:
-    __getattr__ = on_demand(__name__, {})
+    __getattr__ = lazy_getattr(__name__, {})
 
 __all__ = [
     "FormatReward",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
-from rl_contracts.reward import PartedReward, takes_final_text
+from rl_contracts.reward import CompositeReward, takes_final_text
 
 
 class WeightedReward:
@@ -33,12 +33,12 @@ class WeightedReward:
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-    ) -> PartedReward:
+    ) -> CompositeReward:
         """Return the weighted sum for one sample; an error of a part is an error of the whole."""
         given = prompt, completions, prompt_ids, completion_ids
         rest = {name: value for name, value in data.items() if name != "final_text"}
         values = (weight * part(*given, **(data if takes_final_text(part) else rest)) for part, weight in self.parts)
-        return PartedReward(**dict(zip(self.names, values, strict=True)))
+        return CompositeReward(**dict(zip(self.names, values, strict=True)))
 
 
 def _name(part: str | Callable[..., Any]) -> str:

@@ -132,7 +132,7 @@ def _train(
                 stats |= _learn(learner, batch)
         except StopRequestedError as stop:
             if recover is not None:
-                recover.abandon(step - 1, source.return_batch if stop.untouched else None)  # which ends the run
+                recover.abandon(step - 1, source.return_batch if stop.weights_unchanged else None)  # which ends the run
             raise
         if publisher is not None and learner.version > before:
             try:
@@ -180,7 +180,7 @@ def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
     try:
         stats = learner.prepare(batch)  # proximal log-probs, advantages
     except StopRequestedError as stop:
-        stop.untouched = True
+        stop.weights_unchanged = True
         raise
     return stats | learner.update(batch)  # minibatches of packed micro-batches
 

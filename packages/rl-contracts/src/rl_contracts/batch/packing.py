@@ -10,7 +10,7 @@ from operator import itemgetter
 from rl_contracts.errors import DataError
 
 
-def units_of(labels: Sequence[int]) -> list[list[int]]:
+def unit_indices(labels: Sequence[int]) -> list[list[int]]:
     """Rows that must stay together: row indices of each label, ascending; labels in the order of their first row."""
     found: dict[int, list[int]] = {}
     for row, label in enumerate(labels):
@@ -27,8 +27,8 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
     """First-fit decreasing bin packing of rows into micro-batches of at most `capacity` tokens.
 
     Data-parallel ranks must run equally many micro-batches: each packs alone, they agree on the largest count, and
-    pack again with it as `at_least`; rows are then spread by splitting the fullest bins, and bins that no row can fill
-    stay empty.
+    pack again with it as `at_least`; rows are then spread by splitting the fullest bins, and bins that no row can
+    fill stay empty.
 
     Args:
         lengths: tokens of each row.
@@ -93,7 +93,7 @@ def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
     return found + [[] for _ in range(parts - len(found))]
 
 
-def cut(total: int, parts: int) -> list[range]:
+def even_ranges(total: int, parts: int) -> list[range]:
     """Cut 0..total into consecutive ranges whose sizes differ by at most one."""
     edges = [total * part // parts for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(edges)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from rl_contracts.errors import EngineError, users_fault
+from rl_contracts.errors import EngineError, is_user_error
 
 __all__ = ["ParallelContext"]
 
@@ -33,7 +33,7 @@ class ParallelContext:
     """Which data-parallel replica this rank belongs to."""
     dp_size: int = 1
     """Data-parallel replicas; each sees other rows."""
-    is_dp_head: bool = True
+    is_dp_leader: bool = True
     """Whether this rank speaks for its replica (its other ranks hold shards of the same rows)."""
     device: str = "cpu"
     """Torch device of the model on this rank."""
@@ -49,7 +49,7 @@ class ParallelContext:
         """Whether this is rank 0: it writes files and talks to servers for all."""
         return self.rank == 0
 
-    def leave(self) -> None:
+    def release_groups(self) -> None:
         """Let go of the groups, so that their threads end; a further collective raises an `EngineError`."""
         gone: Any = _Left()
         self.host_group = self.host_group and gone
@@ -101,9 +101,9 @@ class ParallelContext:
             return [value]
         return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), group)]
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, local: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank; the lengths may differ."""
-        return [mine] if self.host_group is None else _gather_bytes(mine, self.host_group)
+        return [local] if self.host_group is None else _gather_bytes(local, self.host_group)
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send each rank its part of the rows of a CPU tensor [n, ...], and get the parts that the others send.
@@ -118,7 +118,7 @@ class ParallelContext:
         if self.host_group is None:
             return rows
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        with _lost_rank(self.host_group):
+        with rank_lost_error(self.host_group):
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.host_group)
         return out
 
@@ -126,8 +126,8 @@ class ParallelContext:
         """Rank 0's JSON value, on every rank."""
         if self.host_group is None:
             return value
-        mine = json.dumps(value).encode() if self.is_main else b""
-        return json.loads(_gather_bytes(mine, self.host_group)[0])
+        payload = json.dumps(value).encode() if self.is_main else b""
+        return json.loads(_gather_bytes(payload, self.host_group)[0])
 
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Meet after something that may fail on one rank only, so that no other waits in a collective for it.
@@ -138,16 +138,16 @@ class ParallelContext:
         """
         if self.host_group is None and error is not None:
             raise error
-        note = None if error is None else (f"{type(error).__name__}: {error}", users_fault(error))
+        note = None if error is None else (f"{type(error).__name__}: {error}", is_user_error(error))
         failed = [(f"rank {rank}: {each[0]}", each[1]) for rank, each in enumerate(self.gather_json(note)) if each]
         if failed:
             texts = "; ".join(text for text, _ in failed)
-            told = EngineError(f"{doing} failed on {len(failed)} of {self.world_size} ranks. {texts}")
-            told.users = any(users for _, users in failed)
-            raise told from error
+            raised = EngineError(f"{doing} failed on {len(failed)} of {self.world_size} ranks. {texts}")
+            raised.user_error = any(users for _, users in failed)
+            raise raised from error
 
     @contextmanager
-    def agreeing(self, doing: str) -> Iterator[None]:
+    def agree_on_errors(self, doing: str) -> Iterator[None]:
         """A block whose error, on whichever rank it arises, is raised on all of them at its end; see `agree`."""
         error: Exception | None = None
         try:
@@ -164,18 +164,18 @@ class _Left:
         raise EngineError("the ranks' process group is gone: their engine was destroyed.")
 
 
-def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's bytes, in order of group rank.
 
     Raises:
         EngineError: a rank is lost.
     """
-    with _lost_rank(group):
-        return _exchange(mine, group)
+    with rank_lost_error(group):
+        return _exchange(local, group)
 
 
 @contextmanager
-def _lost_rank(group: dist.ProcessGroup) -> Iterator[None]:
+def rank_lost_error(group: dist.ProcessGroup) -> Iterator[None]:
     """A collective, whose failure becomes an `EngineError`."""
     try:
         yield
@@ -187,9 +187,9 @@ def _lost_rank(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def _exchange(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _exchange(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = torch.tensor([len(mine)], dtype=torch.int64)
+    size = torch.tensor([len(local)], dtype=torch.int64)
     found = [torch.zeros_like(size) for _ in range(world)]
     dist.all_gather(found, size, group=group)
     sizes = [int(n) for n in found]
@@ -200,7 +200,7 @@ def _exchange(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     # where a few ranks have nearly all, the others' parts would be padded to that length on every rank
     parts = [torch.zeros(longest if spread else n, dtype=torch.uint8) for n in sizes]
     own = parts[rank].clone()
-    own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else own[:0]
+    own[: len(local)] = torch.frombuffer(bytearray(local), dtype=torch.uint8) if local else own[:0]
     if spread:
         dist.all_gather(parts, own, group=group)
     else:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.batch.packing import balance, cut
-from rl_contracts.batch.sequence_exchange import agree_on_entries, send_rows
+from rl_contracts.batch.packing import balance, even_ranges
+from rl_contracts.batch.sequence_exchange import agree_on_entries, send_sequences
 from rl_contracts.batch.trajectory import UNIT_KEY, lengths, select
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MINIBATCH_KEY = "minibatch"
 """int64 [B]: the minibatch of the step in which a row is learned from."""
 
 
-def row_keys(batch: TensorDict) -> torch.Tensor:
+def sequence_keys(batch: TensorDict) -> torch.Tensor:
     """What of each row decides where it goes, int64 [B, 2]: its group id; its episode id * 2^32 + its length. With the
     entry `unit_ids` that is the third column."""
     columns = [batch["group_ids"], (batch["episode_ids"] << 32) + lengths(batch)]
@@ -38,7 +38,7 @@ def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.T
     """Deal rows out to replicas; the same on every rank.
 
     Args:
-        keys: of all rows, see `row_keys`.
+        keys: of all rows, see `sequence_keys`.
 
     Returns:
         index of each row, its replica and its minibatch, int64 [n] each; rows of one replica side by side, by
@@ -47,9 +47,9 @@ def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.T
     order = _global_order(keys)
     unit = _units(keys, order)
     total = int(unit.max()) + 1 if len(unit) else 0
-    tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, row_lengths(keys[order]))
+    tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, sequence_lengths(keys[order]))
     replica, minibatch = torch.zeros(2, total, dtype=torch.int64)  # of each unit
-    for number, part in enumerate(cut(total, minibatches)):
+    for number, part in enumerate(even_ranges(total, minibatches)):
         minibatch[part.start : part.stop] = number
         for owner, chosen in enumerate(balance(tokens[part.start : part.stop].tolist(), replicas)):
             replica[torch.tensor(chosen, dtype=torch.int64) + part.start] = owner
@@ -57,14 +57,14 @@ def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.T
     return order[by_place], replica[unit][by_place], minibatch[unit][by_place]
 
 
-def row_lengths(keys: torch.Tensor) -> torch.Tensor:
-    """Real tokens of rows, int64 [n], of their `row_keys`."""
+def sequence_lengths(keys: torch.Tensor) -> torch.Tensor:
+    """Real tokens of rows, int64 [n], of their `sequence_keys`."""
     return keys[:, 1] & 0xFFFFFFFF
 
 
 def global_order(batch: TensorDict) -> torch.Tensor:
     """Row indices, int64 [B], sorted by (group id, episode id); rows of one episode keep their order."""
-    return _global_order(row_keys(batch))
+    return _global_order(sequence_keys(batch))
 
 
 def _global_order(keys: torch.Tensor) -> torch.Tensor:
@@ -87,10 +87,10 @@ def shard_batch(batch: TensorDict, parallel: ParallelContext, minibatches: int =
 
     With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
     """
-    row, replica, minibatch = assign(row_keys(batch), parallel.dp_size, minibatches)
-    mine = replica == parallel.dp_rank
-    result = select(batch, row[mine])
-    result[MINIBATCH_KEY] = minibatch[mine]
+    row, replica, minibatch = assign(sequence_keys(batch), parallel.dp_size, minibatches)
+    is_local = replica == parallel.dp_rank
+    result = select(batch, row[is_local])
+    result[MINIBATCH_KEY] = minibatch[is_local]
     return result
 
 
@@ -115,12 +115,12 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
         return shard_batch(batch, parallel, minibatches)
     entries, batch = agree_on_entries(batch, parallel)
     columns = 2 + (UNIT_KEY in entries)
-    keys = row_keys(batch) if len(batch) else torch.zeros(0, columns, dtype=torch.int64)
+    keys = sequence_keys(batch) if len(batch) else torch.zeros(0, columns, dtype=torch.int64)
     found = parallel.gather_bytes(keys.numpy().tobytes())
     sizes = torch.tensor([len(part) // (8 * columns) for part in found])
     everyone = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.int64).view(-1, columns) if any(found) else keys
     row, replica, minibatch = assign(everyone, parallel.dp_size, minibatches)
-    lengths = row_lengths(everyone)[row]
+    lengths = sequence_lengths(everyone)[row]
     # All ranks of a replica need its rows. So that none sends a row to each of them, rows are dealt out evenly over the
     # replica's ranks, their carriers, which then pass them on to one another.
     ranks = parallel.world_size // parallel.dp_size
@@ -136,17 +136,17 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     leaving, held = _sorted(origin == parallel.rank, carrier), _sorted(carrier == parallel.rank, origin)
     hops = [(1, counts(carrier[leaving], lengths[leaving]), counts(origin[held], lengths[held]))]
     if ranks > 1:
-        mine = torch.arange(ranks) + parallel.dp_rank * ranks
-        sent = counts(mine.repeat_interleave(len(held)), lengths[held].repeat(ranks))
-        held = torch.cat([_sorted(carrier == rank, origin) for rank in mine.tolist()])
+        local_parts = torch.arange(ranks) + parallel.dp_rank * ranks
+        sent = counts(local_parts.repeat_interleave(len(held)), lengths[held].repeat(ranks))
+        held = torch.cat([_sorted(carrier == rank, origin) for rank in local_parts.tolist()])
         hops.append((ranks, sent, counts(carrier[held], lengths[held])))
     index = row[leaving] - int(sizes[: parallel.rank].sum())
-    result = send_rows(batch, index, entries, hops, lengths[held], parallel)[torch.argsort(held)]
+    result = send_sequences(batch, index, entries, hops, lengths[held], parallel)[torch.argsort(held)]
     result[MINIBATCH_KEY] = minibatch[replica == parallel.dp_rank]
     return result
 
 
-def _sorted(mine: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def _sorted(local: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Places of the plan where `mine` holds, by the rank at the other end."""
-    places = mine.nonzero()[:, 0]
+    places = local.nonzero()[:, 0]
     return places[torch.argsort(by[places], stable=True)]

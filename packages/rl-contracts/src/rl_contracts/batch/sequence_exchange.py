@@ -33,10 +33,14 @@ def agree_on_entries(batch: TensorDict, parallel: ParallelContext) -> tuple[Entr
         batch = batch.clone(recurse=False)
         batch[REWARDS_KEY] = torch.zeros(batch["input_ids"].shape)
     speaker = next((rank for rank, (rows, _) in enumerate(given) if rows), 0)
-    mine = _entries(batch)
-    entries = json.loads(parallel.gather_bytes(json.dumps(mine).encode() if parallel.rank == speaker else b"")[speaker])
-    with parallel.agreeing("exchanging rows between ranks"):
-        different = sorted(name for name in mine.keys() | entries if mine.get(name) != entries.get(name))
+    local_entries = _entries(batch)
+    entries = json.loads(
+        parallel.gather_bytes(json.dumps(local_entries).encode() if parallel.rank == speaker else b"")[speaker]
+    )
+    with parallel.agree_on_errors("exchanging rows between ranks"):
+        different = sorted(
+            name for name in local_entries.keys() | entries if local_entries.get(name) != entries.get(name)
+        )
         if len(batch) and different:
             raise DataError(
                 f"batch: its entries {different} are missing, or of another type or shape, on this rank or on rank "
@@ -55,7 +59,7 @@ def _entries(batch: TensorDict) -> dict[str, Any]:
     }
 
 
-def send_rows(
+def send_sequences(
     batch: TensorDict, index: Tensor, entries: Entries, hops: Iterable[Hop], lengths: Tensor, parallel: ParallelContext
 ) -> TensorDict:
     """Send rows of a batch from rank to rank (collective), and pad those that arrive to the longest.

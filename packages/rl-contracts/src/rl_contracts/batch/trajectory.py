@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from rl_contracts.batch.packing import units_of
+from rl_contracts.batch.packing import unit_indices
 from rl_contracts.errors import DataError
-from rl_contracts.reward import parts_of
+from rl_contracts.reward import components_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rl_contracts.data import ModelResponse
 
 __all__ = [
-    "PART_PREFIX",
-    "ROW_KEYS",
+    "COMPONENT_PREFIX",
+    "SEQUENCE_KEYS",
     "TOKEN_KEYS",
     "UNIT_KEY",
     "PackedBatch",
@@ -60,7 +60,7 @@ TOKEN_KEYS: dict[str, str] = {
 }
 """Per-token entries, [B, T], of every batch, with their dtypes."""
 
-ROW_KEYS: dict[str, str] = {
+SEQUENCE_KEYS: dict[str, str] = {
     "rewards": "float32",
     "prompt_ids": "int64",
     "group_ids": "int64",
@@ -70,7 +70,7 @@ ROW_KEYS: dict[str, str] = {
 }
 """Per-row entries, [B], of every batch, with their dtypes."""
 
-PART_PREFIX = "reward_parts/"
+COMPONENT_PREFIX = "reward_components/"
 """Begins the names of float32 [B] entries: the parts of `rewards`, where all rows have such."""
 
 UNIT_KEY = "unit_ids"
@@ -108,8 +108,8 @@ class Trajectory:
     """Images and processor outputs."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values for people (prompt text, completion text, gold answer); not part of the batch."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """The summands of `reward`, if the reward function returns an `rl_contracts.reward.PartedReward`."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """The summands of `reward`, if the reward function returns an `rl_contracts.reward.CompositeReward`."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -148,7 +148,7 @@ def from_response(
         logprobs=logprobs,
         versions=versions,
         reward=float(reward),
-        reward_parts=parts_of(reward),
+        reward_components=components_of(reward),
         temperature=temperature if temperature > 0 else 1.0,
         truncated=response.stop_reason == "length",
         info=info or {},
@@ -191,11 +191,11 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
     }
     if any(row.token_rewards is not None for row in rows):
         batch["token_rewards"] = padded("token_rewards", 0, np.float32)
-    for name in rows[0].reward_parts:
-        if any(row.reward_parts.keys() != rows[0].reward_parts.keys() for row in rows):
-            names = sorted({part for row in rows for part in row.reward_parts})
+    for name in rows[0].reward_components:
+        if any(row.reward_components.keys() != rows[0].reward_components.keys() for row in rows):
+            names = sorted({part for row in rows for part in row.reward_components})
             raise DataError(f"rewards have different parts, of {names}; expected the same in every row of a batch.")
-        batch[PART_PREFIX + name] = torch.tensor([row.reward_parts[name] for row in rows])
+        batch[COMPONENT_PREFIX + name] = torch.tensor([row.reward_components[name] for row in rows])
     result = TensorDict(batch, batch_size=[len(rows)])
     if any(row.multi_modal is not None for row in rows):
         # a stack, because one list would stay whole when rows are taken out of the batch
@@ -208,7 +208,7 @@ def empty(width: int = 1) -> TensorDict:
     from tensordict import TensorDict
 
     tokens = {k: torch.zeros(0, width, dtype=getattr(torch, d)) for k, d in TOKEN_KEYS.items()}
-    rows = {k: torch.zeros(0, dtype=getattr(torch, d)) for k, d in ROW_KEYS.items()}
+    rows = {k: torch.zeros(0, dtype=getattr(torch, d)) for k, d in SEQUENCE_KEYS.items()}
     return TensorDict({**tokens, **rows}, batch_size=[0])
 
 
@@ -219,7 +219,7 @@ def lengths(batch: TensorDict) -> torch.Tensor:
 
 def units(batch: TensorDict) -> list[list[int]]:
     """Rows that stay together, as row indices of each unit; without the entry `unit_ids` each row by itself."""
-    return units_of(batch[UNIT_KEY].tolist() if UNIT_KEY in batch else range(batch.batch_size[0]))
+    return unit_indices(batch[UNIT_KEY].tolist() if UNIT_KEY in batch else range(batch.batch_size[0]))
 
 
 def validate(batch: TensorDict, generated: bool = True) -> None:
@@ -234,7 +234,7 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
             trained token has no version, or lies in the padding; a temperature is not positive; a number is not finite.
     """
     size = batch["input_ids"].shape if "input_ids" in batch else torch.Size([])
-    of_rows = ROW_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
+    of_rows = SEQUENCE_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
     for names, shape in ((TOKEN_KEYS, size), (of_rows, size[:1])):
         for name, dtype in names.items():
             if name not in batch:
@@ -335,23 +335,23 @@ class PackedBatch:
     """Length of the longest row."""
     position_ids: torch.Tensor
     """int64 [N] position of each token in its row."""
-    row_of_token: torch.Tensor
+    sequence_of_token: torch.Tensor
     """int64 [N] row in which each token lies, 0 to S - 1."""
     tokens: dict[str, torch.Tensor]
     """Per-token entries, [N]."""
-    rows: dict[str, torch.Tensor]
+    sequences: dict[str, torch.Tensor]
     """Per-row entries, [S]; `unit_ids`, where the batch has them, count from 0 here."""
     num_units: int
     """U: units of rows that stay together; S where the batch has no `unit_ids`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
-            known = sorted([*self.tokens, *self.rows])
+            known = sorted([*self.tokens, *self.sequences])
             raise DataError(f"packed batch: no entry {name!r}; it has {known}. Did a stage before this one not run?")
-        return self.tokens[name] if name in self.tokens else self.rows[name]
+        return self.tokens[name] if name in self.tokens else self.sequences[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tokens or name in self.rows
+        return name in self.tokens or name in self.sequences
 
     @property
     def num_tokens(self) -> int:
@@ -359,23 +359,23 @@ class PackedBatch:
         return int(self.position_ids.shape[0])
 
     @property
-    def num_rows(self) -> int:
+    def num_sequences(self) -> int:
         """S."""
         return int(self.cu_seqlens.shape[0]) - 1
 
     def per_token(self, name: str) -> torch.Tensor:
         """A per-row entry spread over its tokens, [N]."""
-        return self.rows[name][self.row_of_token]
+        return self.sequences[name][self.sequence_of_token]
 
-    def row_sums(self, values: torch.Tensor) -> torch.Tensor:
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of per-token values [N] in each row, [S]; carries gradient."""
-        return values.new_zeros(self.num_rows).index_add(0, self.row_of_token, values)
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence_of_token, values)
 
     def unit_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of per-row values [S] in each unit, [U]; carries gradient."""
-        if UNIT_KEY not in self.rows:
+        if UNIT_KEY not in self.sequences:
             return values
-        return values.new_zeros(self.num_units).index_add(0, self.rows[UNIT_KEY], values)
+        return values.new_zeros(self.num_units).index_add(0, self.sequences[UNIT_KEY], values)
 
     def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """The entry of each row's last token, [S], of per-token values [N]; carries gradient."""
@@ -391,9 +391,9 @@ class PackedBatch:
             move(self.cu_seqlens),
             self.max_seqlen,
             move(self.position_ids),
-            move(self.row_of_token),
+            move(self.sequence_of_token),
             {k: move(v) for k, v in self.tokens.items()},
-            {k: move(v) for k, v in self.rows.items()},
+            {k: move(v) for k, v in self.sequences.items()},
             self.num_units,
         )
 
@@ -415,9 +415,9 @@ def pack(batch: TensorDict) -> PackedBatch:
         cu_seqlens=cu_seqlens,
         max_seqlen=int(sizes.max()) if len(sizes) else 0,
         position_ids=torch.arange(width).expand_as(mask)[mask],
-        row_of_token=torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+        sequence_of_token=torch.repeat_interleave(torch.arange(len(sizes)), sizes),
         tokens={k: v[mask] for k, v in tensors.items() if is_token_entry(v, width)},
-        rows={k: v for k, v in tensors.items() if not is_token_entry(v, width)},
+        sequences={k: v for k, v in tensors.items() if not is_token_entry(v, width)},
         num_units=num_units,
     )
 

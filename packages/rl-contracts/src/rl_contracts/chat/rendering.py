@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rl_contracts.chat.template_check import require_shown
+from rl_contracts.chat.template_check import require_rendered
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.models.directory import end_ids
 
@@ -162,7 +162,7 @@ class ChatRenderer:
         if not messages:
             raise DataError("expected at least one message to append after the answer, found none")
         following = self._after_answer([*_PROBE, *messages], tools, True)
-        added = self.after_answer(ids, following)
+        added = self.text_after_completion(ids, following)
         # Anything but the end of the turn here means that the first stop token closes some later turn.
         if added is None:
             ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
@@ -193,11 +193,11 @@ class ChatRenderer:
         bos = [self._tokenizer.bos_token_id] if begins and adds_bos(self._tokenizer) else []
         return ids if ids[:1] == bos else [*bos, *ids]
 
-    def said(self, ids: Sequence[int]) -> str:
+    def decode_completion(self, ids: Sequence[int]) -> str:
         """Text of an answer, without the token that ended it."""
-        return answer_text(self._tokenizer, ids, self.stop_ids)
+        return completion_text(self._tokenizer, ids, self.stop_ids)
 
-    def after_answer(self, ids: Sequence[int], following: str) -> list[int] | None:
+    def text_after_completion(self, ids: Sequence[int], following: str) -> list[int] | None:
         """Ids of what a template puts after an answer, the end of the turn first.
 
         Args:
@@ -218,17 +218,17 @@ class ChatRenderer:
         return added[stop + 1 if closed else stop :]
 
     @cached_property
-    def opening(self) -> str:
+    def generation_prompt(self) -> str:
         """Text of the generation prompt; empty where a template opens the assistant's turn with what is before it."""
         asked, opened = (self.text(_PROBE[:1], None, generate) for generate in (False, True))
         return opened.removeprefix(asked) if opened.startswith(asked) else ""
 
     @cached_property
-    def closing(self) -> str:
+    def end_of_turn(self) -> str:
         """Text that ends a conversation after the text of its last answer."""
         return self._after_answer(_PROBE, None, False)
 
-    def shows_tools(self, tools: Sequence[Any]) -> bool:
+    def renders_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the template shows tools to the model."""
         if tools == self._shown:  # the question costs as much as a prompt, and is asked for each
             return True
@@ -236,7 +236,7 @@ class ChatRenderer:
         self._shown = tools if shown else self._shown
         return shown
 
-    def require_shown(
+    def require_rendered(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
     ) -> None:
         """Reject a conversation of which the template does not show everything; see `rl_contracts.chat.template_check`.
@@ -244,12 +244,12 @@ class ChatRenderer:
         Raises:
             DataError: names the message or the tool, and what is missing.
         """
-        if tools and not self.shows_tools(tools):
+        if tools and not self.renders_tools(tools):
             raise DataError(
                 "expected a chat template that shows tools, because the conversation has some, found one that shows "
                 "none; leave the tools out, or give another template (commands: `model.chat_template=FILE`)"
             )
-        require_shown(messages, tools, self.text(messages, tools, add_generation_prompt))
+        require_rendered(messages, tools, self.text(messages, tools, add_generation_prompt))
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
         from jinja2 import TemplateError, TemplateSyntaxError
@@ -380,7 +380,7 @@ def adds_bos(tokenizer: Any) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
-def answer_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:
+def completion_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:
     """Text of an answer, special tokens by their names, without the token of `stop_ids` that ended it."""
     ended = len(ids) > 0 and ids[-1] in stop_ids
     text: str = tokenizer.decode(

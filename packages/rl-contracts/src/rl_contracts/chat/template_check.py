@@ -19,7 +19,7 @@ _MOVED = ("system", "developer")
 """Roles whose text templates move: to the front, or before the last question."""
 
 
-def require_shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> None:
+def require_rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> None:
     """Reject a conversation of which a template does not show everything.
 
     Contents, and names and arguments of tool calls, must be in the text in the order of the messages, and the names of

@@ -34,7 +34,7 @@ class InferenceEngineConformance:
     """Largest difference between log-probs as sampled and as scored."""
     seeded = True
     """Whether a seed decides the sampled tokens whatever else runs on the server."""
-    long_answer = 400
+    long_completion = 400
     """Tokens that take the servers much longer than staging and committing weights."""
     context_length: int | None = None
     """Tokens of prompt and answer together at most; None: too many to try."""
@@ -213,7 +213,7 @@ class InferenceEngineConformance:
             new = await self.publish(engine, interrupt)
 
             response, later = await running, await engine.agenerate(request())
-            assert len(response.output_ids) == len(response.logprobs) == len(response.versions) == self.long_answer
+            assert len(response.output_ids) == len(response.logprobs) == len(response.versions) == self.long_completion
             assert response.versions == sorted(response.versions)
             assert set(later.versions) == {new}
             if interrupt == "wait" or new in response.versions:
@@ -258,7 +258,7 @@ class InferenceEngineConformance:
             await engine.resume()
 
             assert late not in done
-            assert len((await running).output_ids) == self.long_answer
+            assert len((await running).output_ids) == self.long_completion
             assert len((await late).output_ids) == 16
             if not done:
                 break
@@ -287,7 +287,7 @@ class InferenceEngineConformance:
 
     async def _running(self, engine: InferenceEngine, count: int = 1) -> list[asyncio.Task[ModelResponse]]:
         """Long answers that the servers generate, none of which has ended; asked for anew where one ends unseen."""
-        long = request(max_new_tokens=self.long_answer)
+        long = request(max_new_tokens=self.long_completion)
         async with asyncio.timeout(120):
             while True:
                 tasks = [asyncio.create_task(engine.agenerate(long)) for _ in range(count)]

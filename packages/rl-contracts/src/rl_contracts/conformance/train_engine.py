@@ -20,12 +20,12 @@ from tensordict import TensorDict
 
 from rl_contracts.batch.trajectory import UNIT_KEY, PackedBatch, pad_to, select
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
-from rl_contracts.data import MEETING_ROUTES, FinetuneSpec, SaveLoadMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, FinetuneSpec, SaveLoadMeta
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
-from rl_contracts.models.hub_names import hub_parts
+from rl_contracts.models.hub_names import hub_slices
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
+from rl_contracts.weights import WeightReceiver, checksum, open_sender, with_rank
 
 __all__ = ["TrainEngineConformance"]
 
@@ -44,14 +44,14 @@ def policy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tenso
     logprobs = outputs.logprobs.detach()[mask]
     return loss, {
         "entropy": (outputs.entropy.detach()[mask].sum(), mask.sum()),
-        "row_reward": (packed["rewards"].sum(), torch.tensor(packed.num_rows)),
+        "row_reward": (packed["rewards"].sum(), torch.tensor(packed.num_sequences)),
         "logprob/max": (logprobs.max() if len(logprobs) else torch.tensor(-math.inf), torch.tensor(1)),
     }
 
 
 def pair_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
     """A loss that compares the rows of each unit, and counts the units that it sees."""
-    sums = packed.row_sums(torch.where(packed["loss_mask"], outputs.logprobs, 0.0))
+    sums = packed.sequence_sums(torch.where(packed["loss_mask"], outputs.logprobs, 0.0))
     margins = packed.unit_sums(torch.where(packed["rewards"] > 0, sums, -sums))
     seen = torch.tensor(float(packed.num_units), device=margins.device)
     return -torch.nn.functional.logsigmoid(margins).sum(), {"margin": (margins.detach().sum(), seen)}
@@ -75,8 +75,8 @@ def pairs(batch: TensorDict) -> torch.Tensor:
 def by_hub_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Views of a model's parameters, by the names of its checkpoint, where experts lie one by one."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    parts = hub_parts(model, parameters.items())
-    return {part.name: part.of(parameters[name]) for name, found in parts.items() for part in found}
+    parts = hub_slices(model, parameters.items())
+    return {part.name: part.slice_of(parameters[name]) for name, found in parts.items() for part in found}
 
 
 def logprobs_of(engine: TrainEngine, batch: TensorDict) -> torch.Tensor:
@@ -359,9 +359,9 @@ class TrainEngineConformance:
 
                 meta = sender.begin(version, specs)
                 sending = pool.submit(sender.send, engine.full_parameters())
-                if route not in MEETING_ROUTES:
+                if route not in RENDEZVOUS_ROUTES:
                     sending.result(20)
-                sums = receiver.receive(seated(meta, 1, 2) if route in MEETING_ROUTES else meta, targets)
+                sums = receiver.receive(with_rank(meta, 1, 2) if route in RENDEZVOUS_ROUTES else meta, targets)
 
                 assert sending.result(20) == sums
                 assert {name: checksum(tensor) for name, tensor in targets.items()} == sums

@@ -25,19 +25,19 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
     """
     final = Path(path)
     scratch = final.with_name(f".{final.name}.partial")
-    with parallel.agreeing(f"preparing {final}"):
+    with parallel.agree_on_errors(f"preparing {final}"):
         if parallel.is_main:
             if final.exists() and (not final.is_dir() or any(final.iterdir())):
                 raise ModelError(f"{final}: expected a new directory to save into, found one with files.")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
     try:
-        with parallel.agreeing(f"saving {final}"):
+        with parallel.agree_on_errors(f"saving {final}"):
             yield scratch
     except Exception:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    with parallel.agreeing(f"renaming {scratch}"):
+    with parallel.agree_on_errors(f"renaming {scratch}"):
         if parallel.is_main:
             follow_umask(scratch)
             os.replace(scratch, final)  # also takes the place of an empty directory

@@ -67,7 +67,7 @@ def short_windows(model: Any, length: int) -> Iterator[bool]:
     tokens meet them; yields whether it has any."""
     with ExitStack() as undo:
         found = [
-            shorten(vars(owner), NAMES, length, undo)
+            apply_windows(vars(owner), NAMES, length, undo)
             for module in model.modules()
             for owner in (module, getattr(module, "config", None))
             if owner is not None
@@ -75,7 +75,7 @@ def short_windows(model: Any, length: int) -> Iterator[bool]:
         yield any(found)
 
 
-def shorten(settings: MutableMapping[str, Any], names: Iterable[str], length: int, undo: ExitStack) -> bool:
+def apply_windows(settings: MutableMapping[str, Any], names: Iterable[str], length: int, undo: ExitStack) -> bool:
     """Set those of the named settings that are integers to `length`, until `undo` is closed; whether there were any."""
     known = [name for name in names if isinstance(settings.get(name), int)]
     for name in known:

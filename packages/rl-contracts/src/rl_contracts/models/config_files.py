@@ -131,7 +131,7 @@ def _padding(tokenizer: Any) -> int | None:
     end = tokenizer.eos_token_id
     if tokenizer.chat_template:
         renderer = ChatRenderer(tokenizer)
-        end = next(reversed(renderer.encode(renderer.closing)), end)
+        end = next(reversed(renderer.encode(renderer.end_of_turn)), end)
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     others = sorted(special, key=lambda index: ("pad" not in special[index], index))
     return next((index for index in (tokenizer.pad_token_id, *others) if index not in (None, end)), None)
@@ -165,7 +165,7 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars, and its warnings of what this module checks itself."""
     from transformers.utils import logging
 

@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _onednn(x, weight, bias)
 
 
-def speed_up(model: nn.Module) -> int:
+def use_faster_matmul(model: nn.Module) -> int:
     """Let the linear layers of a model use `linear`.
 
     Layers go on reading their `weight`, so weights may be exchanged at any time.

@@ -49,7 +49,7 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyPart:
+class VocabularyShard:
     """Which rows of the vocabulary projection a rank holds, where ranks hold consecutive parts of it.
 
     All ranks are given the same hidden states, and each gets its part of their gradient: the sum is left to the caller.
@@ -71,7 +71,7 @@ class HeadOptions:
     """Entries of a [tokens, vocabulary] block that exist at once."""
     entropy_grad: bool
     """Whether the entropy carries gradient."""
-    part: VocabularyPart | None = None
+    part: VocabularyShard | None = None
     """None: this rank holds the whole vocabulary."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class HubPart(NamedTuple):
+class HubSlice(NamedTuple):
     """A tensor of a checkpoint, as a part of a parameter."""
 
     name: str
@@ -28,12 +28,12 @@ class HubPart(NamedTuple):
     offset: int
     """The same, of its first element."""
 
-    def of(self, parameter: Tensor) -> Tensor:
+    def slice_of(self, parameter: Tensor) -> Tensor:
         """The part of a whole, contiguous parameter; a view."""
         return parameter.as_strided(self.shape, self.strides, parameter.storage_offset() + self.offset)
 
 
-def hub_parts(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, list[HubPart]]:
+def hub_slices(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, list[HubSlice]]:
     """Of which tensors of its checkpoint each parameter consists; one, of another name or none, for most.
 
     The checkpoint is the one that the model was loaded from, or, of a model that was not loaded, one as the hub has it.
@@ -48,16 +48,16 @@ def hub_parts(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str,
     shapes = {name: tensor.shape for name, tensor in parameters}
     bare = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in bare.items()}
-    found: dict[str, list[HubPart]] = {name: [] for name in shapes}
+    found: dict[str, list[HubSlice]] = {name: [] for name in shapes}
     with _WithoutCopies():
         stored = revert_weight_conversion(model, dict(bare))
     for name, part in stored.items():
         owner = owners.get(part.untyped_storage()._cdata)
         if owner is not None:
-            found[owner].append(HubPart(name, tuple(part.shape), part.stride(), int(part.storage_offset())))
+            found[owner].append(HubSlice(name, tuple(part.shape), part.stride(), int(part.storage_offset())))
     for name, tensor in bare.items():
         if sum(torch.Size(part.shape).numel() for part in found[name]) != tensor.numel():
-            found[name] = [HubPart(name, tuple(tensor.shape), tensor.stride(), 0)]
+            found[name] = [HubSlice(name, tuple(tensor.shape), tensor.stride(), 0)]
     return found
 
 

@@ -31,7 +31,7 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
     check_same_rows(batch, parallel)
     tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
     sizes = [sum(tokens[row] for row in unit) for unit in together]
-    with parallel.agreeing("cutting a batch into micro-batches"):
+    with parallel.agree_on_errors("cutting a batch into micro-batches"):
         try:
             bins = pack_first_fit(sizes, max_tokens)
         except DataError as error:

@@ -20,7 +20,7 @@ from rl_contracts.errors import ConfigError, EngineError
 
 _users = 0
 """Engines of this process that share the default process group."""
-_ours = False
+_joined_group = False
 """Whether this module made the default process group, and so ends it."""
 _store: Any = None
 """Where the ranks meet; kept while the process lives, so that a group can be made anew after another was destroyed."""
@@ -95,13 +95,13 @@ def join(
     Raises:
         EngineError: the other ranks were not met in time, or a group of another size exists already.
     """
-    global _users, _ours
+    global _users, _joined_group
     context = ParallelContext(
         rank=info.rank,
         world_size=info.world_size,
         dp_rank=info.rank // replica_size,
         dp_size=info.world_size // replica_size,
-        is_dp_head=info.rank % replica_size == 0,
+        is_dp_leader=info.rank % replica_size == 0,
         device=str(device),
     )
     if info.world_size == 1 and not need_group:
@@ -109,7 +109,7 @@ def join(
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         _make_default_group(info, device, timeout)
-        _ours = True
+        _joined_group = True
     elif dist.get_world_size() != info.world_size:
         raise EngineError(
             f"process group: expected {info.world_size} ranks, found a group of {dist.get_world_size()} in this "
@@ -118,7 +118,7 @@ def join(
     _users += 1
     undo.callback(_leave)
     if info.world_size > 1:
-        undo.callback(context.leave)
+        undo.callback(context.release_groups)
         everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
         undo.callback(dist.destroy_process_group, everyone)
         context.host_group, context.store = everyone, _store
@@ -128,11 +128,11 @@ def join(
 
 def _leave() -> None:
     """The last engine of the process ends the default group."""
-    global _users, _ours
+    global _users, _joined_group
     _users -= 1
-    if _users == 0 and _ours:
+    if _users == 0 and _joined_group:
         dist.destroy_process_group()
-        _ours = False
+        _joined_group = False
 
 
 def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
@@ -140,16 +140,16 @@ def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedel
     if context.dp_size == 1:
         return None
     places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
-    mine, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
-    undo.callback(dist.destroy_process_group, mine)
-    return mine
+    subgroup, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+    undo.callback(dist.destroy_process_group, subgroup)
+    return subgroup
 
 
 def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta) -> None:
     global _generation
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        store = dist.PrefixStore(f"rl_contracts.models/{_generation}", _meeting_place(info, timeout))
+        store = dist.PrefixStore(f"rl_contracts.models/{_generation}", _open_store(info, timeout))
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -160,7 +160,7 @@ def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta
     _generation += 1
 
 
-def _meeting_place(info: RankInfo, timeout: timedelta) -> Any:
+def _open_store(info: RankInfo, timeout: timedelta) -> Any:
     global _store
     if _store is None and info.world_size == 1:
         _store = dist.HashStore()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from rl_contracts.reward_worker.wrapper import AsyncRewardWrapper
 else:  # kept out of the worker process, which imports this package too
-    __getattr__ = on_demand(__name__, {"AsyncRewardWrapper": "wrapper"})
+    __getattr__ = lazy_getattr(__name__, {"AsyncRewardWrapper": "wrapper"})
 
 __all__ = ["AsyncRewardWrapper"]

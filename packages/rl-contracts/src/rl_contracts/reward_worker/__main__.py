@@ -26,10 +26,10 @@ from typing import Any, BinaryIO
 
 from rl_contracts.errors import DataError, defined_at, raised_at
 from rl_contracts.registry import load
-from rl_contracts.reward import PartedReward, is_valid_reward, parts_of, set_time_limit, takes_final_text
+from rl_contracts.reward import CompositeReward, components_of, is_valid_reward, set_time_limit, takes_final_text
 from rl_contracts.reward_worker import messages
 from rl_contracts.runtime.metric_docs import REWARDS, meaning
-from rl_contracts.runtime.metrics import Figure, Figures, collect
+from rl_contracts.runtime.metrics import Metric, Metrics, collect
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_LIMIT = 2000
@@ -67,12 +67,12 @@ def main() -> None:
     _serve(calls, results, function)
 
 
-class _RewardFigures(Figures):
+class _RewardFigures(Metrics):
     """Metrics of one call."""
 
     __slots__ = ()
 
-    def _merge(self, name: str, new: Figure) -> None:
+    def _merge(self, name: str, new: Metric) -> None:
         if _is_taken(name):
             raise DataError(f"metric {name!r} is one that the run records; a reward must use another name.")
         super()._merge(name, new)
@@ -94,7 +94,7 @@ def _serve(calls: Iterator[tuple[int, Any]], results: int, function: Callable[..
         with collect(_RewardFigures()) as figures:
             try:
                 value = _score(function, *call)
-                answer = {"value": value, "parts": parts_of(value)}
+                answer = {"value": value, "parts": components_of(value)}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
                 answer = {"error": _describe(error, function)}
         if recorded := figures.to_json():
@@ -125,7 +125,7 @@ def _score(
         raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
     if not is_valid_reward(value):
         raise ValueError(f"expected a finite reward, found {value!r:.200}; float32 must hold it and its parts")
-    return value if isinstance(value, PartedReward) else float(value)
+    return value if isinstance(value, CompositeReward) else float(value)
 
 
 @functools.cache

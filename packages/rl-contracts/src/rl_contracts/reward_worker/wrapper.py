@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.reward import PartedReward
+from rl_contracts.reward import CompositeReward
 from rl_contracts.reward_worker import messages
 from rl_contracts.reward_worker.process import WorkerProcess
-from rl_contracts.runtime.metrics import Figures, record, record_all
+from rl_contracts.runtime.metrics import Metrics, record, record_all
 
 _START_TIMEOUT = 120.0
 _END_TIMEOUT = 10.0
@@ -86,10 +86,10 @@ class AsyncRewardWrapper:
             self._calls.put((call, answer))
         found = await asyncio.wrap_future(answer)
         record("time/reward", found["seconds"] / self._processes_in_all, kind="sum")
-        record_all(Figures.from_json(found.get("figures", {})))
+        record_all(Metrics.from_json(found.get("figures", {})))
         if "error" in found:
             raise RewardError(f"reward {self.target!r} raised {found['error']}")
-        return PartedReward(**found["parts"]) if found["parts"] else float(found["value"])
+        return CompositeReward(**found["parts"]) if found["parts"] else float(found["value"])
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.

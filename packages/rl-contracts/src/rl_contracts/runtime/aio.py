@@ -26,7 +26,7 @@ BEAT_SECONDS = 1.0
 """How often a loop is asked whether it still turns, where a caller wants to know."""
 
 
-def in_thread[T](work: Callable[[], T]) -> Future[T]:
+def run_in_thread[T](work: Callable[[], T]) -> Future[T]:
     """Run `work` in a daemon thread of its own, in the caller's context; it holds nothing up when the process ends."""
     done: Future[T] = Future()
     context = copy_context()

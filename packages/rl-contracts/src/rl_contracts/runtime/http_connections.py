@@ -25,7 +25,7 @@ class Connections:
     """Runs an app, and ends connections on which nothing happens. What is at work may take its time."""
 
     def __init__(self, app: web.Application) -> None:
-        app.middlewares.append(self._note)
+        app.middlewares.append(self._track_request)
         self.runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -39,7 +39,7 @@ class Connections:
         """Since when nothing happens on a connection; infinite where a request is at work."""
 
     @web.middleware
-    async def _note(
+    async def _track_request(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self._since[request.protocol] = inf
@@ -48,7 +48,7 @@ class Connections:
         finally:
             self._since[request.protocol] = time.monotonic()
 
-    async def watch(self) -> None:
+    async def close_silent_connections(self) -> None:
         """End connections that are silent for too long, until cancelled."""
         while True:
             await asyncio.sleep(SILENT_SECONDS / 4)
@@ -60,9 +60,9 @@ class Connections:
                     connection.transport.abort()
 
 
-def _of_ours(record: logging.LogRecord) -> bool:
+def _is_own_error(record: logging.LogRecord) -> bool:
     """Whether a line is about this server, and not about a client that speaks no HTTP and was told so."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-logger.addFilter(_of_ours)
+logger.addFilter(_is_own_error)

@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any
 
 
-def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports a public name at its first use and knows `__version__`.
 
     Example:
-        `__getattr__ = on_demand(__name__, {"Engine": "engine"})` in `my_package/__init__.py` makes `from my_package
+        `__getattr__ = lazy_getattr(__name__, {"Engine": "engine"})` in `my_package/__init__.py` makes `from my_package
         import Engine` import `my_package.engine`.
 
     Args:

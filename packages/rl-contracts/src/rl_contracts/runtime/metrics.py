@@ -22,7 +22,7 @@ from rl_contracts.runtime.logging import get_logger
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
-__all__ = ["Figures", "MetricsWriter", "collect", "record", "record_all"]
+__all__ = ["Metrics", "MetricsWriter", "collect", "record", "record_all"]
 
 logger = get_logger("metrics")
 
@@ -35,7 +35,7 @@ NOTHING: dict[Kind, float] = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -
 _PLAIN = frozenset((float, int, bool))
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """One name's state."""
 
     kind: Kind
@@ -53,28 +53,28 @@ class Figure(NamedTuple):
         return float(self.value / self.weight if self.kind == "mean" else self.value)
 
 
-class Figures:
-    """Figures by name, each with how it combines. Any thread may add to them.
+class Metrics:
+    """Metrics by name, each with how it combines. Any thread may add to them.
 
     Example:
-        >>> figures = Figures()
-        >>> figures.add("length", 3.0, weight=2)
-        >>> figures.add("length", 6.0)
-        >>> figures.add("retries", 1, kind="sum")
-        >>> figures.results()
+        >>> metrics = Metrics()
+        >>> metrics.add("length", 3.0, weight=2)
+        >>> metrics.add("length", 6.0)
+        >>> metrics.add("retries", 1, kind="sum")
+        >>> metrics.results()
         {'length': 4.0, 'retries': 1.0}
     """
 
     __slots__ = ("_figures",)
 
     def __init__(self) -> None:
-        self._figures: dict[str, Figure] = {}
+        self._figures: dict[str, Metric] = {}
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
         """Record a value; see `record`."""
-        self._merge(name, _figure(name, value, weight, kind))
+        self._merge(name, _metric(name, value, weight, kind))
 
-    def merge(self, other: Figures) -> None:
+    def merge(self, other: Metrics) -> None:
         """Add what others recorded, for example on another rank; a name need not be known here.
 
         Raises:
@@ -83,20 +83,20 @@ class Figures:
         for name, figure in list(other._figures.items()):
             self._merge(name, figure)
 
-    def take(self) -> Figures:
+    def drain(self) -> Metrics:
         """What was recorded so far. These figures start anew; names stay known: 0 for sums, None for the others, until
         something is recorded again."""
-        taken = Figures()
+        taken = Metrics()
         with _lock:
             taken._figures = self._figures
-            self._figures = {n: Figure(f.kind, NOTHING[f.kind], 0.0) for n, f in taken._figures.items()}
+            self._figures = {n: Metric(f.kind, NOTHING[f.kind], 0.0) for n, f in taken._figures.items()}
         return taken
 
-    def over_replicas(self, parallel: ParallelContext) -> Figures:
+    def over_replicas(self, parallel: ParallelContext) -> Metrics:
         """The figures of all data-parallel replicas together (collective)."""
-        whole = Figures()
+        whole = Metrics()
         for part in parallel.gather_json(self.to_json(), replicas=True):
-            whole.merge(Figures.from_json(part))
+            whole.merge(Metrics.from_json(part))
         return whole
 
     def results(self) -> dict[str, float | None]:
@@ -111,10 +111,10 @@ class Figures:
     def from_json(cls, value: Mapping[str, list[Any]]) -> Self:
         """Inverse of `to_json`."""
         figures = cls()
-        figures._figures = {name: Figure(*figure) for name, figure in value.items()}
+        figures._figures = {name: Metric(*figure) for name, figure in value.items()}
         return figures
 
-    def _merge(self, name: str, new: Figure) -> None:
+    def _merge(self, name: str, new: Metric) -> None:
         with _lock:
             known = self._figures.get(name)
             if known is not None and known.kind != new.kind:
@@ -122,12 +122,12 @@ class Figures:
                     f"metric {name!r} is a {known.kind}, but is now recorded as a {new.kind}; use another name."
                 )
             self._figures[name] = (
-                Figure(new.kind, _combine(new.kind, known.value, new.value), known.weight + new.weight)
+                Metric(new.kind, _combine(new.kind, known.value, new.value), known.weight + new.weight)
                 if known is not None
                 else new
             )
 
-    def _read(self) -> dict[str, Figure]:
+    def _read(self) -> dict[str, Metric]:
         """All figures as floats, with one transfer per device."""
         figures = dict(self._figures)
         numbers = [scalar for figure in figures.values() for scalar in figure[1:]]
@@ -139,14 +139,14 @@ class Figures:
             for index, number in zip(indices, read, strict=True):
                 numbers[index] = number
         return {
-            name: Figure(figure.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, figure) in enumerate(figures.items())
+            name: Metric(figure.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, figure) in enumerate(figures.items())
         }
 
 
 _lock = threading.Lock()
 """Of all figures: it is held for a few additions only, and a lock for each episode's would cost more."""
 
-_collector: ContextVar[Figures | None] = ContextVar("rl_figures", default=None)
+_collector: ContextVar[Metrics | None] = ContextVar("rl_figures", default=None)
 
 
 def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
@@ -179,21 +179,21 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
         collector.add(name, value, weight, kind)
 
 
-def record_all(figures: Figures) -> None:
+def record_all(figures: Metrics) -> None:
     """Record what was collected elsewhere, such as in another process."""
     if (collector := _collector.get()) is not None:
         collector.merge(figures)
 
 
 @contextmanager
-def collect(into: Figures | None = None) -> Iterator[Figures]:
+def collect(into: Metrics | None = None) -> Iterator[Metrics]:
     """Collect what is recorded inside the block, and in tasks and `asyncio.to_thread` calls that it starts; an outer
     collector does not see it.
 
     Args:
         into: where to; None: new figures.
     """
-    figures = Figures() if into is None else into
+    figures = Metrics() if into is None else into
     token = _collector.set(figures)
     try:
         yield figures
@@ -239,21 +239,21 @@ def _is_tensor(value: Scalar) -> bool:
     return hasattr(value, "detach") and hasattr(value, "device")
 
 
-def _figure(name: str, value: Scalar, weight: Scalar, kind: Kind) -> Figure:
+def _metric(name: str, value: Scalar, weight: Scalar, kind: Kind) -> Metric:
     """A recorded value as it is accumulated: floats, or float64 scalars on the tensor's device."""
     if kind not in NOTHING:
         raise ConfigError(f"metric {name!r}: expected a kind of {', '.join(get_args(Kind))}, found {kind!r}.")
     if not (type(value) in _PLAIN and type(weight) in _PLAIN):  # which most are, several times an episode
         if _is_tensor(value) or _is_tensor(weight):
-            return _tensor_figure(value, weight, kind)
+            return _tensor_metric(value, weight, kind)
         value, weight = _number(name, value), _number(name, weight)
     value, weight = float(value), float(weight)
     if not weight:
-        return Figure(kind, NOTHING[kind], 0.0)
-    return Figure(kind, value * weight if kind in ("mean", "sum") else value, weight)
+        return Metric(kind, NOTHING[kind], 0.0)
+    return Metric(kind, value * weight if kind in ("mean", "sum") else value, weight)
 
 
-def _tensor_figure(value: Scalar, weight: Scalar, kind: Kind) -> Figure:
+def _tensor_metric(value: Scalar, weight: Scalar, kind: Kind) -> Metric:
     import torch
 
     device = value.device if _is_tensor(value) else weight.device
@@ -271,7 +271,7 @@ def _tensor_figure(value: Scalar, weight: Scalar, kind: Kind) -> Figure:
         total = kept.amin() if kind == "min" else kept.amax()
     else:
         total = value.new_tensor(NOTHING[kind])
-    return Figure(kind, total, weight.sum())
+    return Metric(kind, total, weight.sum())
 
 
 def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:

@@ -100,7 +100,7 @@ class MemoryNames(NameService):
         segments(key)
         with self._lock:
             if not replace and key in self._values:
-                raise NameTakenError(taken(key, self._values[key]))
+                raise NameTakenError(name_taken_message(key, self._values[key]))
             self._values[key] = value
 
     def get(self, key: str) -> str:
@@ -157,7 +157,7 @@ class FileNames(NameService):
             except UnknownNameError:  # freed meanwhile
                 self.add(key, value)
             else:
-                raise NameTakenError(taken(key, current)) from error
+                raise NameTakenError(name_taken_message(key, current)) from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -200,6 +200,6 @@ def segments(key: str) -> list[str]:
     return parts
 
 
-def taken(key: str, value: str) -> str:
+def name_taken_message(key: str, value: str) -> str:
     """What a `NameTakenError` says."""
     return f"names: {key!r} is already taken by {value!r}; delete it, or add it with replace=True"

@@ -17,13 +17,13 @@ MANIFEST = "manifest.json"
 """File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
 SMALL = 1 << 20
 """Bytes up to which a file's content is compared, and not only its size."""
-GROUPS = "groups.jsonl"
-"""File of a run: what became of each prompt (`RolloutRuntime.endings`), under the step whose record came after it."""
+GROUPS_FILE = "groups.jsonl"
+"""File of a run: what became of each prompt (`RolloutRuntime.outcomes`), under the step whose record came after it."""
 TAIL_BYTES = 256 * 1024
 """Read from the end of a log at most, so that a huge log costs nothing."""
-OVER = ("finished", "stopped", "failed")
+FINAL_STATES = ("finished", "stopped", "failed")
 """States after which nothing more is written."""
-REPORT = "report.html"
+REPORT_FILE = "report.html"
 """Page of a run; see `rl_monitor.report`."""
 
 
@@ -33,7 +33,7 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def fault_of(directory: Path) -> str:
+def find_damage(directory: Path) -> str:
     """What is wrong with a directory that was written with a manifest, in words; empty where nothing is."""
     try:
         files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -41,7 +41,7 @@ def fault_of(directory: Path) -> str:
         return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
     for name, expected in files.items():
         try:
-            found = _seen(directory / name)
+            found = _size_and_crc(directory / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != expected:
@@ -49,21 +49,21 @@ def fault_of(directory: Path) -> str:
     return ""
 
 
-def _seen(file: Path) -> list[int | None]:
+def _size_and_crc(file: Path) -> list[int | None]:
     """Size in bytes, and of a small file CRC-32 of its content."""
     size = file.stat().st_size
     return [size, zlib.crc32(file.read_bytes()) if size <= SMALL else None]
 
 
-def points_of(run_dir: Path) -> list[int]:
+def recovery_checkpoint_steps(run_dir: Path) -> list[int]:
     """Steps of the recover points of a run, whole or not, ascending."""
     return steps_in(run_dir / "recover")
 
 
-def last_point(directory: Path) -> int | None:
+def last_recovery_checkpoint(directory: Path) -> int | None:
     """Step of the latest whole point in a `recover` directory."""
-    steps = reversed(points_of(directory.parent))
-    return next((step for step in steps if not fault_of(directory / f"step_{step}")), None)
+    steps = reversed(recovery_checkpoint_steps(directory.parent))
+    return next((step for step in steps if not find_damage(directory / f"step_{step}")), None)
 
 
 def tail(log: Path, lines: int, offset: int = 0) -> str:
@@ -88,7 +88,7 @@ def read_json(names: NameService, key: str) -> Any:
         return None
 
 
-def silence(names: NameService, status: Mapping[str, Any]) -> float:
+def seconds_since_heartbeat(names: NameService, status: Mapping[str, Any]) -> float:
     """Seconds for which a run's launcher gave no sign of life; less than three beats: it lives.
 
     On its own host the clock tells that it lives. Clocks elsewhere may differ, and a machine may have slept, so else

@@ -163,7 +163,7 @@ def _call(number: int, *arguments: Any) -> int:
     return found if found >= 0 else -ctypes.get_errno()
 
 
-def _must(what: str, found: int) -> int:
+def _check_call(what: str, found: int) -> int:
     if found < 0:
         raise OSError(-found, f"{what}: {os.strerror(-found)}")
     return found
@@ -174,7 +174,7 @@ def landlock_version() -> int:
     return _call(_LANDLOCK_CREATE, None, 0, 1)
 
 
-def lacking() -> list[str]:
+def missing_kernel_features() -> list[str]:
     """What a sandbox needs of this kernel and does not find: nothing where code can be confined."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return [f"Linux on x86-64 (this is {sys.platform} on {platform.machine()})"]
@@ -187,7 +187,7 @@ def lacking() -> list[str]:
     return found
 
 
-def limit(settings: dict[str, Any]) -> None:
+def set_resource_limits(settings: dict[str, Any]) -> None:
     """Bound processor time, address space, files and their size; no core file.
 
     No huge pages either: 4 KiB that remain of one in the address space keep all its 2 MiB.
@@ -206,8 +206,8 @@ def limit(settings: dict[str, Any]) -> None:
 
 def give_up_privileges() -> None:
     """Root too has no capability from here on, and nothing that is executed gets any."""
-    _must("capset", _call(_CAPSET, struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)))
-    _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_call("capset", _call(_CAPSET, struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)))
+    _check_call("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def bound_files(size: int) -> None:
@@ -220,25 +220,25 @@ def bound_files(size: int) -> None:
     with open("program.py", "rb") as file:
         program = file.read()
     with contextlib.suppress(OSError):
-        _must("unshare", _libc.unshare(_NEW_NAMESPACES))
+        _check_call("unshare", _libc.unshare(_NEW_NAMESPACES))
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         options = f"size={size},nr_inodes={size // ENTRY_BYTES + 2},mode=700".encode()
-        _must("mount", _libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _NOTHING_BUT_DATA, options))
+        _check_call("mount", _libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _NOTHING_BUT_DATA, options))
     os.chdir(directory)
     with open("program.py", "wb") as file:
         file.write(program)
 
 
-def fence(rights: dict[str, int], alone: bool = True) -> None:
+def restrict_filesystem(rights: dict[str, int], alone: bool = True) -> None:
     """Landlock: nothing of the file system but what lies below these paths, each with its rights, and no signals to
     others. `alone`: also no TCP and no abstract sockets. Of these three, what this kernel has rules for."""
-    version = _must("Landlock", landlock_version())
+    version = _check_call("Landlock", landlock_version())
     handled = (1 << (16 if version >= 5 else 15)) - 1
     scope = 3 if alone else 2
     attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, scope if version >= 6 else 0)
-    rules = _must("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
+    rules = _check_call("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
     for path, right in rights.items():
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -247,9 +247,9 @@ def fence(rights: dict[str, int], alone: bool = True) -> None:
         if not os.path.isdir(path):
             right &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL
         right &= handled
-        _must(f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", right, place), 0))
+        _check_call(f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", right, place), 0))
         os.close(place)
-    _must("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, rules, 0))
+    _check_call("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, rules, 0))
     os.close(rules)
 
 
@@ -263,13 +263,15 @@ def write_only_below(directory: str, shared_memory: bool = False) -> None:
     Raises:
         OSError: the kernel has no Landlock.
     """
-    _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_call("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     everything, read = (1 << 16) - 1, _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL
     rights = {"/": read, "/dev/shm": everything if shared_memory else read, directory: everything}
-    fence(rights | dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), read | _WRITE_FILE), alone=False)
+    restrict_filesystem(
+        rights | dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), read | _WRITE_FILE), alone=False
+    )
 
 
-def filter_calls() -> None:
+def install_seccomp_filter() -> None:
     """seccomp: no sockets, no processes, and the rest of `DENIED`, for all threads to come."""
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     missing = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
@@ -312,7 +314,7 @@ def install(program: list[tuple[int, int, int, int]]) -> None:
     """Make a filter of system calls that of this process."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     described = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
-    _must("seccomp", _call(_SECCOMP, 1, 0, described))
+    _check_call("seccomp", _call(_SECCOMP, 1, 0, described))
 
 
 def main() -> None:
@@ -325,10 +327,10 @@ def main() -> None:
     read = _READ_FILE | _READ_DIR
     own = read | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
     rights = dict.fromkeys(settings["readable"], read) | {"/dev/null": read | _WRITE_FILE, os.getcwd(): own}
-    limit(settings)
+    set_resource_limits(settings)
     give_up_privileges()
-    fence(rights)
-    filter_calls()
+    restrict_filesystem(rights)
+    install_seccomp_filter()
     os.write(settings["told"], b"1")
     os.close(settings["told"])
     sys.argv, sys.path = ["program.py"], [*sys.path, *settings["packages"]]

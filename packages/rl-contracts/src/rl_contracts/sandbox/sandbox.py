@@ -92,7 +92,7 @@ class Sandbox:
 
     def __init__(self, limits: SandboxLimits | None = None, packages: Sequence[str | Path] = ()) -> None:
         self.limits = limits or SandboxLimits()
-        if lacking := confine.lacking():
+        if lacking := confine.missing_kernel_features():
             raise ConfigError(
                 f"the sandbox cannot confine code here, and runs none: expected {' and '.join(lacking)}. Take a "
                 "kernel, or a container runtime, that has them, or tools and rewards that run no code."
@@ -127,40 +127,40 @@ class Sandbox:
             Path(directory, "program.py").write_bytes(code.encode(errors="replace"))
             given.write(stdin.encode(errors="replace"))
             given.seek(0)
-            heard, told = os.pipe()
+            status_read, status_write = os.pipe()
             try:
-                process = self._start(directory, told, (given, output, errors))
+                process = self._start(directory, status_write, (given, output, errors))
             except OSError as error:
-                os.close(heard)
+                os.close(status_read)
                 raise LaunchError(f"the sandbox could not start its process: {error}") from error
             finally:
-                os.close(told)
+                os.close(status_write)
             try:
                 stopped = self._watch(process, Path(directory), min(seconds, self.limits.seconds))
                 timed_out = stopped.startswith(_LATE)
-                confined = os.read(heard, 1) == b"1"
+                confined = os.read(status_read, 1) == b"1"
             finally:
                 process.kill()
                 process.wait()
-                os.close(heard)
-            shown = _end(errors, self.limits.output)
+                os.close(status_read)
+            shown = _tail_of(errors, self.limits.output)
             if not confined and not stopped:
                 raise LaunchError(f"the sandbox could not confine its process, and ran nothing in it: {shown}")
             if process.returncode == -signal.SIGXCPU and not stopped:
                 stopped, timed_out = f"it used more than {self.limits.cpu_seconds} s of the processor", True
-            return SandboxRun(_begin(output, self.limits.output), shown, process.returncode, stopped, timed_out)
+            return SandboxRun(_head_of(output, self.limits.output), shown, process.returncode, stopped, timed_out)
 
     def _start(
-        self, directory: str, told: int, streams: tuple[BinaryIO, BinaryIO, BinaryIO]
+        self, directory: str, status_fd: int, streams: tuple[BinaryIO, BinaryIO, BinaryIO]
     ) -> subprocess.Popen[bytes]:
         settings = asdict(self.limits) | {"readable": self._readable, "packages": self._packages}
-        settings |= {"told": told, "owner": os.getpid()}
+        settings |= {"told": status_fd, "owner": os.getpid()}
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return subprocess.Popen(
             [sys.executable, "-ISu", "-X", "utf8", confine.__file__, json.dumps(settings)],
             cwd=directory,
             env=one | {"HOME": directory, "TMPDIR": directory},  # nothing of ours: keys are in the environment
-            pass_fds=(told,),
+            pass_fds=(status_fd,),
             stdin=streams[0],
             stdout=streams[1],
             stderr=streams[2],
@@ -210,14 +210,14 @@ def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
 
 
-def _begin(file: BinaryIO, most: int) -> str:
+def _head_of(file: BinaryIO, most: int) -> str:
     file.seek(0)
     text = file.read(most).decode(errors="replace")
     left = os.fstat(file.fileno()).st_size - most
     return text if left <= 0 else f"{text}\n[{left:,} bytes more]"
 
 
-def _end(file: BinaryIO, most: int) -> str:
+def _tail_of(file: BinaryIO, most: int) -> str:
     left = os.fstat(file.fileno()).st_size - most
     file.seek(max(0, left))
     text = file.read(most).decode(errors="replace")

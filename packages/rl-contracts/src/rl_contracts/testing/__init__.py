@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from rl_contracts.testing.batches import make_batch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_contracts.testing.reference_engine import ReferenceTrainEngine, ReferenceTrainEngineConfig
     from rl_contracts.testing.weights import put_weights
 else:
-    __getattr__ = on_demand(
+    __getattr__ = lazy_getattr(
         __name__,
         {
             "Faults": "null_inference",

@@ -20,7 +20,7 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 
-__all__ = ["CHAT_FORMATS", "TOOL_FORMATS", "make_chat_tokenizer", "written"]
+__all__ = ["CHAT_FORMATS", "TOOL_FORMATS", "format_completion", "make_chat_tokenizer"]
 
 _JSON_CALL = """\
 {%- macro called(call) %}<tool_call>
@@ -239,7 +239,9 @@ def make_chat_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def written(name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (), reasoning: str = "") -> str:
+def format_completion(
+    name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (), reasoning: str = ""
+) -> str:
     """What a model of a family writes after its prompt to say, think and call this, up to the end of its turn.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import ClientConfig, require, require_choice
 from rl_contracts.data import (
-    MEETING_ROUTES,
+    RENDEZVOUS_ROUTES,
     ModelRequest,
     ModelResponse,
     ServeSpec,
@@ -202,7 +202,7 @@ class NullInferenceEngine(InferenceEngine):
         if error is not None:
             raise error
         sums: dict[str, int] = {}
-        if meta.route in MEETING_ROUTES:
+        if meta.route in RENDEZVOUS_ROUTES:
             sums = await asyncio.to_thread(_receive, meta)
         elif self.config.read_weights:
             sums = {name: checksum(tensor) for name, tensor in open_weights(meta)}
@@ -343,11 +343,11 @@ def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
     """Take part in a transfer as its only receiver; what arrives is summed and forgotten."""
     import torch
 
-    from rl_contracts.weights import WeightReceiver, seated
+    from rl_contracts.weights import WeightReceiver, with_rank
 
     receiver = WeightReceiver()
     targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in meta.params}
     try:
-        return receiver.receive(seated(meta, 1, 2), targets)
+        return receiver.receive(with_rank(meta, 1, 2), targets)
     finally:
         receiver.close()

@@ -126,7 +126,7 @@ class ReferenceTrainEngine(TrainEngine):
         result = torch.zeros(batch["attention_mask"].shape)
         with torch.no_grad():
             for rows, outputs, packed in self._run(batch):
-                result[torch.tensor(rows)[packed.row_of_token], packed.position_ids] = output_fn(outputs, packed)
+                result[torch.tensor(rows)[packed.sequence_of_token], packed.position_ids] = output_fn(outputs, packed)
         return result
 
     def _loss(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.runtime.lazy_imports import lazy_getattr
 from rl_contracts.weights.committed_record import CommittedWeights, read_committed, verify_receipt, write_committed
-from rl_contracts.weights.rendezvous import seated
+from rl_contracts.weights.rendezvous import with_rank
 
 if TYPE_CHECKING:
     from rl_contracts.weights.checksums import checksum, copy_with_checksum
     from rl_contracts.weights.routes import WeightReceiver, WeightSender, open_sender
     from rl_contracts.weights.stored import open_weights
 else:
-    __getattr__ = on_demand(
+    __getattr__ = lazy_getattr(
         __name__,
         {
             "WeightReceiver": "routes",
@@ -37,7 +37,7 @@ __all__ = [
     "open_sender",
     "open_weights",
     "read_committed",
-    "seated",
     "verify_receipt",
+    "with_rank",
     "write_committed",
 ]

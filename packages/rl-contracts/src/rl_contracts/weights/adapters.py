@@ -25,7 +25,7 @@ def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -
     return base.float() + scale * (b.float() @ a.float())
 
 
-def begins_with(parameter: torch.Tensor) -> str:
+def prefix_checksum(parameter: torch.Tensor) -> str:
     """The checksum of a parameter's first `SAMPLE` numbers in float32, whatever dtype they are kept in, as text."""
     return str(checksum(parameter.detach().reshape(-1)[:SAMPLE].to("cpu", torch.float32).contiguous()))
 
@@ -67,7 +67,7 @@ class BaseWeights:
         if adapter.base == self._checked:
             return
         for name, begin in adapter.base.items():
-            if begins_with(self[name]) != begin:
+            if prefix_checksum(self[name]) != begin:
                 raise WeightUpdateError(
                     f"{self._directory}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
                     "with the trainer's base model, or set publish.adapter=never, so that whole weights are sent."

@@ -21,8 +21,8 @@ from torch import distributed
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksums import Summed, both, summed
-from rl_contracts.weights.flat_layout import ALIGNMENT, checked, dtype_of, size_of
+from rl_contracts.weights.checksums import Checksum, checksum_of, combine
+from rl_contracts.weights.flat_layout import ALIGNMENT, check_specs, dtype_of, size_of
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
 PIECE = 8 * 2**20
@@ -67,7 +67,7 @@ class BroadcastSender:
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         try:
             transfer = _Transfer(self._meet(), self._device, sends=True)
-            for spec, tensor in checked(self._specs, tensors):
+            for spec, tensor in check_specs(self._specs, tensors):
                 transfer.add(spec, tensor.detach().reshape(-1))
             return {name: each.value for name, each in transfer.finish().items()}
         except BaseException as error:
@@ -79,7 +79,7 @@ class BroadcastSender:
 
     def cancel(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and whoever waits has seen it
-            self._rendezvous.call_off(reason)
+            self._rendezvous.cancel(reason)
 
     def close(self) -> None:
         self._leave()
@@ -113,7 +113,7 @@ class BroadcastReceiver:
         self._store: Any = None
         self._group: _Group | None = None
 
-    def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, Summed]:
+    def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, Checksum]:
         """Meet the sender and receive into contiguous tensors, one per parameter; the sums of what they hold.
 
         Raises:
@@ -138,7 +138,7 @@ class BroadcastReceiver:
         """Say that this server cannot take part, and why."""
         with contextlib.suppress(WeightUpdateError, RuntimeError):  # then nobody is there to be told
             address = Address.parse(part.location)
-            Rendezvous(self._connected(address), address).call_off(f"receiver {address.rank} refuses: {reason}")
+            Rendezvous(self._connected(address), address).cancel(f"receiver {address.rank} refuses: {reason}")
 
     def close(self) -> None:
         """Leave the group and the store."""
@@ -223,7 +223,7 @@ class _Transfer:
     def __init__(self, group: _Group, device: str, sends: bool) -> None:
         self._group, self._sends = group, sends
         self._on = device if group.backend == "nccl" else "cpu"
-        self._sums: dict[str, Summed] = {}
+        self._sums: dict[str, Checksum] = {}
         self._new_bucket()
 
     def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ class _Transfer:
             WeightUpdateError: a member of the group was lost. So may `finish`.
         """
         dtype, size = dtype_of(spec), size_of(spec)
-        self._sums[spec.name] = Summed(0, True)
+        self._sums[spec.name] = Checksum(0, True)
         if size < LARGE:
             if self._used + size > PIECE:
                 self._put_bucket()
@@ -252,7 +252,7 @@ class _Transfer:
             target = piece if self._sends else part
             self._land(self._group.put(piece, [(spec.name, target, piece, start * dtype.itemsize)]))
 
-    def finish(self) -> dict[str, Summed]:
+    def finish(self) -> dict[str, Checksum]:
         """Wait for all; their sums by name."""
         self._put_bucket()
         while landings := self._group.wait():
@@ -274,7 +274,7 @@ class _Transfer:
         for name, target, piece, offset in landings:
             if piece is not target:
                 target.copy_(piece)
-            self._sums[name] = both(self._sums[name], summed(target, offset))
+            self._sums[name] = combine(self._sums[name], checksum_of(target, offset))
 
 
 _Landing = tuple[str, torch.Tensor, torch.Tensor, int]

@@ -37,7 +37,7 @@ _DEVICE_ROWS = 2**13
 """Rows of so many words that a device folds at once: 256 MiB, three times that while it lasts."""
 
 
-class Summed(NamedTuple):
+class Checksum(NamedTuple):
     """What one pass over a tensor tells."""
 
     value: int
@@ -47,11 +47,11 @@ class Summed(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
-    """Checksum of a contiguous tensor, an integer in [0, 2^64): the `value` of `summed`, with its arguments."""
-    return summed(tensor, offset_bytes).value
+    """Checksum of a contiguous tensor, an integer in [0, 2^64): the `value` of `checksum_of`, with its arguments."""
+    return checksum_of(tensor, offset_bytes).value
 
 
-def summed(tensor: torch.Tensor, offset_bytes: int = 0) -> Summed:
+def checksum_of(tensor: torch.Tensor, offset_bytes: int = 0) -> Checksum:
     """Checksum of a contiguous tensor, and whether it is finite.
 
     Args:
@@ -79,7 +79,7 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
     return copy_summed(target, source).value
 
 
-def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Summed:
+def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
     """Copy into a contiguous tensor, casting to its dtype; the sum of what it holds then.
 
     On the CPU both happen in pieces that stay in the cache in between, so the sum costs no further pass over memory.
@@ -94,7 +94,7 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Summed:
     plain = target.is_contiguous() and source.is_contiguous() and target.device == source.device == torch.device("cpu")
     size = target.numel() * target.itemsize
     if not plain or target.data_ptr() % 8 or target.itemsize > 8:
-        return summed(target.copy_(source))
+        return checksum_of(target.copy_(source))
     flat, given, dtype = target.view(-1), source.view(-1), str(target.dtype)
     whole = size - size % 8
     per_word = 8 // flat.itemsize
@@ -118,28 +118,28 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Summed:
 
     begun = _in_shares(whole // 8, copy)
     rest = slice(whole // flat.itemsize, None)
-    return both(begun, summed(flat[rest].copy_(given[rest]), whole))
+    return combine(begun, checksum_of(flat[rest].copy_(given[rest]), whole))
 
 
-def both(one: tuple[int, bool], other: tuple[int, bool]) -> Summed:
+def combine(one: tuple[int, bool], other: tuple[int, bool]) -> Checksum:
     """Of two parts of a tensor put together."""
-    return Summed((one[0] + other[0]) % 2**64, one[1] and other[1])
+    return Checksum((one[0] + other[0]) % 2**64, one[1] and other[1])
 
 
-def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Summed:
+def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Checksum:
     """`work(start, stop)` of all words, put together, by two threads where there is much to do.
 
     The work runs on the thread that calls it: it never waits at a barrier for threads that a model beside it keeps
     busy, as torch's operations would."""
     half = words // 2 // _CHUNK_WORDS * _CHUNK_WORDS
     if half < _SHARED_WORDS:
-        return both(work(0, words), (0, True))
+        return combine(work(0, words), (0, True))
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work, half, words)
-        return both(work(0, half), other.result())
+        return combine(work(0, half), other.result())
 
 
-def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Summed:
+def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Checksum:
     """The same on a device, in passes as large as its memory allows without a thought."""
     whole = words.numel() // _COLUMNS * _COLUMNS
     blocks = words[:whole].view(-1, _COLUMNS).split(_DEVICE_ROWS)
@@ -152,7 +152,7 @@ def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Summed
     if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
         finite = torch.stack(tensor.aminmax()).isfinite().all().long()
     value, good = torch.stack((total, finite)).tolist()
-    return Summed((value + _CONSTANT * (at**2 - first**2)) % 2**64, bool(good))
+    return Checksum((value + _CONSTANT * (at**2 - first**2)) % 2**64, bool(good))
 
 
 def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:

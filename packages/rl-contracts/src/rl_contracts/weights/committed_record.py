@@ -17,7 +17,7 @@ from pathlib import Path
 from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 
-RECORD = "committed.json"
+RECORD_FILE = "committed.json"
 """Name of the record in the directory of the weights."""
 MEMORY = Path("/dev/shm")
 """Linux's memory file system, in which every user may make directories."""
@@ -80,9 +80,9 @@ def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: Weig
     # as text: checksums have 64 bits, more than a JSON number safely carries
     sums = {name: str(value) for name, value in receipt.checksums.items()}
     value = {"meta": meta.to_json(), "receipt": {"holder": receipt.holder, "version": receipt.version, "sums": sums}}
-    path = Path(directory) / RECORD
+    path = Path(directory) / RECORD_FILE
     make_private(path.parent)
-    scratch = path.with_name(f".{RECORD}.{os.getpid()}")
+    scratch = path.with_name(f".{RECORD_FILE}.{os.getpid()}")
     scratch.write_text(json.dumps(value))
     scratch.replace(path)
 
@@ -93,7 +93,7 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
     Raises:
         WeightUpdateError: there is one, and it cannot be read.
     """
-    path = Path(directory) / RECORD
+    path = Path(directory) / RECORD_FILE
     try:
         require_private(path.parent)
         value = json.loads(path.read_text())

@@ -60,10 +60,10 @@ def fill(
     Raises:
         WeightUpdateError: names, order or shapes differ from the specs.
     """
-    return {spec.name: copy_with_checksum(places[spec.name], tensor) for spec, tensor in checked(specs, tensors)}
+    return {spec.name: copy_with_checksum(places[spec.name], tensor) for spec, tensor in check_specs(specs, tensors)}
 
 
-def checked(
+def check_specs(
     specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
     """Pair named tensors with their specs.

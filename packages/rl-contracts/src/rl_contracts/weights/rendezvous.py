@@ -21,11 +21,11 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rl_contracts.data import WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 
 _POLL = 0.002
 """Seconds between two looks into the store."""
-_LATE = 5.0
+_LATE_SECONDS = 5.0
 """Seconds by which libtorch may be late to say that nobody listens."""
 
 
@@ -78,7 +78,7 @@ class Address:
         return f"tcp://{host}:{self.port}/{self.update}/{self.sender}?{urlencode(query)}"
 
 
-def seated(meta: WeightUpdateMeta, rank: int, world: int) -> WeightUpdateMeta:
+def with_rank(meta: WeightUpdateMeta, rank: int, world: int) -> WeightUpdateMeta:
     """What one receiver of a broadcast is sent: the same update with its rank, from 1 to `world - 1`."""
     parts = (
         replace(part, location=replace(Address.parse(part.location), rank=rank, world=world).location)
@@ -160,7 +160,7 @@ class Rendezvous:
         """Let the receivers go on with a group."""
         self._set("start", {"group": group, "backend": backend})
 
-    def call_off(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """End the update for everybody who waits, at this sender and the others. The first reason stays.
 
         Raises:
@@ -211,9 +211,9 @@ def connect(address: Address) -> Any:
 
     wait = timedelta(seconds=address.timeout)
     try:
-        return in_thread(
+        return run_in_thread(
             lambda: TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
-        ).result(address.timeout + _LATE)
+        ).result(address.timeout + _LATE_SECONDS)
     except TimeoutError as error:
         raise WeightUpdateError(
             f"{address.host}:{address.port} takes connections but has said nothing for {address.timeout:g} s: is the "

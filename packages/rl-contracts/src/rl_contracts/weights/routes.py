@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from rl_contracts.data import MEETING_ROUTES, ROUTES, ParamSpec, WeightUpdateMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, ROUTES, ParamSpec, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.broadcast import BroadcastReceiver, BroadcastSender
-from rl_contracts.weights.checksums import Summed, copy_summed
+from rl_contracts.weights.checksums import Checksum, copy_summed
 from rl_contracts.weights.ipc import IpcReader, IpcSender
 from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 
@@ -24,8 +24,8 @@ from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 class WeightSender(Protocol):
     """The trainer's end of a route, on one rank that sends: `begin` and `send` of each version, in step on all of them.
 
-    On routes where both ends meet (`MEETING_ROUTES`) it waits in `send` for its receivers, who must be told meanwhile
-    what `begin` returned.
+    On routes where both ends meet (`RENDEZVOUS_ROUTES`) it waits in `send` for its receivers, who must be told
+    meanwhile what `begin` returned.
     """
 
     @property
@@ -109,8 +109,8 @@ class WeightReceiver:
             )
         return {name: each.value for name, each in sums.items()}
 
-    def _receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, Summed]:
-        if meta.route in MEETING_ROUTES:
+    def _receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, Checksum]:
+        if meta.route in RENDEZVOUS_ROUTES:
             with ThreadPoolExecutor(max(len(meta.parts), 1)) as pool:  # no sender must wait for another
                 parts = [
                     pool.submit(self._broadcasts[index].receive, part, [targets[spec.name] for spec in part.params])
@@ -122,7 +122,7 @@ class WeightReceiver:
 
     def refuse(self, meta: WeightUpdateMeta, reason: str) -> None:
         """Tell a trainer that waits for this receiver that it cannot take the version, and why."""
-        if meta.route in MEETING_ROUTES and meta.parts:
+        if meta.route in RENDEZVOUS_ROUTES and meta.parts:
             self._broadcasts[0].refuse(meta.parts[0], reason)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from rl_contracts.data import STORED_ROUTES, ParamSpec, WeightPart, WeightUpdate
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import checksum
 from rl_contracts.weights.committed_record import make_private
-from rl_contracts.weights.flat_layout import checked, dtype_of, fill, offsets, size_of, views
+from rl_contracts.weights.flat_layout import check_specs, dtype_of, fill, offsets, size_of, views
 
 FILE = "model.safetensors"
 """Name of the file of `disk`."""
@@ -222,7 +222,7 @@ def _write_safetensors(
     sums: dict[str, int] = {}
     with path.open("r+b") as file:
         file.write(header)
-        for spec, tensor in checked(specs, tensors):
+        for spec, tensor in check_specs(specs, tensors):
             value = tensor.detach().to("cpu", dtype_of(spec)).contiguous()
             file.seek(len(header) + places[spec.name])
             file.write(value.view(-1).view(torch.uint8).numpy())

@@ -64,7 +64,7 @@ def load_adapter(
         ModelError, EngineError: the directory is no adapter, or not one of this shape; on every rank.
     """
     named = trained_parameters(model)
-    with parallel.agreeing(f"loading {path}"):
+    with parallel.agree_on_errors(f"loading {path}"):
         given = _read(Path(path), config, named) if parallel.is_main else None
     copy_tensors(named, given, device, parallel)
 

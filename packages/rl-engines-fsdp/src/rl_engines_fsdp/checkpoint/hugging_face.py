@@ -13,7 +13,7 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.models.atomic_directory import new_directory
-from rl_contracts.models.config_files import copy_tokenizer, pad_token_id, quiet
+from rl_contracts.models.config_files import copy_tokenizer, pad_token_id, quiet_transformers
 from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.model.packed import PackedModel
@@ -60,7 +60,7 @@ def copy_hugging_face(
     def write() -> list[Path]:
         directory = Path(meta.path)
         directory.mkdir(parents=True, exist_ok=True)
-        with quiet():
+        with quiet_transformers():
             shell.save_pretrained(directory, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
         if inner.generation_config is not None:
             # as it was: `save_pretrained` would refuse settings that some published models have

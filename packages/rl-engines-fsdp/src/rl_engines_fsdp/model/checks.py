@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ModelError
-from rl_contracts.models.attention_windows import short_windows, shorten
+from rl_contracts.models.attention_windows import apply_windows, short_windows
 from rl_engines_fsdp.model import attention
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.packed import PackedCausalLM, PackedModel
@@ -117,8 +117,8 @@ def _short_lengths(model: nn.Module) -> Iterator[None]:
             if config is not None and chooses(getattr(module, "rope_type", None)):
                 rope = config.rope_parameters
                 for part in (vars(config), rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-                    shorten(part, ("max_position_embeddings", "original_max_position_embeddings"), SHORT, undo)
-                shorten(vars(module), ("original_max_seq_len", "max_seq_len_cached"), SHORT, undo)
+                    apply_windows(part, ("max_position_embeddings", "original_max_position_embeddings"), SHORT, undo)
+                apply_windows(vars(module), ("original_max_seq_len", "max_seq_len_cached"), SHORT, undo)
         yield
 
 
@@ -151,10 +151,12 @@ def verify_split(
     """
     name, host = type(model.model).__name__, torch.device("cpu")
     expected = torch.zeros(sum(LENGTHS), device=device)
-    with parallel.agreeing("trying the model on one rank"):  # before the others meet it in the model's own exchanges
+    with parallel.agree_on_errors(
+        "trying the model on one rank"
+    ):  # before the others meet it in the model's own exchanges
         if source is not None:
             expected = _said(source, host).to(device)
-    with parallel.agreeing("trying the model over several ranks"):
+    with parallel.agree_on_errors("trying the model over several ranks"):
         try:
             found = _said(model, device)
         except Exception as error:
@@ -162,7 +164,7 @@ def verify_split(
     reshard(model)
     dist.broadcast(expected, src=0)
     difference = (found - expected).abs().mean().item()
-    with parallel.agreeing("comparing the model over several ranks with one"):
+    with parallel.agree_on_errors("comparing the model over several ranks with one"):
         if not difference <= SPLIT_TOLERANCES[dtype]:
             raise ModelError(
                 f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from those "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.models.attention_windows import other_layers
-from rl_contracts.models.config_files import quiet, read_config
+from rl_contracts.models.config_files import quiet_transformers, read_config
 from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model import attention
 
@@ -37,7 +37,7 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     config = read_config(path, head)
     _check_attention(path, config, head)
     try:
-        with quiet():
+        with quiet_transformers():
             model, report = _factory(head).from_pretrained(
                 path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )

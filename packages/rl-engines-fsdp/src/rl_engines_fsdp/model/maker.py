@@ -14,7 +14,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.models.cpu_matmul import speed_up
+from rl_contracts.models.cpu_matmul import use_faster_matmul
 from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora
@@ -71,7 +71,7 @@ class ModelMaker:
             ModelError: on every rank, what is wrong with it.
         """
         source: PackedModel | None = None
-        with self.parallel.agreeing(f"loading {path}"):
+        with self.parallel.agree_on_errors(f"loading {path}"):
             if self.parallel.is_main:
                 source = self._wrap(loading.read_model(path, self.spec.head, new_head=like is None))
                 if like is not None:
@@ -86,7 +86,7 @@ class ModelMaker:
         if config.lora is not None:
             lora.adapt(model, config.lora, spec.head)
         if not spec.deterministic:  # a server that makes the same bits multiplies with torch's choice
-            speed_up(model)
+            use_faster_matmul(model)
         if spec.head != "lm":
             return PackedScalarModel(model, spec.head)
         suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
@@ -106,7 +106,7 @@ class ModelMaker:
         model.split = meshes.split
         self._prepare_layers(model)
         sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
-        with self.parallel.agreeing("matching the model with its weights"):
+        with self.parallel.agree_on_errors("matching the model with its weights"):
             if source is not None:
                 found, expected = (sharding.parameters_and_buffers(each) for each in (source, model))
                 loading.check_same_weights(self.spec.model_path, found, expected)

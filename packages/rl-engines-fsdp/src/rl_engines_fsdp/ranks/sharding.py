@@ -171,7 +171,7 @@ def rounded(model: nn.Module, dtype: torch.dtype, parallel: ParallelContext) -> 
         EngineError: on every rank, if one has no memory for a copy of its part.
     """
     reshard(model)
-    with parallel.agreeing("keeping the weights while they are rounded"):
+    with parallel.agree_on_errors("keeping the weights while they are rounded"):
         kept = [(part, part.clone()) for part in (local(parameter.detach()) for parameter in model.parameters())]
     try:
         for part, value in kept:

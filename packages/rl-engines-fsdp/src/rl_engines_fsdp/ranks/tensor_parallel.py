@@ -150,7 +150,7 @@ class TensorGradients:
         for shard, total in zip(shards, _summed(shards, self._group), strict=True):
             shard.copy_(total)
         if not self._checked:
-            with parallel.agreeing("the first step with tensor parallelism"):
+            with parallel.agree_on_errors("the first step with tensor parallelism"):
                 self._check_alike()
             # all zero, as below a head that starts at zero: nothing is known yet
             nonzero = any(bool(local(p.grad).any()) for p in self._alike.values() if p.grad is not None)

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, VocabularyPart, token_logprobs
+from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, VocabularyShard, token_logprobs
 from rl_engines_megatron.model.experts import Routing
 from rl_engines_megatron.model.layers import block_spec
 from rl_engines_megatron.model.megatron_config import rope_kwargs
@@ -127,7 +127,7 @@ def make_model(
     part = None
     if ranks > 1:
         group = parallel_state.get_tensor_model_parallel_group()
-        part = VocabularyPart(rank * partition.padded_vocab // ranks, group)
+        part = VocabularyShard(rank * partition.padded_vocab // ranks, group)
     options = HeadOptions(LogitTransform(cap=partition.architecture.logit_cap), max_logits, entropy_grad, part)
     parts = []
     for index in range(interleaved):

@@ -65,7 +65,7 @@ def make_rows(packed: PackedBatch, divisor: int, device: torch.device, least: in
     if sum(lengths) < least:
         lengths.append(least - sum(lengths))
     edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
-    place = edges[packed.row_of_token] + packed.position_ids
+    place = edges[packed.sequence_of_token] + packed.position_ids
     total = sum(lengths)
     ids = torch.zeros(total, dtype=torch.int64, device=device).index_copy(0, place, packed["input_ids"])
     heat = torch.ones(total, device=device).index_copy(0, place, packed.per_token("temperature").float())
@@ -76,7 +76,7 @@ def make_rows(packed: PackedBatch, divisor: int, device: torch.device, least: in
     )
     places = place if where is None else where[place]
     sizes, first = packed.cu_seqlens.diff().long(), packed.position_ids == 0
-    owner = torch.full_like(ids, len(sizes)).index_copy(0, place, packed.row_of_token)
+    owner = torch.full_like(ids, len(sizes)).index_copy(0, place, packed.sequence_of_token)
     of_token = (ids, ids.roll(-1), heat, owner)
     ids, targets, heat, owner = of_token if mine is None else (values[mine] for values in of_token)
     return Rows(ids, targets, heat, segments, places, first, owner, sizes)

@@ -44,16 +44,16 @@ def copy_state(
     """
     held = dict[str, Any]()
     with _writing(stepper), ExitStack() as stack:
-        with parallel.agreeing(f"preparing a copy of the state for {path}"):
+        with parallel.agree_on_errors(f"preparing a copy of the state for {path}"):
             scratch = stack.enter_context(TemporaryDirectory())
-        with parallel.agreeing(f"checking the state for {path}"):
+        with parallel.agree_on_errors(f"checking the state for {path}"):
             state = _state(parts, stepper, counters, loading=False)
             # checks the shards of all ranks, and raises on rank 0 alone
             dist_checkpointing.state_dict_utils.save_preprocess(state)
         request: Any = dist_checkpointing.save(
             state, scratch, validate_access_integrity=False, async_sharded_save=True, async_strategy="mcore"
         )
-        with parallel.agreeing(f"copying the state for {path}"):
+        with parallel.agree_on_errors(f"copying the state for {path}"):
             if request.async_fn is not None:
                 rank, _, results = request.async_fn_args
                 buckets = []
@@ -88,7 +88,7 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
     Raises:
         ModelError, EngineError: the directory is no such state, or not of this model.
     """
-    with parallel.agreeing(f"loading {path}"):
+    with parallel.agree_on_errors(f"loading {path}"):
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise ModelError(
                 f"{path}: expected a saved state of the megatron engine, found none. Give a directory that was saved "

@@ -68,7 +68,7 @@ class Fleet:
     async def _pause(self, server: Server, mode: str) -> float | None:
         """Ask for it once; one that answers only when it stands still is watched meanwhile."""
         exchange = self.protocol.pause(mode, self.lease)
-        if self.protocol.capabilities.signs_of_life:
+        if self.protocol.capabilities.heartbeats:
             return await self.transport.ask(server, exchange)
         asked = self.transport.ask(server, exchange, FOREVER)
         return await self.watched(server, asked, self.config.progress_timeout, self._stuck(server))

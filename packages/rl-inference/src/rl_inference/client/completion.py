@@ -66,7 +66,7 @@ class PartialAnswer:
             asked,
             max_new_tokens=asked.max_new_tokens - have,
             min_new_tokens=max(asked.min_new_tokens - have, 0),
-            stop=asked.stop if able.continues else [],
+            stop=asked.stop if able.resumes_completions else [],
         )
         seed = self.request.seed
         if seed is not None and have and not able.seeds_by_position:
@@ -127,7 +127,7 @@ def refuse(asked: GenerationConfig, able: Capabilities) -> None:
             f"of what they leave, not of the model's distribution; found {_given(asked)}. Leave them away, or use "
             "servers that can (allocation=embedded:...)."
         )
-    if asked.penalizes and not able.continues:
+    if asked.penalizes and not able.resumes_completions:
         raise InferenceError(
             "generation: expected no penalties, because these servers forget after an interruption which tokens an "
             f"answer already has; found {_given(asked)}. Leave them away, or use servers that can "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerSource, is_address
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.client.router import Router
 
@@ -55,7 +55,7 @@ class Discovery:
     async def _read(self) -> dict[str, str]:
         """What the source says, address by name; nothing where that cannot be used. It is asked in a thread, because a
         shared file system may take its time, or for ever."""
-        reading = asyncio.wrap_future(in_thread(lambda: dict(self._source())))
+        reading = asyncio.wrap_future(run_in_thread(lambda: dict(self._source())))
         while not (await asyncio.wait({reading}, timeout=self._config.probe_timeout))[0]:
             self._tell(f"it has not answered for {self._config.probe_timeout:g} s (client.probe_timeout)")
         try:

@@ -85,12 +85,12 @@ class HttpEngine(InferenceEngine):
             raise ConfigError("inference servers: expected at least one address, found none.")
         self._connect([Server(checked_address(address), self.spec.version) for address in addresses], key)
 
-    def follow(self, source: ServerSource) -> bool:
+    def follow_discovery(self, source: ServerSource) -> bool:
         """Take in servers that `source` names, and let those go that it names no more."""
         self._monitor.discovery = Discovery(source, self._router, self.config)
         return self._monitor.on
 
-    def expect_none_back(self) -> None:
+    def stop_waiting_for_servers(self) -> None:
         """Updates and scores fail from now on where no server is left; who waits for one hears of it at the next look
         at the servers."""
         self._router.final = True
@@ -138,7 +138,7 @@ class HttpEngine(InferenceEngine):
 
     async def _stops(self, generation: GenerationConfig) -> StopStrings | None:
         """What looks for stop strings, where the servers cannot."""
-        if not generation.stop or self.capabilities.continues:
+        if not generation.stop or self.capabilities.resumes_completions:
             return None
         tokenizer = await asyncio.to_thread(tokenizer_of, self.spec.model_path)
         return StopStrings(generation.stop, generation.min_new_tokens, tokenizer)
@@ -260,7 +260,7 @@ class HttpEngine(InferenceEngine):
 
     async def _read(self, server: Server, answer: PartialAnswer) -> None:
         """Let a server go on with an answer. Where silence says nothing, it is asked how it is."""
-        if self.capabilities.signs_of_life:
+        if self.capabilities.heartbeats:
             return await self._gather(server, answer)
         reading, lines, vain, made = asyncio.create_task(self._gather(server, answer)), answer.lines, 0, -1.0
         try:
@@ -307,7 +307,7 @@ class HttpEngine(InferenceEngine):
                         continue
                     self._take(server, answer, chunk, committed)
                     if answer.stopped() and answer.finish is None and not told:
-                        if not self.capabilities.stamps_at_end:
+                        if not self.capabilities.version_stamps_at_end:
                             break
                         await self._transport.call(server, self._protocol.abort(answer.attempt_id))
                         told = True
@@ -336,10 +336,10 @@ class HttpEngine(InferenceEngine):
             raise InferenceError(f"these servers score at temperature 1 alone, found {temperature:g}.")
         return await self._score(lambda: self._protocol.score(input_ids, temperature), server)
 
-    async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def score_previous_weights(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """The same at the weights that were served before the last commit."""
-        if not self.capabilities.scores_before:
-            return await super().score_before(input_ids, temperature)
+        if not self.capabilities.scores_previous_weights:
+            return await super().score_previous_weights(input_ids, temperature)
         return await self._score(lambda: self._protocol.score(input_ids, temperature, before=True))
 
     async def _score(self, question: Callable[[], Exchange[list[float]]], address: str | None = None) -> list[float]:
@@ -422,7 +422,7 @@ class HttpEngine(InferenceEngine):
         grown = {name: float(self._router.sums[name]) for name in _GROWING}
         return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **now, **grown}
 
-    async def catch_up(self, version: int) -> None:
+    async def sync_version(self, version: int) -> None:
         """Go on at a version that another client has committed. A server that does not show it when it is asked twice
         is out until it does."""
         for _ in range(2):

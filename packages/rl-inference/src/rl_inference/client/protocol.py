@@ -136,7 +136,7 @@ class ServerProtocol(ABC):
 
     def abort(self, rid: str) -> Exchange[None]:
         """End one attempt, whose stream then ends by `abort`, with the stamps of all of its tokens. Asked where
-        `capabilities.stamps_at_end`; other servers see that the connection was closed."""
+        `capabilities.version_stamps_at_end`; other servers see that the connection was closed."""
         raise NotImplementedError
 
     @abstractmethod
@@ -179,7 +179,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
-        """Load a version within `timeout` seconds: beside the served one or, where `capabilities.stages_beside` is
+        """Load a version within `timeout` seconds: beside the served one or, where `capabilities.staged_load` is
         false, over it; the server is paused then.
 
         Returns:

@@ -204,7 +204,7 @@ class Transport:
                 progress timeout is a loss, where servers show signs of life.
         """
         where = f"{server.address}{call.path}"
-        silence = self.config.progress_timeout if self.protocol.capabilities.signs_of_life else None
+        silence = self.config.progress_timeout if self.protocol.capabilities.heartbeats else None
         with _sorted_errors(where, f"not a byte for {self.config.progress_timeout:g} s"):
             async with self._request(server, call, silence) as response:
                 await self._check(server, response, where)

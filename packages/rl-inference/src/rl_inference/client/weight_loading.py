@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.inference import Canary, CanaryAnswer
+from rl_contracts.inference import Canary, CanaryCompletion
 from rl_contracts.weights import CommittedWeights, verify_receipt
 from rl_inference.client.all_servers import FOREVER, Fleet
 from rl_inference.client.transport import Server, ServerBusyError, ServerFailedError, ServerLostError
@@ -113,13 +113,13 @@ class Beside:
             sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
             verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
 
-    async def _answer(self, server: Server, canary: Canary) -> CanaryAnswer:
+    async def _answer(self, server: Server, canary: Canary) -> CanaryCompletion:
         """Let a server show what it serves: its scores of a prompt, and greedy tokens after it."""
         fleet = self.fleet
         asked = fleet.transport.ask(server, fleet.protocol.score(canary.input_ids, 1.0), FOREVER)
         scores = await self._watched(server, asked)
         ids, logprobs = await self._generate(server, canary, canary.tokens)
-        return CanaryAnswer(server.address, scores, ids, logprobs)
+        return CanaryCompletion(server.address, scores, ids, logprobs)
 
     async def _generate(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
         return await self._watched(server, server.run(self._read(server, canary, tokens), step=True))

@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 
 from rl_contracts.config import require_choice
-from rl_contracts.data import MEETING_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.inference import Canary, ServerProgram
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.weights import CommittedWeights, read_committed, seated
+from rl_contracts.weights import CommittedWeights, read_committed, with_rank
 from rl_inference.client.all_servers import AllLostError, Fleet
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerBusyError, ServerLostError, Transport, failures
@@ -41,7 +41,7 @@ class WeightUpdates:
         self._router = router
         self._transport = transport
         self._fleet = Fleet(router, transport)
-        loading = Beside if transport.protocol.capabilities.stages_beside else InPlace
+        loading = Beside if transport.protocol.capabilities.staged_load else InPlace
         self._loading = loading(self._fleet, spec.model_path)
         self._lock = asyncio.Lock()
         self._held = self._asleep = self._owns = False
@@ -329,7 +329,7 @@ class WeightUpdates:
         for server in joining:
             server.instance = ""
         servers = [*self._router.live, *joining]
-        if meta.route in MEETING_ROUTES:
+        if meta.route in RENDEZVOUS_ROUTES:
             receipts = await self._stage_together(servers, meta)
         else:
             receipts = await self._fleet.everywhere(
@@ -345,7 +345,7 @@ class WeightUpdates:
             ReceiversLostError: some were lost, and are evicted; whoever is left can be sent the version again.
             WeightUpdateError: one refused, or nobody is left.
         """
-        seats = [seated(meta, rank, len(servers) + 1) for rank in range(1, len(servers) + 1)]
+        seats = [with_rank(meta, rank, len(servers) + 1) for rank in range(1, len(servers) + 1)]
         tasks = [asyncio.create_task(self._stage(*pair)) for pair in zip(servers, seats, strict=True)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

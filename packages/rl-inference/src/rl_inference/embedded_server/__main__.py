@@ -85,7 +85,7 @@ async def serve(options: ServerOptions, key: str) -> int:
     connections = Connections(http.app)
     web_runner = connections.runner
     await web_runner.setup()
-    watch = asyncio.create_task(connections.watch(), name="connections")
+    watch = asyncio.create_task(connections.close_silent_connections(), name="connections")
     loop: DecodeLoop | None = None
     try:
         try:

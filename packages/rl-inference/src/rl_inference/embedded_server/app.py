@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from rl_contracts.data import WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.runtime.http_requests import decode
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.backends.embedded.config import ServerOptions
@@ -311,7 +311,7 @@ class ServerApp:
         asked = await self._read(request, Stage)
         meta = asked.update()
         async with self._staging:
-            receipt = await asyncio.wrap_future(in_thread(lambda: self.loop.weights.stage(meta, asked.timeout)))
+            receipt = await asyncio.wrap_future(run_in_thread(lambda: self.loop.weights.stage(meta, asked.timeout)))
         return _receipt(receipt)
 
     async def weight_receipt(self, _: web.Request) -> web.Response:

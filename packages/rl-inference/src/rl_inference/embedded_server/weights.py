@@ -18,8 +18,8 @@ import torch
 
 from rl_contracts.data import STORED_ROUTES, AdapterSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.models.hub_names import HubPart, hub_parts
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.models.hub_names import HubSlice, hub_slices
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import WeightReceiver, adapters, checksum, read_committed, verify_receipt
 from rl_contracts.weights.checksums import copy_summed
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
     key: str
     """Name of the tensor that has it."""
-    part: HubPart
+    part: HubSlice
     """Which part of that tensor."""
 
     @property
@@ -93,13 +93,13 @@ class ServedWeights:
         self._required = {key for key in first_name.values() if isinstance(self._live[key], torch.nn.Parameter)}
         self.places = {
             part.name: _Place(self._canonical[name], part)
-            for name, parts in hub_parts(model, self._live.items()).items()
+            for name, parts in hub_slices(model, self._live.items()).items()
             for part in parts
         }
         """What each name that a trainer may send stands for."""
         self._told = set(self.places)  # names under which receipts of the served tensors are given
         for name, tensor in self._live.items():
-            whole = HubPart(name, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
+            whole = HubSlice(name, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
             self.places.setdefault(name, _Place(self._canonical[name], whole))
         self._base = Path(base) if base else None
         self._base_weights: adapters.BaseWeights | None = None
@@ -136,7 +136,7 @@ class ServedWeights:
         else:
             self._abandon()
         try:
-            return in_thread(lambda: self._stage(meta, attempt)).result(seconds)
+            return run_in_thread(lambda: self._stage(meta, attempt)).result(seconds)
         except TimeoutError:
             self._attempt = None
             self._abandon()
@@ -208,7 +208,7 @@ class ServedWeights:
         matrices where the weight still is what was made with them. Between two forward passes."""
         told = {name: self.places[name] for name in self._told}
         sums = {
-            place.where: checksum(place.part.of(self._live[place.key].contiguous()).contiguous())
+            place.where: checksum(place.part.slice_of(self._live[place.key].contiguous()).contiguous())
             for place in {place.where: place for place in told.values()}.values()
         }
         found = {name: sums[place.where] for name, place in told.items()}
@@ -265,7 +265,7 @@ class ServedWeights:
                 plan.targets[spec.name] = torch.empty(spec.shape, dtype=dtype_of(spec), device=self._device)
                 continue
             place = self._check(meta.version, spec.name, spec.shape, getattr(torch, spec.dtype, spec.dtype))
-            target = place.part.of(self._beside(place.key, plan.spare))
+            target = place.part.slice_of(self._beside(place.key, plan.spare))
             if plan.told.setdefault(place.where, spec.name) == spec.name:
                 plan.targets[spec.name] = target
                 covered[place.key] += target.numel()
@@ -297,7 +297,7 @@ class ServedWeights:
             if plan.told.setdefault(place.where, name) == name:
                 covered[place.key] += torch.Size(place.part.shape).numel()
                 if place.key in changed or place.key not in self._as_loaded:
-                    plan.made[name] = place.part.of(self._beside(place.key, plan.spare))
+                    plan.made[name] = place.part.slice_of(self._beside(place.key, plan.spare))
 
     def _beside(self, key: str, spare: dict[str, torch.Tensor]) -> torch.Tensor:
         """The tensor beside a served one; that of the last version but one, where there is one."""

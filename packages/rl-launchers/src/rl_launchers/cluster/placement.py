@@ -101,6 +101,6 @@ class Ledger:
     def give_back(self, spec: JobSpec, places: Sequence[str]) -> None:
         """Free what workers of a role had; machines that are lost are fine."""
         for name in places:
-            if name in self._rooms and not spec.beside:
+            if name in self._rooms and not spec.colocated_with:
                 self._rooms[name].gpus += spec.gpus
                 self._rooms[name].cores += spec.cpus

@@ -294,7 +294,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """Start workers of a role where there is room, and return when they have been started."""
         assert self._agents is not None
         spec = role.spec
-        shared = self._roles[spec.beside].places.values() if spec.beside else ()
+        shared = self._roles[spec.colocated_with].places.values() if spec.colocated_with else ()
         if gone := [place.worker.name for place in shared if place.machine.lost]:
             raise LaunchError(f"role {spec.role!r}: {', '.join(gone)}, whose devices it uses, was lost with its node.")
         beside = [place.machine.node.name for place in shared]

@@ -263,7 +263,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             slot = role.slots.pop(index)
             if slot.port is not None:
                 slot.port.release()
-            self._gpus.give_back([] if role.spec.beside else slot.gpus)
+            self._gpus.give_back([] if role.spec.colocated_with else slot.gpus)
             self._cores.give_back(slot.cores)
         if not role.slots:
             if role.meeting is not None:
@@ -291,8 +291,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
     def _reserve(self, role: _Role, indices: Sequence[int]) -> None:
         """Take ports, devices and cores for further workers, all of them before anything starts."""
         spec, number = role.spec, len(indices)
-        if spec.beside:
-            gpus = [gpu for slot in self._roles[spec.beside].slots.values() for gpu in slot.gpus]
+        if spec.colocated_with:
+            gpus = [gpu for slot in self._roles[spec.colocated_with].slots.values() for gpu in slot.gpus]
         else:
             gpus = [] if "CUDA_VISIBLE_DEVICES" in spec.env else self._gpus.take(spec.gpus * number, spec.role)
         for place, index in enumerate(indices):
@@ -349,7 +349,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 def require_resizable(spec: JobSpec, count: int) -> None:
     """Raise a ConfigError for a role whose number of workers cannot become `count`."""
     require(not spec.spmd, f"resizing role {spec.role!r}", "a role of servers: ranks of one group stay as many", count)
-    require(not spec.beside, f"resizing role {spec.role!r}", "a role with devices of its own", spec.beside)
+    require(
+        not spec.colocated_with, f"resizing role {spec.role!r}", "a role with devices of its own", spec.colocated_with
+    )
     require(count >= 1, f"resizing role {spec.role!r}", "at least 1 worker", count)
 
 
@@ -374,6 +376,6 @@ def require_sound(spec: JobSpec, started: Iterable[str]) -> None:
         "ready_path": (path is None or path.startswith("/"), "a path that starts with '/'"),
     }
     known = sorted(started)
-    rules["beside"] = (spec.beside in ("", *known), f"a role that has started, of {known}")
+    rules["colocated_with"] = (spec.colocated_with in ("", *known), f"a role that has started, of {known}")
     for name, (holds, expected) in rules.items():
         require(holds, f"role {spec.role!r}: {name}", expected, getattr(spec, name))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime import run_files
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, Submission
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSubmission
 from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingError, look
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
@@ -44,7 +44,7 @@ REMEDIES = {
 """What to do, by a word of what `sbatch` says."""
 
 
-def render(submission: Submission, template: str, variables: Mapping[str, object]) -> str:
+def render(submission: JobSubmission, template: str, variables: Mapping[str, object]) -> str:
     """The batch script.
 
     Args:
@@ -81,7 +81,7 @@ def render(submission: Submission, template: str, variables: Mapping[str, object
         raise ConfigError(f"launcher.options.template={file}: it cannot be made into a script: {error}") from error
 
 
-def submit(submission: Submission, script: str, poll_seconds: float, commands: Commands | None = None) -> int:
+def submit(submission: JobSubmission, script: str, poll_seconds: float, commands: Commands | None = None) -> int:
     """Hand a run in and follow it; see `SchedulerConfig.submit`."""
     commands, run_dir = commands or Commands(), submission.run_dir
     directory = run_dir / "slurm"
@@ -101,7 +101,7 @@ def submit(submission: Submission, script: str, poll_seconds: float, commands: C
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
 
 
-def _handed_in(directory: Path, submission: Submission, script: str, commands: Commands) -> str:
+def _handed_in(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
     """The number of the job that `sbatch` made."""
     (directory / "job.sh").write_text(script, encoding="utf-8")
     (directory / "ended").unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import ClassVar
 from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.scheduler import Node, Resources, Submission
+from rl_contracts.scheduler import JobSubmission, Node, Resources
 from rl_launchers.cluster.nodes import LOOPBACK, NodeProvider
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.slurm import batch_job
@@ -147,11 +147,11 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         """Outside of a job."""
         return JOB not in os.environ
 
-    def submit(self, submission: Submission) -> int:
+    def submit(self, submission: JobSubmission) -> int:
         """By `sbatch`; see the contract."""
         return batch_job.submit(submission, self.script(submission), self.poll_seconds)
 
-    def script(self, submission: Submission) -> str:
+    def script(self, submission: JobSubmission) -> str:
         """The batch script; see the contract."""
         if not self.submits():
             return ""

@@ -250,7 +250,7 @@ class Launcher:
             interrupts.wait(SETTLE_SECONDS)
             raise self._error(self._scheduler.poll(), lost, failed)
         if self._ready:
-            self._elastic.look(workers, {spec.beside for spec in self._trainers})
+            self._elastic.look(workers, {spec.colocated_with for spec in self._trainers})
         return False
 
     def _show(self, workers: list[Worker]) -> None:

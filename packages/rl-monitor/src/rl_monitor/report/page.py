@@ -16,7 +16,7 @@ import yaml
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.json_lines import to_json
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.run_files import REPORT
+from rl_contracts.runtime.run_files import REPORT_FILE
 from rl_monitor.report.curves import curves_of, read_records, stages_of
 from rl_monitor.report.events import events_of, status_of_launcher, when
 from rl_monitor.report.facts import COMMANDS, commands_of, record_command
@@ -216,8 +216,8 @@ class RunReport:
 
     def _write(self) -> None:
         try:
-            write_report([self.directory], self.directory / REPORT, [self._samples])
+            write_report([self.directory], self.directory / REPORT_FILE, [self._samples])
         except Exception as error:  # noqa: BLE001 - a page is no reason to end a run; the log says what is wrong with it
             if not self._warned:
-                log.warning("%s is not written: %s: %s", REPORT, type(error).__name__, error)
+                log.warning("%s is not written: %s: %s", REPORT_FILE, type(error).__name__, error)
             self._warned = True

@@ -1,7 +1,7 @@
 """The settings of an algorithm: a composition of parts, each with its own few.
 
 A preset is data: the values that make it. What is ours about a part and what somebody else adds to it are found alike:
-see `rl_contracts.config.PartConfig`.
+see `rl_contracts.config.ComponentConfig`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rl_contracts.config import PartConfig, Reads, Settings, bounded, choice, require
+from rl_contracts.config import ComponentConfig, Reads, Settings, bounded, choice, require
 from rl_trainers.algorithms.functional.aggregation import AGGREGATIONS
 from rl_trainers.algorithms.functional.correction import LEVELS
 from rl_trainers.algorithms.functional.kl import ESTIMATORS
@@ -68,7 +68,7 @@ class RewardConfig(Settings):
 
 
 @dataclass
-class AdvantageConfig(PartConfig):
+class AdvantageConfig(ComponentConfig):
     """From rewards to one advantage per trained token."""
 
     group: ClassVar[str] = "rl.advantages"
@@ -122,7 +122,7 @@ class AdvantageConfig(PartConfig):
 
 
 @dataclass
-class LossConfig(PartConfig):
+class LossConfig(ComponentConfig):
     """The policy loss of a token."""
 
     group: ClassVar[str] = "rl.policy_losses"
@@ -163,7 +163,7 @@ class AggregationConfig(Settings):
 
 
 @dataclass
-class CorrectionConfig(PartConfig):
+class CorrectionConfig(ComponentConfig):
     """A token's weight for having been sampled by another policy, made of pi_proximal / pi_behaviour."""
 
     group: ClassVar[str] = "rl.corrections"
@@ -192,7 +192,7 @@ class CorrectionConfig(PartConfig):
 
 
 @dataclass
-class MaskConfig(PartConfig):
+class MaskConfig(ComponentConfig):
     """Which tokens are left out of the loss."""
 
     group: ClassVar[str] = "rl.masks"

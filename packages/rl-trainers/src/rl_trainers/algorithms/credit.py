@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.batch.trajectory import PART_PREFIX
+from rl_contracts.batch.trajectory import COMPONENT_PREFIX
 from rl_contracts.errors import DataError
-from rl_contracts.registry import load_part
+from rl_contracts.registry import load_component
 from rl_trainers.algorithms.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.algorithms.functional.kl import kl_estimate
 from rl_trainers.algorithms.functional.reward_shaping import (
@@ -91,7 +91,7 @@ def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None)
     if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
         raise DataError(
             f"algorithm.advantage.kind=gdpo: expected rewards with the parts {sorted(weights) or 'that are compared'}, "
-            f"found {sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.PartedReward` from the reward."
+            f"found {sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.CompositeReward` from the reward."
         )
     total = torch.zeros_like(outcomes.rewards)
     for name, rewards in outcomes.parts.items():
@@ -135,7 +135,7 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
             f"{config.advantage.kind} has one number per episode; expected `return` or `gae`, or rows without them."
         )
     learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
-    advantages, returns = load_part(config.advantage)(outcomes)
+    advantages, returns = load_component(config.advantage)(outcomes)
     if config.advantage.whiten:
         advantages = whitened(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
     batch["advantages"] = advantages
@@ -155,7 +155,7 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
 def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
     """What the estimator is given (collective)."""
     learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
-    parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(PART_PREFIX))  # noqa: SIM118
+    parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(COMPONENT_PREFIX))  # noqa: SIM118
     mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
     generated = batch["versions"] >= 0
     own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
@@ -177,7 +177,7 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
     per_token = terminal_rewards(rewards[own], learn) + penalty
     if "token_rewards" in batch:
         per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
-    split = {name.removeprefix(PART_PREFIX): whole[name][first] for name in parts_of_rewards}
+    split = {name.removeprefix(COMPONENT_PREFIX): whole[name][first] for name in parts_of_rewards}
     return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, split, batch)
 
 

@@ -12,7 +12,7 @@ import torch
 from rl_contracts.batch.trajectory import PackedBatch
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
-from rl_contracts.registry import load_part, load_parts
+from rl_contracts.registry import load_component, load_components
 from rl_trainers.algorithms.config import AlgorithmConfig, KLConfig
 from rl_trainers.algorithms.functional.correction import OffPolicy
 from rl_trainers.algorithms.functional.kl import ESTIMATORS, kl_estimate, weighted_kl
@@ -160,16 +160,16 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
     Raises:
         ConfigError: a part is not installed, its constants are not those that it takes, or parts do not go together.
     """
-    masks = load_parts(config.mask)
+    masks = load_components(config.mask)
     whole = any(hasattr(mask, "prepare") for mask in masks)
     regularisers = [partial(kl_penalty, config.kl)] if config.kl.place == "loss" else []
     if config.entropy_coef:
         regularisers.append(partial(entropy_bonus, config.entropy_coef))
     return PolicyLoss(
-        load_part(config.loss),
+        load_component(config.loss),
         PROXIMALS[config.resolve_proximal(minibatches, whole)],
         config.ratio == "sequence",
-        load_part(config.correction, optional=True),
+        load_component(config.correction, optional=True),
         tuple(masks),
         tuple(regularisers),
     )

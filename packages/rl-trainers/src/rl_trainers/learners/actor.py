@@ -115,7 +115,7 @@ class PolicyActor:
         try:
             return figures | self.critic.update(batch)
         except StopRequestedError as stop:
-            stop.untouched = False  # the policy has learned
+            stop.weights_unchanged = False  # the policy has learned
             raise
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:

@@ -57,7 +57,7 @@ def take_steps(
         try:
             steps.append(engine.train_batch(rows, loss, weigh))
         except StopRequestedError as stop:
-            stop.untouched = not steps
+            stop.weights_unchanged = not steps
             raise
         weights.append((divisor, trained))
         if not steps[-1]["applied"]:

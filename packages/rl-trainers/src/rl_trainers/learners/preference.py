@@ -110,11 +110,11 @@ class PolicyPreferenceLoss:
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
         """`(loss_sum, stats)`."""
         learn = packed["loss_mask"]
-        ratios = packed.row_sums(torch.where(learn, outputs.logprobs - packed["ref_logprobs"], 0.0))
+        ratios = packed.sequence_sums(torch.where(learn, outputs.logprobs - packed["ref_logprobs"], 0.0))
         if self.config.loss == "dpo":
             return dpo_loss(ratios, packed, self.config.beta, self.config.label_smoothing)
         if self.config.loss == "ipo":
-            ratios = ratios / packed.row_sums(learn.to(ratios.dtype)).clamp(min=1)
+            ratios = ratios / packed.sequence_sums(learn.to(ratios.dtype)).clamp(min=1)
         return ipo_loss(ratios, packed, self.config.beta)
 
 

@@ -72,7 +72,7 @@ def rendered(
         DataError: the template does not show everything, or rejects the conversation; names the row.
     """
     try:
-        renderer.require_shown(messages, tools)
+        renderer.require_rendered(messages, tools)
         return renderer.render_sft(messages, tools)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error

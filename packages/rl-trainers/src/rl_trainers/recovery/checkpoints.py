@@ -21,7 +21,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
-from rl_contracts.runtime.run_files import GROUPS, points_of, steps_in
+from rl_contracts.runtime.run_files import GROUPS_FILE, recovery_checkpoint_steps, steps_in
 from rl_trainers.recovery.component_states import PartState, Stateful, restore_parts
 from rl_trainers.recovery.lookup import RecoverConfig, drop_lost_steps, resumed_step
 from rl_trainers.run_log.background_writes import NewDirectory, remove, to_disk
@@ -93,19 +93,19 @@ class RecoverPoints:
             ConfigError, EngineError: the point is of another layout or cannot be read, or all points are damaged.
         """
         step = 0
-        with self.parallel.agreeing(f"looking for recover points in {self.directory}"):
+        with self.parallel.agree_on_errors(f"looking for recover points in {self.directory}"):
             if self.parallel.is_main:
                 step = resumed_step(self.run_dir, self.config)
         step = self.parallel.broadcast_json(step)  # other hosts may see files later
         point = self.directory / f"step_{step}"
         for name, engine in self.engines.items() if step else ():
             engine.load(SaveLoadMeta(str(point / name), "state"))
-        with self.parallel.agreeing(f"going on after step {step} of {self.run_dir}"):
+        with self.parallel.agree_on_errors(f"going on after step {step} of {self.run_dir}"):
             if step:
                 restore_parts(point, self.parts, self.parallel)
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
-                self._kept = [other for other in points_of(self.run_dir) if step and other <= step]
+                self._kept = [other for other in recovery_checkpoint_steps(self.run_dir) if step and other <= step]
         self._kept = self.parallel.broadcast_json(self._kept)
         self._due.restart()
         if step and self.parallel.is_main:
@@ -151,7 +151,7 @@ class RecoverPoints:
         why = "it had changed the weights"
         if return_batch is not None:
             try:
-                with self.parallel.agreeing("returning the batch of the abandoned step"):
+                with self.parallel.agree_on_errors("returning the batch of the abandoned step"):
                     return_batch()
                 why = ""
             except RLError as error:
@@ -205,7 +205,7 @@ class RecoverPoints:
 
     def _keep_records(self) -> list[Path]:
         """See that no point outlives the records of the steps before it."""
-        to_disk(file for name in ("metrics.jsonl", GROUPS) if (file := self.run_dir / name).exists())
+        to_disk(file for name in ("metrics.jsonl", GROUPS_FILE) if (file := self.run_dir / name).exists())
         return []
 
     def _finish(self) -> None:

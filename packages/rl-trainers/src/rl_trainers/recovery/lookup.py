@@ -17,7 +17,13 @@ from typing import ClassVar
 from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.run_files import GROUPS, fault_of, last_point, points_of, steps_in
+from rl_contracts.runtime.run_files import (
+    GROUPS_FILE,
+    find_damage,
+    last_recovery_checkpoint,
+    recovery_checkpoint_steps,
+    steps_in,
+)
 from rl_trainers.run_log.background_writes import to_disk
 from rl_trainers.run_log.schedule import EveryConfig
 
@@ -56,10 +62,10 @@ def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
     directory = run_dir / "recover"
     if not config.resume:
         return 0
-    if (step := last_point(directory)) is not None:
+    if (step := last_recovery_checkpoint(directory)) is not None:
         return step
-    if steps := points_of(run_dir):
-        faults = "; ".join(f"step_{step}: {fault_of(directory / f'step_{step}')}" for step in steps)
+    if steps := recovery_checkpoint_steps(run_dir):
+        faults = "; ".join(f"step_{step}: {find_damage(directory / f'step_{step}')}" for step in steps)
         raise ConfigError(
             f"{directory}: expected a whole recover point, found only damaged ones: {faults}. Choose another run_dir, "
             "or remove them to begin anew in this one."
@@ -88,13 +94,13 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
     if not (step or (config.regular and config.resume) or took_no_step(run_dir)):
         return
     last = step or -1
-    for lost in (n for n in points_of(run_dir) if n > last):
+    for lost in (n for n in recovery_checkpoint_steps(run_dir) if n > last):
         point = run_dir / "recover" / f"step_{lost}"
-        log.warning("%s is damaged, the run goes on after step %d: %s", point, step, fault_of(point))
+        log.warning("%s is damaged, the run goes on after step %d: %s", point, step, find_damage(point))
         aside = point.with_name(f".step_{lost}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
-    for file in (run_dir / "metrics.jsonl", run_dir / GROUPS):
+    for file in (run_dir / "metrics.jsonl", run_dir / GROUPS_FILE):
         _keep_lines(file, last)
     for lost in (n for n in steps_in(run_dir / "checkpoints") if n > last):
         shutil.rmtree(run_dir / "checkpoints" / f"step_{lost}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import EngineError
 from rl_contracts.runtime.file_modes import follow_umask
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.run_files import MANIFEST, _seen
+from rl_contracts.runtime.run_files import MANIFEST, _size_and_crc
 
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
@@ -70,12 +70,12 @@ class NewDirectory:
         self.error, self._failure, self._began = "", "", time.monotonic()
         self.took = 0.0
         """Seconds from the copy to the rename, on rank 0."""
-        with parallel.agreeing(f"preparing {path}"):
+        with parallel.agree_on_errors(f"preparing {path}"):
             if parallel.is_main:
                 shutil.rmtree(self._scratch, ignore_errors=True)
                 self._scratch.mkdir(parents=True)
         try:
-            with parallel.agreeing(f"copying what goes into {path}"):
+            with parallel.agree_on_errors(f"copying what goes into {path}"):
                 writers = copy(self._scratch)
         except Exception as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -118,7 +118,7 @@ class NewDirectory:
             files = [file for write in writers for file in write() if not file.name.startswith(MARK)]
             to_disk(files)
             check_lengths(files)
-            known = {str(file.relative_to(self._scratch)): _seen(file) for file in files}
+            known = {str(file.relative_to(self._scratch)): _size_and_crc(file) for file in files}
             _write_json(self._mark(self._parallel.rank), known)
         except Exception as error:  # noqa: BLE001 - told by `news` to all ranks, whose training threads decide
             self._failure = f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_contracts.config import GenerationConfig, Settings, bounded
-from rl_contracts.runtime.metrics import Figures
+from rl_contracts.runtime.metrics import Metrics
 
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
@@ -63,7 +63,7 @@ class AnswerEvaluation:
             self.writer.write(f"eval_step_{step}", answers)
         episodes = {(answer.group_id, answer.episode_id): answer.reward for answer in answers}
         rewards = torch.tensor([*episodes.values()])
-        figures = Figures()
+        figures = Metrics()
         figures.add("eval/accuracy", rewards == 1)
         figures.add("graded", (rewards != 0) & (rewards != 1), kind="max")
         figures.add("eval/reward", rewards)

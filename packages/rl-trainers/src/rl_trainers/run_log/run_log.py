@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import RLError
 from rl_contracts.runtime.json_lines import LineFile, to_json
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.metrics import Figures, MetricsWriter, collect
-from rl_contracts.runtime.run_files import GROUPS
+from rl_contracts.runtime.metrics import Metrics, MetricsWriter, collect
+from rl_contracts.runtime.run_files import GROUPS_FILE
 from rl_trainers.run_log.checkpoints import CheckpointConfig, Checkpoints
 from rl_trainers.run_log.trace import Trace
 
@@ -58,7 +58,7 @@ class Books:
         tokenizer_path: directory whose tokenizer goes into each checkpoint.
         renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
         epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
-        endings: what became of prompts, for example `RolloutRuntime.endings`, or None. Kept in `groups.jsonl`.
+        endings: what became of prompts, for example `RolloutRuntime.outcomes`, or None. Kept in `groups.jsonl`.
         learned: told of each step's batch when it was learned from, for example `RolloutWriter.learned`, or None.
     """
 
@@ -70,7 +70,7 @@ class Books:
         *,
         evaluations: Sequence[Evaluation] = (),
         evaluate_every: int = 0,
-        counters: Callable[[], Figures] | None = None,
+        counters: Callable[[], Metrics] | None = None,
         tokenizer_path: str | None = None,
         renamed: dict[str, str] | None = None,
         epochs: Callable[[], int] | None = None,
@@ -84,7 +84,7 @@ class Books:
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
-        self._figures = Figures()
+        self._figures = Metrics()
         self._clashes: set[str] = set()
         self._evaluated = -1
         self._seconds: dict[str, float] = defaultdict(float)
@@ -93,7 +93,7 @@ class Books:
         self._groups: LineFile | None = None
         if engine.parallel.is_main:
             self._writer = MetricsWriter(self.run_dir / "metrics.jsonl")
-            self._groups = LineFile(self.run_dir / GROUPS)
+            self._groups = LineFile(self.run_dir / GROUPS_FILE)
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Books:
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)
-        if self.learned is not None and self.engine.parallel.is_dp_head:
+        if self.learned is not None and self.engine.parallel.is_dp_leader:
             self.learned(step, batch)
         with collect(self._figures):
             due = self.checkpoints.due(step)
@@ -161,7 +161,7 @@ class Books:
         record |= {f"time/{stage}": spent for stage, spent in self._seconds.items()}
         record |= {"time/step": seconds, "throughput/trained_tokens_per_s": _rate(record["tokens/trained"], seconds)}
         record |= self.engine.stats()
-        recorded = self._figures.take().over_replicas(self.engine.parallel).results()
+        recorded = self._figures.drain().over_replicas(self.engine.parallel).results()
         if self.counters is not None:
             record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), seconds)
         self._add(record, recorded)
@@ -258,7 +258,7 @@ class Books:
             self._writer.write({**record, "timestamp": time.time()})
 
 
-def summarise(batch: TensorDict, version: int) -> Figures:
+def summarise(batch: TensorDict, version: int) -> Metrics:
     """Figures of one training batch: this rank's part of them.
 
     Args:
@@ -270,7 +270,7 @@ def summarise(batch: TensorDict, version: int) -> Figures:
         `staleness/mean` and `staleness/max` (version minus a row's oldest token's), `staleness/fraction_0` to
         `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
     """
-    figures = Figures()
+    figures = Metrics()
     learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
     generated = versions >= 0
     # the largest int stands for "no generated token", so that such rows do not count

@@ -14,7 +14,7 @@ from rl_contracts.tracker import TrackedRun, Tracker
 class TensorBoardTracker(Tracker):
     """Event files in `trackers/tensorboard` of the run directory: `tensorboard --logdir runs` shows them."""
 
-    library, install, rewinds = "tensorboard", "rl-apps[tensorboard]", True
+    library, install, can_rewind = "tensorboard", "rl-apps[tensorboard]", True
 
     def open(self, run: TrackedRun) -> str:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from rl_contracts.config import PartConfig, bounded
-from rl_contracts.registry import load_parts
+from rl_contracts.config import ComponentConfig, bounded
+from rl_contracts.registry import load_components
 from rl_contracts.tracker import TrackedRun, Tracker
 
 POLL_SECONDS = 0.5
@@ -33,7 +33,7 @@ START: Position = (-1, 0)
 
 
 @dataclass
-class TrackersConfig(PartConfig):
+class TrackersConfig(ComponentConfig):
     """Where the figures of the run are shown besides its own directory."""
 
     setting: ClassVar[str] = "trackers"
@@ -56,7 +56,7 @@ def load_trackers(config: TrackersConfig) -> list[Tracker]:
     Raises:
         ConfigError: one is unknown or its library is missing, or an option is none of theirs.
     """
-    trackers: list[Tracker] = load_parts(config)
+    trackers: list[Tracker] = load_components(config)
     for tracker in trackers:
         tracker.check()
     return trackers
@@ -85,7 +85,7 @@ class Tracking:
         metrics = self._run_dir / "metrics.jsonl"
         earlier = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         kinds = self._config.kind.split("+") if self._config.kind != "none" else ()
-        for kind, tracker in zip(kinds, load_parts(self._config), strict=True):
+        for kind, tracker in zip(kinds, load_components(self._config), strict=True):
             name = re.sub(r"\W+", "-", kind)
             run = TrackedRun(
                 self._config.name or self._run_dir.name, self._project, self._directory(name), self._settings
@@ -163,7 +163,7 @@ class _Follower:
         kept = records[: self._earlier]  # the trainers of this command may have written more already
         self._earlier = None
         last = kept[-1][0] if kept else START
-        if self._tracker.rewinds:
+        if self._tracker.can_rewind:
             sent = min(sent, last)
         run_id = self._tracker.open(replace(self._run, id=run_id, step=last[0]))
         self._write(run_id, sent)

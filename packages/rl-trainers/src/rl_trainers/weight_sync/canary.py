@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.inference import Canary, CanaryAnswer
+from rl_contracts.inference import Canary, CanaryCompletion
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -63,7 +63,7 @@ class Right:
         """Whether scores are so much nearer to others than `spread` that noise is no reason."""
         return _rms(_differences(other[1:], scores[1:])) * NEARER < spread
 
-    def fault(self, answer: CanaryAnswer, before: Right | None, tolerance: float) -> str | None:
+    def fault(self, answer: CanaryCompletion, before: Right | None, tolerance: float) -> str | None:
         """What is wrong with what a server showed; None: nothing.
 
         Args:
@@ -109,7 +109,7 @@ class CanaryCheck:
         self._right: Right | None = None
         self._before: Right | None = None
         self._base: list[float] | None = None
-        self._asked: Future[list[CanaryAnswer]] = Future()
+        self._asked: Future[list[CanaryCompletion]] = Future()
         self._verdict: Future[None] = Future()
 
     def begin(self) -> Canary:
@@ -134,20 +134,20 @@ class CanaryCheck:
         if told is None:
             return
         try:
-            right = self._ask_trainer(version, [CanaryAnswer(**answer) for answer in told])
+            right = self._ask_trainer(version, [CanaryCompletion(**answer) for answer in told])
         except BaseException as error:
             self._decide(WeightUpdateError(f"the trainer could not compute the canary: {error!r}"))
             raise
         if self._right is None or self._right.version != version:
             self._before = self._right
         self._right = right
-        self._decide(self._fault(right, [CanaryAnswer(**answer) for answer in told]))
+        self._decide(self._fault(right, [CanaryCompletion(**answer) for answer in told]))
 
     def _decide(self, error: WeightUpdateError | None) -> None:
         with suppress(InvalidStateError):  # the commit does not wait any more
             self._verdict.set_result(None) if error is None else self._verdict.set_exception(error)
 
-    def _ask_trainer(self, version: int, answers: list[CanaryAnswer]) -> Right:
+    def _ask_trainer(self, version: int, answers: list[CanaryCompletion]) -> Right:
         """The trainer's log-probs of the prompt and of what was generated after it (collective)."""
         import numpy as np
 
@@ -177,13 +177,13 @@ class CanaryCheck:
         found: list[list[float]] = self.engine.forward(rows, lambda outputs, _: outputs.logprobs).tolist()
         return found
 
-    def _fault(self, right: Right, answers: list[CanaryAnswer]) -> WeightUpdateError | None:
+    def _fault(self, right: Right, answers: list[CanaryCompletion]) -> WeightUpdateError | None:
         faults = [(answer.server, right.fault(answer, self._before, self.tolerance)) for answer in answers]
         where = f"route {self.route}, version {right.version}"
         wrong = [f"{where}, {server}: {fault}" for server, fault in faults if fault is not None]
         return WeightUpdateError(" ".join(wrong)) if wrong else None
 
-    async def _judge(self, version: int, answers: list[CanaryAnswer]) -> None:
+    async def _judge(self, version: int, answers: list[CanaryCompletion]) -> None:
         """`Canary.judge`: in a commit the trainer is asked, and the commit waits for it; a server that comes back later
         is compared with what it said then."""
         right = self._right

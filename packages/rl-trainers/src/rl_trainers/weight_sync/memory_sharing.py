@@ -42,7 +42,7 @@ class MemorySharing:
             EngineError, StalledError: they did not; on every rank.
         """
         freed = 0.0
-        with self.engine.parallel.agreeing("putting the servers to sleep"):
+        with self.engine.parallel.agree_on_errors("putting the servers to sleep"):
             if self._speaks:
                 before = self._free()
                 freed = self.loop.run(self.inference.sleep(), self.timeout)
@@ -55,7 +55,7 @@ class MemorySharing:
         Raises:
             EngineError, StalledError: they did not wake; on every rank.
         """
-        with self.engine.parallel.agreeing("waking the servers"):
+        with self.engine.parallel.agree_on_errors("waking the servers"):
             if self._speaks:
                 self.loop.run(self.inference.wake(), self.timeout)
 

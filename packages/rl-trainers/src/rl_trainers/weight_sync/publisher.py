@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_contracts.config import Settings, bounded, choice, require
-from rl_contracts.data import MEETING_ROUTES, ROUTES, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import verify_receipt, write_committed
@@ -142,8 +142,8 @@ class WeightPublisher:
         for attempt in range(1, TRIES + 1):
             meta = self._begin(version, doing)
             staging = None
-            with parallel.agreeing(doing):
-                if parallel.is_main and meta.route in MEETING_ROUTES:
+            with parallel.agree_on_errors(doing):
+                if parallel.is_main and meta.route in RENDEZVOUS_ROUTES:
                     staging = self.loop.submit(self._stage(meta))
             sums, error = self._send()
             sent = time.perf_counter()
@@ -156,7 +156,7 @@ class WeightPublisher:
         parts = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
         self.receipt = WeightReceipt("trainer", version, {name: s for part in parts for name, s in part.items()})
         times, committing = {"time/stage": 0.0, "time/paused": 0.0}, None
-        with parallel.agreeing(doing):
+        with parallel.agree_on_errors(doing):
             if parallel.is_main:
                 staging = staging or self.loop.submit(self._stage(meta))
                 committing = self._commit(meta, self.receipt, staging)
@@ -165,12 +165,12 @@ class WeightPublisher:
                     times["time/paused"] = self._end_commit(meta, self.receipt, committing)
         if self._canary is not None:
             self._canary.attend(version, committing, self._commit_timeout)
-            with parallel.agreeing(doing):
+            with parallel.agree_on_errors(doing):
                 if committing is not None:
                     times["time/paused"] = self._end_commit(meta, self.receipt, committing)
-        with parallel.agreeing(doing):
-            if parallel.is_dp_head and not parallel.is_main:
-                self.loop.run(self.inference.catch_up(version), self.config.timeout)
+        with parallel.agree_on_errors(doing):
+            if parallel.is_dp_leader and not parallel.is_main:
+                self.loop.run(self.inference.sync_version(version), self.config.timeout)
         return times
 
     def destroy(self) -> None:
@@ -181,7 +181,7 @@ class WeightPublisher:
     def _open_canary(self) -> CanaryCheck | None:
         """The check of servers whose receipts are not enough (collective); rank 0 knows what they can do."""
         parallel, config, tolerance = self.engine.parallel, self.config, None
-        with parallel.agreeing(f"opening the route {config.route}"):
+        with parallel.agree_on_errors(f"opening the route {config.route}"):
             if parallel.is_main:
                 able = self.inference.capabilities
                 expected = f"one of {', '.join(able.routes)}, which these servers can take"
@@ -199,7 +199,7 @@ class WeightPublisher:
         if wanted == "never":
             return False
         trained = self.engine.adapter() is not None
-        with parallel.agreeing("choosing what is published"):
+        with parallel.agree_on_errors("choosing what is published"):
             if parallel.is_main:
                 able = self.inference.capabilities.lora
                 alone = trained and able
@@ -217,12 +217,12 @@ class WeightPublisher:
             host = config.host or os.environ.get("MASTER_ADDR", LOOPBACK)
             location = Address(host, timeout=min(STEP_SECONDS, config.timeout)).location
         sender: WeightSender | None = None
-        with parallel.agreeing(doing):
+        with parallel.agree_on_errors(doing):
             if parallel.is_main:
                 sender = open_sender(config.route, location, 0, parallel.device)
         location = parallel.broadcast_json("" if sender is None else sender.location)
         names = [name for part in parallel.gather_json([spec.name for spec in self._specs]) for name in part]
-        with parallel.agreeing(doing):
+        with parallel.agree_on_errors(doing):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             if twice:
                 raise WeightUpdateError(
@@ -237,7 +237,7 @@ class WeightPublisher:
         """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""
         parallel, metas = self.engine.parallel, list[WeightUpdateMeta]()
         adapter = self.engine.adapter() if self._adapter_alone else None
-        with parallel.agreeing(doing):
+        with parallel.agree_on_errors(doing):
             if self._sender is not None:
                 metas = [self._sender.begin(version, self._specs)]
         others = parallel.gather_json([] if parallel.is_main else [meta.to_json() for meta in metas])

@@ -14,7 +14,7 @@ from rl_workflows.rollout.episode import answered, stage
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
-    from rl_contracts.endpoint import Reported, RolloutEndpoint, RowsPer
+    from rl_contracts.endpoint import EpisodeReport, RolloutEndpoint, SequencesPer
     from rl_contracts.inference import InferenceEngine
 
 
@@ -37,7 +37,7 @@ class AgentEpisodes(RolloutWorkflow):
         endpoint: RolloutEndpoint,
         generation: GenerationConfig,
         max_length: int | None = None,
-        per: RowsPer = "branch",
+        per: SequencesPer = "branch",
         deadline: float = 1800.0,
         http_client: Any = None,
     ) -> None:
@@ -57,7 +57,7 @@ class AgentEpisodes(RolloutWorkflow):
             raise
         finally:
             await session.close()
-        rows = session.trajectories(self._reward(found, session.reported), self._per)
+        rows = session.trajectories(self._reward(found, session.report), self._per)
         if not rows:
             raise AgentError(f"{self._name} ended without an answer to learn from: none, or all kept to a format.")
         record("agent/rows", len(rows))
@@ -71,7 +71,7 @@ class AgentEpisodes(RolloutWorkflow):
         work = partial(self._agent.run, data, base_url=base_url, api_key=api_key, http_client=self._http_client)
         return await answered(work, self._name, self._deadline, AgentError)
 
-    def _reward(self, found: Any, reported: Reported) -> float:
+    def _reward(self, found: Any, reported: EpisodeReport) -> float:
         """The reward of what an agent returned, or reported while it ran; other figures are recorded."""
         figures = dict(found) if isinstance(found, dict) else {} if found is None else {"reward": found}
         outcomes = [value for value in (figures.pop("reward", None), reported.reward) if value is not None]
@@ -87,7 +87,7 @@ class AgentEpisodes(RolloutWorkflow):
                 f"{self._name} returned the figures {sorted(figures)}, and reported no reward; expected `reward` among "
                 "them, or one at /v1/rewards."
             )
-        for name, value in {**reported.figures, **figures}.items():
+        for name, value in {**reported.metrics, **figures}.items():
             record(f"agent/{name}", value)
         if reported.turns is not None:
             record("agent/turn_rewards", reported.turns)

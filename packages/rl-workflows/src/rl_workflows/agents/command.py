@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_contracts.errors import AgentError, ConfigError
-from rl_contracts.reward import NOT_FOR_REWARDS
+from rl_contracts.reward import RESERVED_KEYS
 from rl_contracts.runtime.machine import bypass_proxies
 from rl_contracts.sandbox import confine, reaper
 from rl_contracts.workflow import AgentWorkflow
@@ -66,7 +66,7 @@ class AgentCommand(AgentWorkflow):
         name = type(self).__name__
         if not self.command:
             raise ConfigError(f"{name}.command: expected a program and its arguments, found none.")
-        if self.confined and (lacking := confine.lacking()):
+        if self.confined and (lacking := confine.missing_kernel_features()):
             raise ConfigError(
                 f"{name}: its processes cannot be kept from writing elsewhere: expected {' and '.join(lacking)}. Say "
                 "`confined = False` in the class where they may."
@@ -119,7 +119,7 @@ class AgentCommand(AgentWorkflow):
         if not isinstance(result, dict) or "answer" not in result:
             return result
         answer = result.pop("answer")
-        rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
+        rest = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
         reward = self._reward("", str(answer), [], [], **rest)
         return result | {"reward": await reward if inspect.isawaitable(reward) else reward}
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError
-from rl_contracts.reward import parts_of
+from rl_contracts.reward import components_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.chat.rendering import ChatRenderer, Message
     from rl_contracts.data import ModelResponse
-    from rl_contracts.endpoint import Credit, RowsPer
+    from rl_contracts.endpoint import Credit, SequencesPer
 
 _ROOT = b""
 _UNKNOWN = (0, b"")
@@ -159,7 +159,7 @@ class Conversation:
             end = self._end(turn, text)
             if end is None:
                 continue
-            added = self.renderer.after_answer(turn.output[-1:].tolist(), text[end:])
+            added = self.renderer.text_after_completion(turn.output[-1:].tolist(), text[end:])
             if added is not None:
                 return Prompt([*tokens_to(turn), *added], len(added), turn, text, known, tools, key)
         ids = self.renderer.encode(text)
@@ -236,7 +236,7 @@ class Conversation:
         if turn.parent is not None:
             turn.parent.children += 1
         if prompt.messages:
-            text, opening = prompt.text, self.renderer.opening
+            text, opening = prompt.text, self.renderer.generation_prompt
             if text.endswith(opening):
                 length = len(text) - len(opening)
                 turn.before = length, _digest(text[:length])
@@ -260,7 +260,7 @@ class Conversation:
         length, digest = turn.before
         if _digest(text[:length]) != digest:
             return None
-        opening, said = self.renderer.opening, self.renderer.said(turn.output.tolist()).strip()
+        opening, said = self.renderer.generation_prompt, self.renderer.decode_completion(turn.output.tolist()).strip()
         answer = text[length + len(opening) :].lstrip()  # blanks around it are the template's
         if text.startswith(opening, length) and answer.startswith(said):  # nearly always; it spares the template once
             return len(text) - len(answer) + len(said)
@@ -276,9 +276,9 @@ class Conversation:
             text = renderer.text(messages, turn.tools, add_generation_prompt=False)
         except DataError:
             return None
-        if not renderer.closing or not text.endswith(renderer.closing):
+        if not renderer.end_of_turn or not text.endswith(renderer.end_of_turn):
             return None
-        text = text[: -len(renderer.closing)]
+        text = text[: -len(renderer.end_of_turn)]
         if _digest(text[:length]) != digest:
             return None
         answer = text[length:]
@@ -287,7 +287,7 @@ class Conversation:
         return (len(text), _digest(text)) if all(part.strip() in answer for part in said) else None
 
     def rows(
-        self, reward: float = 0.0, per: RowsPer = "branch", credit: Credit = "turn", discount: float = 1.0
+        self, reward: float = 0.0, per: SequencesPer = "branch", credit: Credit = "turn", discount: float = 1.0
     ) -> list[Trajectory]:
         """All that was sampled.
 
@@ -390,7 +390,7 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
         logprobs=laid("logprobs", 0),
         versions=laid("versions", -1),
         reward=float(reward),
-        reward_parts=parts_of(reward),
+        reward_components=components_of(reward),
         temperature=temperatures.pop(),
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,

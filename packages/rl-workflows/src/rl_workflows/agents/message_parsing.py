@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rl_contracts.chat.reasoning import MARKS, split_reasoning
-from rl_contracts.chat.rendering import answer_text
+from rl_contracts.chat.rendering import completion_text
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError
 from rl_workflows.agents.tool_calls import FORMATS, Call, as_call, format_of
@@ -59,7 +59,7 @@ class AnswerReader:
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """Text of an answer without the token that ended it, and without what follows from the first stop string on."""
-        text, ended = answer_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
+        text, ended = completion_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
         ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
         return text[: min(ends)] if ends else text
 
@@ -70,7 +70,7 @@ class AnswerReader:
             ids: the answer.
             opening: text of the prompt since the assistant's turn was opened.
         """
-        text = answer_text(self._tokenizer, ids, self._stop_ids)
+        text = completion_text(self._tokenizer, ids, self._stop_ids)
         reasoning = described = ""
         if getattr(self._tokenizer, "response_template", None):
             reasoning, described, _ = self._described(text, opening, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
 
@@ -51,7 +51,7 @@ class FunctionTool(Tool):
     async def call(self, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)
-        return await asyncio.wrap_future(in_thread(partial(self._function, **arguments)))
+        return await asyncio.wrap_future(run_in_thread(partial(self._function, **arguments)))
 
 
 class PythonTool(FunctionTool):

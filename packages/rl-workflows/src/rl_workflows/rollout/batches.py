@@ -27,7 +27,7 @@ TOKEN_ARRAYS = {
 
 ROW_VALUES = {
     "reward": float,
-    "reward_parts": dict,
+    "reward_components": dict,
     "temperature": float,
     "truncated": bool,
     "prompt_id": int,

@@ -219,7 +219,7 @@ class EpisodeEngine(InferenceEngine):
             "an episode's handle only generates and scores; servers are controlled by the training loop."
         )
 
-    server_spec = initialize = follow = catch_up = stage_weights = commit_weights = _refuse
+    server_spec = initialize = follow_discovery = sync_version = stage_weights = commit_weights = _refuse
     pause = resume = sleep = wake = destroy = _refuse
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, RLError
-from rl_contracts.reward import LARGEST_REWARD
-from rl_contracts.runtime.metrics import Figures, collect
+from rl_contracts.reward import MAX_REWARD
+from rl_contracts.runtime.metrics import Metrics, collect
 from rl_workflows.rollout.episode import EpisodeContext, EpisodeEngine, Episodes, set_current_episode
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
     """
     import numpy as np
 
-    rewards = np.array([*{row.episode_id: (row.reward, *row.reward_parts.values()) for row in trajectories}.values()])
+    rewards = np.array(
+        [*{row.episode_id: (row.reward, *row.reward_components.values()) for row in trajectories}.values()]
+    )
     return len(rewards) > 1 and bool((rewards.std(0, ddof=1) > EPS * np.maximum(abs(rewards.mean(0)), 1.0)).any())
 
 
@@ -55,7 +57,7 @@ class FinishedGroup:
     """Errors of members, in the order in which they failed, also of a group that went on without them."""
     declined: int = 0
     """Members that the workflow rejected."""
-    figures: Figures = field(default_factory=Figures)
+    figures: Metrics = field(default_factory=Metrics)
     """What its episodes recorded, also those that failed."""
 
 
@@ -218,10 +220,10 @@ def stamped(
                 "entry per token in each."
             )
         trajectory.reward = float(trajectory.reward)
-        if not abs(trajectory.reward) <= LARGEST_REWARD:
+        if not abs(trajectory.reward) <= MAX_REWARD:
             raise DataError(
                 f"{workflow}.arun_episode returned a trajectory with the reward {trajectory.reward}; expected a number "
-                f"that float32 can hold, at most {LARGEST_REWARD:.3g} in size. Clip or scale the reward."
+                f"that float32 can hold, at most {MAX_REWARD:.3g} in size. Clip or scale the reward."
             )
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id

@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.batch.packing import cut
+from rl_contracts.batch.packing import even_ranges
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, StopRequestedError
 from rl_contracts.rollout import RolloutRuntime
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.clock import Clock, SystemClock
-from rl_contracts.runtime.metrics import Figures, record_all
+from rl_contracts.runtime.metrics import Metrics, record_all
 from rl_workflows.rollout.config import RolloutConfig, groups_per_replica
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, dynamic_sampling
 from rl_workflows.rollout.resharding import states_of_heads
@@ -145,35 +145,35 @@ class DistRollout(RolloutRuntime):
             self._wait_seconds += self.head.clock.now() - begin
             if not total:
                 raise StopIteration
-            with self.parallel.agreeing("assembling the batch"):
-                groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
+            with self.parallel.agree_on_errors("assembling the batch"):
+                groups = self._call(self.head.take()) if self.parallel.is_dp_leader else []
                 batch = assemble(groups, self.head.manager.version)
                 if self.parallel.world_size > 1 and "multi_modal" in batch:
                     raise DataError(
                         "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
                     )
-                if total < self.batch_size and self.parallel.is_dp_head:
+                if total < self.batch_size and self.parallel.is_dp_leader:
                     self._call(self.head.end())
             # only the last batch of a finite data set is smaller
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
 
     def return_batch(self) -> None:
-        if self.parallel.is_dp_head:
+        if self.parallel.is_dp_leader:
             self._call(self.head.return_batch())
 
     def end_step(self, version: int) -> None:
         self._free_cycles()
-        if self.parallel.is_dp_head:
+        if self.parallel.is_dp_leader:
             self._call(self.head.end_step(version))
 
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
         from rl_workflows.rollout.evaluation import answer_held_out
 
-        part = cut(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
+        part = even_ranges(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
         groups: list[FinishedGroup] = []
-        with self.parallel.agreeing("evaluating"):
-            if self.parallel.is_dp_head:
+        with self.parallel.agree_on_errors("evaluating"):
+            if self.parallel.is_dp_leader:
                 episodes = replace(self.head.episodes, label="eval", generation=generation, running={}, tokens=0)
                 version, rows = self.head.manager.version, data[part.start : part.stop]
                 groups = self._wait(answer_held_out(episodes, rows, part.start, n, version, self.config))
@@ -196,7 +196,7 @@ class DistRollout(RolloutRuntime):
         from rl_workflows.rollout.batches import groups_to_state
 
         state: dict[str, Any] = {"layout": self._layout}
-        if self.parallel.is_dp_head:
+        if self.parallel.is_dp_leader:
             state |= self._call(self.head.state_dict())
             state |= groups_to_state(state["groups"])
         return state
@@ -212,7 +212,7 @@ class DistRollout(RolloutRuntime):
                 f"rollout state: expected one of {self._layout}, found {state['layout']}; with another number of "
                 "trainer replicas, give the states of all ranks to load_states."
             )
-        if self.parallel.is_dp_head:
+        if self.parallel.is_dp_leader:
             self._call(self.head.load_state_dict(_with_groups(state)))
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
@@ -224,9 +224,9 @@ class DistRollout(RolloutRuntime):
                 divided anew.
         """
         own = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
-        if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_head):
+        if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_leader):
             self.load_state_dict(own)
-        elif self.parallel.is_dp_head:
+        elif self.parallel.is_dp_leader:
             saved = [_with_groups(state) for state in states_of_heads(states)]
             self._call(self.head.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
 
@@ -234,7 +234,7 @@ class DistRollout(RolloutRuntime):
     def _layout(self) -> dict[str, int]:
         return {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
 
-    def stats(self) -> Figures:
+    def stats(self) -> Metrics:
         """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
         `groups/failed` (and per boundary), `groups/left_over` (prompts that are not trained on, because the data of
         some head were over; 0 but with the last batch), `episodes/failed/<boundary>`, `groups/outstanding` (now),
@@ -243,24 +243,24 @@ class DistRollout(RolloutRuntime):
         `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`; what episodes recorded;
         and, from the first head, the servers' own as `server/<name>`.
         """
-        if not self.parallel.is_dp_head:
-            return Figures()
+        if not self.parallel.is_dp_leader:
+            return Metrics()
         figures = self._call(self.head.stats(of_servers=self.parallel.dp_rank == 0))
         figures.add("groups/wait_seconds", self._wait_seconds, kind="sum")
         self._wait_seconds = 0.0
         return figures
 
-    def endings(self) -> list[dict[str, Any]]:
-        return self._call(self.head.take_endings()) if self.parallel.is_dp_head else []
+    def outcomes(self) -> list[dict[str, Any]]:
+        return self._call(self.head.take_endings()) if self.parallel.is_dp_leader else []
 
     def destroy(self) -> None:
         if self._destroyed:
             return
         self._destroyed = True
-        if self.parallel.is_dp_head:
+        if self.parallel.is_dp_leader:
             self.loop.run(self.head.close(), CALL_SECONDS)
         if self._owns_loop:
-            if self.parallel.is_dp_head:
+            if self.parallel.is_dp_leader:
                 self.loop.run(self.head.engine.destroy(), CALL_SECONDS)
             self.loop.close()
 
@@ -270,8 +270,8 @@ class DistRollout(RolloutRuntime):
         begun = False
         while True:
             groups: int | None = 0
-            with self.parallel.agreeing("collecting rollouts"):
-                if self.parallel.is_dp_head:
+            with self.parallel.agree_on_errors("collecting rollouts"):
+                if self.parallel.is_dp_leader:
                     if not begun:
                         self._call(self.head.begin_wait())
                         begun = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import NoServersError, RLError, StalledError, boundary_of, causes
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.metrics import Figures
+from rl_contracts.runtime.metrics import Metrics
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
@@ -83,12 +83,12 @@ class RolloutHead:
         self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
         self.endings: list[dict[str, Any]] = []
-        """What became of prompts, as far as nobody was told; see `RolloutRuntime.endings`."""
+        """What became of prompts, as far as nobody was told; see `RolloutRuntime.outcomes`."""
         self._finished: list[Trajectory] = []
         self._taken: list[FinishedGroup] = []
         self._ids: deque[int] = deque()
         """Ids of the groups that a stopped run had in flight, which are admitted again first."""
-        self.figures = Figures()
+        self.figures = Metrics()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
         self._count_ages([])
@@ -204,7 +204,7 @@ class RolloutHead:
         self._paused = paused
         self._pump()
 
-    async def stats(self, of_servers: bool = True) -> Figures:
+    async def stats(self, of_servers: bool = True) -> Metrics:
         """Counters since the last call, what episodes recorded, and the servers' own.
 
         A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
@@ -214,7 +214,7 @@ class RolloutHead:
         self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
         self.figures.add("tokens/generated", self.episodes.tokens, kind="sum")
         self.episodes.tokens = 0
-        figures = self.figures.take()
+        figures = self.figures.drain()
         if of_servers and (self._asking is None or self._asking.done()):
             before, self._asking = self._asking, asyncio.create_task(figures_of_servers(self.episodes))
             self._last_servers = await (before or self._asking)
@@ -407,6 +407,6 @@ def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
 
 
 def _ending(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
-    """What became of a prompt, as `RolloutRuntime.endings` tells it."""
+    """What became of a prompt, as `RolloutRuntime.outcomes` tells it."""
     epoch = int(prompt.get("epoch", 0))
     return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}

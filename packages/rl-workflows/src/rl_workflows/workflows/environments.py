@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import require
 from rl_contracts.errors import TaskEnvironmentError
-from rl_contracts.runtime.aio import in_thread
+from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import Environment
 from rl_workflows.agents.conversation import Conversation
@@ -116,4 +116,4 @@ class TextGame(Environment):
 
 
 async def _in_thread(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    return await asyncio.wrap_future(in_thread(partial(work, *args, **named)))
+    return await asyncio.wrap_future(run_in_thread(partial(work, *args, **named)))

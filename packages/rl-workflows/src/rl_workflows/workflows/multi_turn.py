@@ -90,7 +90,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         if talk.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
             return None
         response = await engine.agenerate(ModelRequest(prompt.ids, self.generation))
-        opening = self._renderer.opening
+        opening = self._renderer.generation_prompt
         message = self._reader.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
         return talk.add(prompt, response, message, self.generation.temperature)
 
@@ -142,7 +142,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         self._tools = tools_of(tools)
         self._schemas = [tool.schema for tool in self._tools.values()]
         require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
-        if not (self._reader.reads_tools and self._renderer.shows_tools(self._schemas)):
+        if not (self._reader.reads_tools and self._renderer.renders_tools(self._schemas)):
             raise ConfigError(
                 "workflow.tools: the model's chat template shows no tools, or how it writes calls of them is not "
                 "known; take an instruction-tuned model that calls tools, or say the form of its calls (`form`)."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
-from rl_contracts.reward import NOT_FOR_REWARDS, PartedReward, is_valid_reward, takes_final_text
+from rl_contracts.reward import RESERVED_KEYS, CompositeReward, is_valid_reward, takes_final_text
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.agents.message_parsing import AnswerReader
 from rl_workflows.rollout.episode import group_cache, stage
@@ -83,7 +83,7 @@ class RLVRWorkflow(RolloutWorkflow):
         cache = group_cache()
         if "is_shown" not in cache:
             try:
-                self._renderer.require_shown(messages, tools, add_generation_prompt=True)
+                self._renderer.require_rendered(messages, tools, add_generation_prompt=True)
             except DataError as error:
                 raise DataError(f"row {data.get('prompt_id')}: {error}") from error
             cache["is_shown"] = True
@@ -96,9 +96,9 @@ class RLVRWorkflow(RolloutWorkflow):
         completion_ids: list[int],
         data: dict[str, Any],
     ) -> float:
-        rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
+        rest = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
         if self._reads_final_text:
-            rest["final_text"] = self._reader.final_text(completion_ids, self._renderer.opening)
+            rest["final_text"] = self._reader.final_text(completion_ids, self._renderer.generation_prompt)
         try:
             value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
             if inspect.isawaitable(value):
@@ -109,4 +109,4 @@ class RLVRWorkflow(RolloutWorkflow):
             raise RewardError(f"the reward function raised {type(error).__name__}: {error}") from error
         if not isinstance(value, int | float) or not is_valid_reward(value):
             raise RewardError(f"the reward function returned {value!r:.200}; expected a finite number in float32.")
-        return value if isinstance(value, PartedReward) else float(value)
+        return value if isinstance(value, CompositeReward) else float(value)

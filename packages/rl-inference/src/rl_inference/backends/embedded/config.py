@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl_contracts.config import bounded, choice, field_docs, require
+from rl_contracts.config import bounded, choice, field_docstrings, require
 from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.scheduler import JobSpec
@@ -56,8 +56,8 @@ class EmbeddedEngineConfig(ServerConfig):
         remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."
         return ServerProgram(self.python, "rl_inference.embedded_server.__main__", ("rl-inference",), remedy)
 
-    def at_once(self) -> int | None:
-        """See `ServerConfig.at_once`."""
+    def max_concurrent_completions(self) -> int | None:
+        """See `ServerConfig.max_concurrent_completions`."""
         return self.slots
 
     def cache_bytes(self, memory: float, weights: float) -> float:
@@ -169,7 +169,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for owner, options in _OPTIONS.items():
-        docs, known = field_docs(owner), {field.name: field for field in fields(owner)}
+        docs, known = field_docstrings(owner), {field.name: field for field in fields(owner)}
         for option, name in options.items():
             parser.add_argument(
                 "--" + option.replace("_", "-"),

@@ -20,7 +20,7 @@ def generation_key(key: str) -> str:
 class EmbeddedProtocol(ControlProtocol):
     """The embedded server: everything that the contract asks for."""
 
-    capabilities = Capabilities(scores_before=True, lora=True, sleeps=True)
+    capabilities = Capabilities(scores_previous_weights=True, lora=True, sleeps=True)
     paths: ClassVar[ControlPaths] = ControlPaths(
         health="/health",
         stats="/stats",

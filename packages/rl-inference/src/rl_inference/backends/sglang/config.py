@@ -73,8 +73,8 @@ class SGLangEngineConfig(ServerConfig):
             "0.6",
         )
 
-    def at_once(self) -> int | None:
-        """See `ServerConfig.at_once`."""
+    def max_concurrent_completions(self) -> int | None:
+        """See `ServerConfig.max_concurrent_completions`."""
         return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:

@@ -35,13 +35,13 @@ class SGLangProtocol(ControlProtocol):
         self.capabilities = Capabilities(
             routes=NO_GPU_ROUTES if on_cpu(spec) else ROUTES,
             live_checksums=False,
-            stamps_at_end=True,
+            version_stamps_at_end=True,
             any_score_temperature=False,
             seeds=False,
             seeds_by_position=False,
-            continues=False,
+            resumes_completions=False,
             keeps_cache=False,
-            signs_of_life=False,
+            heartbeats=False,
             lora=True,
             schemas=True,
         )

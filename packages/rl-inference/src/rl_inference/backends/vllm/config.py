@@ -88,12 +88,12 @@ class VLLMEngineConfig(ServerConfig):
                 "Install it there (pip install 'rl-inference[vllm]'), or name an interpreter that has it: "
                 "rollout.server.python=... (on a CPU, what `python infra/servers/build.py vllm` prints)"
             ),
-            at_least="0.32",
-            below="0.34",
+            min_version="0.32",
+            below_version="0.34",
         )
 
-    def at_once(self) -> int | None:
-        """See `ServerConfig.at_once`."""
+    def max_concurrent_completions(self) -> int | None:
+        """See `ServerConfig.max_concurrent_completions`."""
         return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
 from rl_contracts.models.attention_windows import other_layers, short_windows
-from rl_contracts.models.cpu_matmul import speed_up
+from rl_contracts.models.cpu_matmul import use_faster_matmul
 from rl_contracts.runtime.logging import get_logger
 from rl_inference.backends.embedded.config import EmbeddedEngineConfig
 from rl_inference.embedded_server.model.attention import Segment, TokenPass
@@ -69,7 +69,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     longest = _positions(path, hf_config.get_text_config(), config.context_length)
     model.eval().requires_grad_(False)
     if not spec.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
-        speed_up(model)
+        use_faster_matmul(model)
     if config.compile:
         compile_pass(model)
     tokenizer = _load_tokenizer(path)

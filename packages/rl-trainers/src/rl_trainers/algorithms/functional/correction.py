@@ -41,8 +41,8 @@ class OffPolicy:
 
 LEVELS: dict[str, Callable[[OffPolicy], torch.Tensor]] = {
     "token": lambda off: off.log_ratio,
-    "sequence": lambda off: off.packed.row_sums(off.log_ratio)[off.packed.row_of_token],
-    "geometric": lambda off: row_means(off.log_ratio, off.trained, off.packed)[off.packed.row_of_token],
+    "sequence": lambda off: off.packed.sequence_sums(off.log_ratio)[off.packed.sequence_of_token],
+    "geometric": lambda off: row_means(off.log_ratio, off.trained, off.packed)[off.packed.sequence_of_token],
 }
 """Log-ratios [N] by name."""
 
@@ -86,11 +86,11 @@ def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over
     values = DIVERGENCES[estimator](off.log_ratio)
     if over == "token":
         return ~(values <= bound)
-    rows = off.packed.row_of_token
+    rows = off.packed.sequence_of_token
     if over == "max":
-        of_row = values.new_zeros(off.packed.num_rows).index_reduce(0, rows, values, "amax")
+        of_row = values.new_zeros(off.packed.num_sequences).index_reduce(0, rows, values, "amax")
     else:
-        of_row = off.packed.row_sums(values) if over == "sum" else row_means(values, off.trained, off.packed)
+        of_row = off.packed.sequence_sums(values) if over == "sum" else row_means(values, off.trained, off.packed)
     return ~(of_row <= bound)[rows]
 
 

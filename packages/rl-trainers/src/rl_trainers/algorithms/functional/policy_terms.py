@@ -68,7 +68,7 @@ def policy_terms(
     logprobs = logprobs.masked_fill(untrained, 0.0)
     difference = logprobs - old_logprobs.detach().masked_fill(untrained, 0.0)
     if packed is not None:
-        mean = row_means(difference.detach(), trained, packed)[packed.row_of_token]
+        mean = row_means(difference.detach(), trained, packed)[packed.sequence_of_token]
         difference = mean.masked_fill(untrained, 0.0) + logprobs - logprobs.detach()
     entropy = logprobs.new_zeros(logprobs.shape) if entropy is None else entropy.masked_fill(untrained, 0.0)
     return PolicyTerms(logprobs, ratio_of(difference), advantages.masked_fill(untrained, 0.0), trained, entropy)
@@ -83,5 +83,5 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
 def row_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
     """Mean of per-token values [N] over each row's trained tokens, [S]; 0 for a row without any. `values` must be 0
     where not trained."""
-    count = packed.row_sums(trained.to(values.dtype))
-    return packed.row_sums(values) / count.clamp(min=1)
+    count = packed.sequence_sums(trained.to(values.dtype))
+    return packed.sequence_sums(values) / count.clamp(min=1)

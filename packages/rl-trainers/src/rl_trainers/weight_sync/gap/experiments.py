@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 type Asked = Future[list[Any]] | None
 """Questions to the servers, of the head of a replica; None on its other ranks."""
 Score = Callable[[list[int], float], Awaitable[list[float]]]
-"""`(token ids, temperature) -> log-probs`: a client's `score` or `score_before`."""
+"""`(token ids, temperature) -> log-probs`: a client's `score` or `score_previous_weights`."""
 FAILED = (RLError, TimeoutError)
 """What a measurement that cannot be made raises, on every rank."""
 
@@ -192,7 +192,7 @@ class Experiments:
     def _of_heads(self, mine: Tensors) -> list[Tensors]:
         """What the head of each replica has, in order of dp_rank."""
         parallel = self.engine.parallel
-        parts = parallel.gather_tensors(mine if parallel.is_dp_head else {}, all_ranks=True)
+        parts = parallel.gather_tensors(mine if parallel.is_dp_leader else {}, all_ranks=True)
         return [part for part in parts if part]
 
     def _ask(self, questions: Iterable[Awaitable[Any]]) -> Asked:
@@ -201,7 +201,7 @@ class Experiments:
         async def together() -> list[Any]:
             return await asyncio.gather(*questions)
 
-        if not self.engine.parallel.is_dp_head:
+        if not self.engine.parallel.is_dp_leader:
             return None
         try:
             return self.loop.submit(together())
@@ -213,7 +213,7 @@ class Experiments:
     def _told(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
         """What the head of this rank's replica got from the servers; an RLError on every rank, if one got nothing."""
         parallel, mine = self.engine.parallel, Tensors()
-        with parallel.agreeing(doing):
+        with parallel.agree_on_errors(doing):
             if asked is not None:
                 mine = pack(self.loop.wait(asked, doing, self.timeout))
         return self._of_heads(mine)[parallel.dp_rank]

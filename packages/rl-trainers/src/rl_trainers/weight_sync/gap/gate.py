@@ -243,7 +243,7 @@ class GapGate:
         find = self.experiments
         rows, before = self._as_scored(rows, before)
         parallel = self.engine.parallel
-        first, *others = parallel.gather_json(self.inference.servers if parallel.is_dp_head else None)
+        first, *others = parallel.gather_json(self.inference.servers if parallel.is_dp_leader else None)
         names = [name for name in first if all(name in known for known in others if known is not None)]
         server, peer = [*sorted(names, key=lambda n: self._turns.get(n, -1)), "", ""][:2]
         self._turns[server] = 1 + max(self._turns.values(), default=0)
@@ -345,7 +345,7 @@ class GapGate:
         if theirs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
             receipts = find.receipts(*self._receipts)
             return self._examine(replace(evidence, gap=gap, recorded=False), scored, theirs, None, receipts=receipts)
-        before = find.attempt(find.scores, rows, self.inference.score_before)
+        before = find.attempt(find.scores, rows, self.inference.score_previous_weights)
         prompts = {"seen_prompt": find.gap_of_answers(rows, False), "new_prompt": find.gap_of_answers(rows, True)}
         return self._examine(evidence, rows, rows["logprobs"], before, **prompts)
 

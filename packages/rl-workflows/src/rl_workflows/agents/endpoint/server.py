@@ -115,7 +115,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except OSError:
             await runner.cleanup()
             raise
-        self._watch = asyncio.create_task(self._connections.watch())
+        self._watch = asyncio.create_task(self._connections.close_silent_connections())
         url = self.config.url.rstrip("/") or url_of(reachable_host(self.config.host), runner.addresses[0][1])
         os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")  # for clients of agents in this process
         return url

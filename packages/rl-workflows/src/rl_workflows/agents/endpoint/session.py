@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
-from rl_contracts.endpoint import Reported, RolloutSession, RowsPer
+from rl_contracts.endpoint import EpisodeReport, RolloutSession, SequencesPer
 from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
 from rl_workflows.agents.conversation import Conversation, Prompt, PromptTooLongError, Turn
 
@@ -171,8 +171,8 @@ class Session(RolloutSession):
         return self._failure
 
     @property
-    def reported(self) -> Reported:
-        return Reported(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
+    def report(self) -> EpisodeReport:
+        return EpisodeReport(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
 
     def earn(self, call_id: str, index: int, reward: float) -> None:
         """An answer's own reward, instead of one that it had.
@@ -187,7 +187,7 @@ class Session(RolloutSession):
             raise CallError(f"index: expected one below {len(turns)}, the number of that call's answers.")
         turns[index].reward = self._earned[turns[index]] = reward
 
-    def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
+    def trajectories(self, reward: float, per: SequencesPer = "branch") -> list[Trajectory]:
         if not self.closed:
             raise AgentError("the session is still open; close it before its trajectories are made.")
         config = self.model.config
@@ -255,7 +255,7 @@ class Session(RolloutSession):
             )
         talk = self.conversation
         try:
-            if call.tools and not self.model.renderer.shows_tools(call.tools):
+            if call.tools and not self.model.renderer.renders_tools(call.tools):
                 raise CallError("tools: the model's chat template does not show them.")
             if call.messages:
                 before = [{"role": "system", "content": call.system}] if call.system else []
@@ -395,7 +395,9 @@ class Session(RolloutSession):
         stops = [stop] if stop else ()
         if not call.messages:
             return {"role": "assistant", "content": reader.text(ids, stops)}, stop
-        opening = prompt.text[-len(self.model.renderer.opening) :] if self.model.renderer.opening else ""
+        opening = (
+            prompt.text[-len(self.model.renderer.generation_prompt) :] if self.model.renderer.generation_prompt else ""
+        )
         return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
 
 

@@ -19,7 +19,7 @@ from rl_apps.settings.compose import to_yaml
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
 from rl_monitor.run_directory import FINISHED
-from rl_trainers.recovery.lookup import drop_lost_steps
+from rl_trainers.recovery.lookup import truncate_to_checkpoint
 
 
 def _run(directory, *overrides):
@@ -252,7 +252,7 @@ def test_directory_stopped_before_its_first_point_starts_again(tmp_path, minutes
 
     assert past_of(run) == Past()
     assert resumption(tmp_path).endswith("the same command starts again at step 1.")
-    drop_lost_steps(tmp_path, run.config.recover)
+    truncate_to_checkpoint(tmp_path, run.config.recover)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 

@@ -69,14 +69,14 @@ def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_cl
     with _parts(tmp_path) as parts:
         client = _client(parts)
         points = parts.recover({"actor": engine}, {})
-        assert not points.asked_to_stop()
+        assert not points.stop_requested()
         assert not client._router.final
         os.kill(os.getpid(), signal.SIGTERM)
-        assert points.asked_to_stop()
+        assert points.stop_requested()
         assert client._router.final
 
         monkeypatch.setattr(os, "getppid", lambda: 1)  # it was killed, and its keeper was faster than the kernel
-        for ask in (points.asked_to_stop, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        for ask in (points.stop_requested, lambda: os.kill(os.getpid(), signal.SIGTERM)):
             with pytest.raises(SystemExit) as ended:
                 ask()
             assert ended.value.code == 143
@@ -98,7 +98,7 @@ def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, mon
     with _parts(tmp_path) as parts:
         points = parts.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
         os.kill(os.getpid(), signal.SIGTERM)
-        assert points.asked_to_stop()
+        assert points.stop_requested()
         assert not is_abandoned()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(is_abandoned, 10)

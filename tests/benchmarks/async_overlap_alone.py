@@ -78,12 +78,12 @@ def train(
     config: GRPOConfig, engine: Any, publisher: Any, gap: Any, recorded: Path, run_dir: Path, warmup: int
 ) -> float:
     """Seconds per step on the batches that were recorded."""
-    from rl_trainers import Books, PolicyActor
+    from rl_trainers import PolicyActor, RunLog
     from rl_trainers import train as run_loop
 
     actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
     source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
-    books = Books(engine, run_dir, config.checkpoint)
+    books = RunLog(engine, run_dir, config.checkpoint)
     run_loop(source, actor, books, config.total_steps, publisher=publisher, gap=gap)
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     seconds = [record["time/step"] for record in records if record["step"] > warmup]

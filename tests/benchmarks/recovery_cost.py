@@ -1,11 +1,11 @@
 """What recover points cost a run; a part of `recovery.py`.
 
 An `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `EVERY` steps
-(`rl_trainers.RecoverPoints`). Held are the seconds that `after_step` takes more than where no point is due; the CPU
-seconds of the writer are its thread's. Their sum over the seconds of `EVERY` steps without points is the cost. Once at
-the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points at
-which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to do:
-`torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
+(`rl_trainers.RecoveryCheckpoints`). Held are the seconds that `after_step` takes more than where no point is due; the
+CPU seconds of the writer are its thread's. Their sum over the seconds of `EVERY` steps without points is the cost. Once
+at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points
+at which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to
+do: `torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
 checkpoints; CPU seconds are those of the whole process.
 """
 
@@ -60,14 +60,14 @@ def measure(size: str, points: int, directory: Path, quick: bool = False) -> dic
     """One size: steps, points among them, and the peers."""
     from train_step import Ours, make_work
 
-    from rl_trainers import RecoverConfig, RecoverPoints
+    from rl_trainers import RecoverConfig, RecoveryCheckpoints
 
     rows, longest, vocabulary, hidden = SIZES[size]
     rows = rows // 16 if quick else rows
     ours = Ours(make_work(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
     ours.step()
     run_dir = directory / size
-    recover = RecoverPoints(run_dir, RecoverConfig(EVERY), {"actor": ours.engine}, {"books": Books(rows)})
+    recover = RecoveryCheckpoints(run_dir, RecoverConfig(EVERY), {"actor": ours.engine}, {"books": Books(rows)})
     steps, idle, held = list[float](), list[float](), list[float]()
     recover.save(0)  # the memory of the copies is there from the first point on
     busy = thread_seconds("writer")

@@ -15,8 +15,8 @@ from rl_contracts.batch.trajectory import pack
 from rl_contracts.registry import load_component
 from rl_contracts.testing.batches import make_batch
 from rl_trainers.algorithms.config import LossConfig, MaskConfig
-from rl_trainers.algorithms.credit import over_what
-from rl_trainers.algorithms.functional.advantages import normalised
+from rl_trainers.algorithms.credit import normalization_scope
+from rl_trainers.algorithms.functional.advantages import normalize
 from rl_trainers.algorithms.functional.correction import OffPolicy
 from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
@@ -116,8 +116,8 @@ def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: b
 
 def test_batch_std_is_around_the_mean_of_the_batch() -> None:
     rewards, groups = torch.tensor([0.0, 1.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1])
-    over = over_what(rewards, groups)
+    over = normalization_scope(rewards, groups)
 
-    found = normalised(rewards, over["group"], over["batch"])
+    found = normalize(rewards, over["group"], over["batch"])
 
     assert found.tolist() == pytest.approx([x / float(rewards.std()) for x in (-0.5, 0.5, -0.5, 0.5)], abs=1e-5)

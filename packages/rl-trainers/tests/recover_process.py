@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
-from rl_trainers import RecoverConfig, RecoverPoints
+from rl_trainers import RecoverConfig, RecoveryCheckpoints
 
 FILES = 20
 """Files of each rank in a point, so that there is something to be killed in."""
@@ -56,7 +56,7 @@ def main(run_dir: Path, steps: int, **settings: Any) -> None:
         group = dist.group.WORLD
         parallel = ParallelContext(dist.get_rank(), dist.get_world_size(), host_group=group)
     engine = Counting(parallel)
-    points = RecoverPoints(run_dir, RecoverConfig(1, **settings), {"actor": engine}, {"part": engine})
+    points = RecoveryCheckpoints(run_dir, RecoverConfig(1, **settings), {"actor": engine}, {"part": engine})
     assert (points.resume() or 0) == engine.steps
     print(json.dumps({"resumed": engine.steps}), flush=True)
     while engine.steps < steps:

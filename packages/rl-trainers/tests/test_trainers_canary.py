@@ -16,7 +16,7 @@ from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights
 from rl_trainers import PublishConfig, WeightPublisher
-from rl_trainers.weight_sync.canary import CanaryCheck, Right
+from rl_trainers.weight_sync.canary import CanaryCheck, ExpectedCompletion
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,8 @@ def test_attend_all_ranks_compute_what_rank_0_was_told(model_path, loop):
         engine.forward = lambda rows, what: asked.append(rank.rank) or forward(rows, what)
         check, committing = CanaryCheck(engine, "disk", 32, 0.01), None
         if rank.is_main:
-            committing = loop.submit(servers.commit_weights(1, canary=check.begin()))
-        check.attend(1, committing, 60.0)
+            committing = loop.submit(servers.commit_weights(1, canary=check.prepare()))
+        check.compare(1, committing, 60.0)
         return committing and committing.result(60)
 
     assert on_ranks(2, work) == [0.5, None]
@@ -256,19 +256,19 @@ def test_attend_all_ranks_compute_what_rank_0_was_told(model_path, loop):
 
 
 def test_fault_scores_of_the_base_weights_are_named_however_small_the_adapter_is():
-    right = Right(9, [0.0, -1.0, -2.0], {(5,): [-1.0]}, base=[0.0, -1.0001, -2.0001])
-    before = Right(8, [0.0, -1.00005, -2.0], {})
+    right = ExpectedCompletion(9, [0.0, -1.0, -2.0], {(5,): [-1.0]}, base=[0.0, -1.0001, -2.0001])
+    before = ExpectedCompletion(8, [0.0, -1.00005, -2.0], {})
 
     unapplied = right.fault(CanaryCompletion("a", right.base, [5], [-1.0]), before, 0.01)
 
     assert "and they are those of the base weights: the adapter is not applied" in unapplied
     assert right.fault(CanaryCompletion("a", right.scores, [5], [-1.0]), before, 0.01) is None
-    without = Right(0, right.base, {(5,): [-1.0]}, base=right.base)  # an adapter that is zero
+    without = ExpectedCompletion(0, right.base, {(5,): [-1.0]}, base=right.base)  # an adapter that is zero
     assert without.fault(CanaryCompletion("a", [0.0, -1.00011, -2.00009], [5], [-1.0]), None, 0.01) is None
 
 
 def test_fault_nan_is_off_and_an_answer_that_shares_nothing_is_too():
-    right = Right(1, [0.0, -1.0, -2.0], {(5, 6): [-1.0, -1.0]})
+    right = ExpectedCompletion(1, [0.0, -1.0, -2.0], {(5, 6): [-1.0, -1.0]})
 
     assert right.fault(CanaryCompletion("s", [0.0, -1.0, -2.0], [5, 6], [-1.0, -1.0]), None, 0.01) is None
     assert right.fault(CanaryCompletion("s", [0.0, -1.0, float("nan")], [5, 6], [-1.0, -1.0]), None, 0.01) is not None

@@ -18,8 +18,8 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.runtime.metrics import collect
 from rl_trainers import CheckpointConfig
-from rl_trainers.run_log.background_writes import drain
-from rl_trainers.run_log.checkpoints import Checkpoints, kept
+from rl_trainers.run_log.background_writes import wait_for_writes
+from rl_trainers.run_log.checkpoints import Checkpoints, select_retained
 
 
 class Model(Counting):
@@ -46,11 +46,11 @@ def go(model: Model, checkpoints: Checkpoints, figures: Sequence[dict[str, float
     """Steps with these figures, to the end of the run."""
     for found in figures:
         model.steps += 1
-        if checkpoints.due(model.steps):
-            checkpoints.begin(model.steps)
+        if checkpoints.is_due(model.steps):
+            checkpoints.start_write(model.steps)
         checkpoints.rate(model.steps, found)
     checkpoints.finish(model.steps)
-    drain(60)
+    wait_for_writes(60)
 
 
 def found_in(run_dir: Path) -> dict[str, str]:
@@ -69,8 +69,8 @@ def test_checkpoint_is_there_when_it_is_whole_and_steps_go_on_meanwhile(tmp_path
     model.let.clear()
     checkpoints = Checkpoints(model, tmp_path, CheckpointConfig(every=1))
     model.steps = 1
-    assert checkpoints.due(1)
-    checkpoints.begin(1)
+    assert checkpoints.is_due(1)
+    checkpoints.start_write(1)
     model.steps = 2
     assert not [*(tmp_path / "checkpoints").glob("step_*")]
     model.let.set()
@@ -135,7 +135,7 @@ def test_ratings_by_another_figure_are_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("max", {3, 4}), ("min", {1, 4})])
 def test_best_of_equal_ones_is_the_later_and_less_is_better_where_it_is_said(mode: str, expected: set[int]) -> None:
     config = CheckpointConfig(keep_last=1, keep_best=1, best_figure="loss/eval", best_mode=mode)
-    assert kept([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 1.0}, config) == expected
+    assert select_retained([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 1.0}, config) == expected
 
 
 def test_figure_that_a_checkpoints_step_does_not_have_is_warned_of_once(

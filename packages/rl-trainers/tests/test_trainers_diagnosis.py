@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rl_contracts.data import WeightReceipt
 from rl_trainers.weight_sync.gap.diagnosis import Evidence, Receipts, diagnose
-from rl_trainers.weight_sync.gap.divergence import Gap, fresh_mask
+from rl_trainers.weight_sync.gap.divergence import LogprobGap, current_version_mask
 
-OFF = Gap(100, mean_abs=0.4, max_abs=2.5, bias=0.05, far=0.2, near_mean=0.3)
-SAME = Gap(100, mean_abs=1e-6, max_abs=1e-5)
-ROUNDED = Gap(100, mean_abs=0.03, max_abs=0.2, bias=0.001, near_mean=0.03)
+OFF = LogprobGap(100, mean_abs=0.4, max_abs=2.5, bias=0.05, far=0.2, near_mean=0.3)
+SAME = LogprobGap(100, mean_abs=1e-6, max_abs=1e-5)
+ROUNDED = LogprobGap(100, mean_abs=0.03, max_abs=0.2, bias=0.001, near_mean=0.03)
 ALL_RIGHT = Receipts("rollout-0", 20)
 SCORES = Evidence(0.02, False, OFF, receipts=ALL_RIGHT, older=OFF, temperature=(1.1, OFF))
 TOKENS = Evidence(0.02, False, OFF, recorded=True, temperature=(1.1, OFF), older=OFF, seen_prompt=OFF)
@@ -92,17 +92,17 @@ def test_diagnose_nan_is_off():
 def test_receipts_say_what_differs_and_whether_it_is_all_of_the_version_before():
     before, sent = (WeightReceipt("trainer", v, {"a": v, "b": 7, "c": v}) for v in (1, 2))
     live = WeightReceipt("rollout-1", 2, {"a": 1, "b": 7, "c": 1})
-    assert Receipts.of(live, sent, before) == Receipts("rollout-1", 3, ["a", "c"], older=True)
-    assert not Receipts.of(live, sent, None).older
-    assert Receipts.of(replace(live, checksums={"a": 2, "b": 7, "c": 1}), sent, before) == Receipts(
+    assert Receipts.from_pair(live, sent, before) == Receipts("rollout-1", 3, ["a", "c"], older=True)
+    assert not Receipts.from_pair(live, sent, None).older
+    assert Receipts.from_pair(replace(live, checksums={"a": 2, "b": 7, "c": 1}), sent, before) == Receipts(
         "rollout-1", 3, ["c"]
     )
-    assert Receipts.of(replace(live, checksums=sent.checksums), sent, before) == Receipts("rollout-1", 3, [])
+    assert Receipts.from_pair(replace(live, checksums=sent.checksums), sent, before) == Receipts("rollout-1", 3, [])
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 3))
 def test_fresh_mask_takes_tokens_whose_generated_prefix_all_has_the_version(rows, version):
-    found = fresh_mask(torch.tensor(rows, dtype=torch.int32), version).tolist()
+    found = current_version_mask(torch.tensor(rows, dtype=torch.int32), version).tolist()
     for row, marks in zip(rows, found, strict=True):
         for t, marked in enumerate(marks):
             generated = [v for v in row[: t + 1] if v >= 0]
@@ -111,9 +111,9 @@ def test_fresh_mask_takes_tokens_whose_generated_prefix_all_has_the_version(rows
 
 def test_gap_describes_the_differences():
     ours, theirs = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -1.0])
-    gap = Gap.of((ours - theirs).double())
+    gap = LogprobGap.from_differences((ours - theirs).double())
     assert (gap.tokens, gap.max_abs) == (3, 2.0)
     assert gap.mean_abs == pytest.approx(2.5 / 3)
     assert gap.bias == pytest.approx(-0.5)
     assert (gap.ours_higher, gap.far, gap.near_mean) == pytest.approx((1 / 3, 1 / 3, 0.25))
-    assert Gap.of(torch.zeros(0)) is None
+    assert LogprobGap.from_differences(torch.zeros(0)) is None

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.algorithms.credit import over_what
-from rl_trainers.algorithms.functional.advantages import grouped, moments, normalised, whitened
+from rl_trainers.algorithms.credit import normalization_scope
+from rl_trainers.algorithms.functional.advantages import group_by_id, moments, normalize, whiten
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 
 OF_GROUPS = ({}, {"std": "none"}, {"std": "batch"}, {"std": "none", "leave_one_out": True})
@@ -17,8 +17,8 @@ OF_GROUPS = ({}, {"std": "none"}, {"std": "batch"}, {"std": "none", "leave_one_o
 
 
 def _advantages(rewards, group_ids, mean="group", std="group", leave_one_out=False):
-    over = over_what(rewards, group_ids)
-    return normalised(rewards, over[mean], over[std], leave_one_out)
+    over = normalization_scope(rewards, group_ids)
+    return normalize(rewards, over[mean], over[std], leave_one_out)
 
 
 def test_advantages_group_mean_std_matches_hand_computation():
@@ -64,7 +64,7 @@ def test_advantages_zero_variance_is_zero(over):
 
 
 def test_grouped_counts_and_marks_groups_without_variance():
-    found = grouped(torch.tensor([5.0, 0.7, 0.7, 1.0, 2.0]), torch.tensor([3, 8, 8, 9, 9]))
+    found = group_by_id(torch.tensor([5.0, 0.7, 0.7, 1.0, 2.0]), torch.tensor([3, 8, 8, 9, 9]))
     assert found.size.tolist() == [1.0, 2.0, 2.0]
     assert found.flat.tolist() == [True, True, False]
 
@@ -98,7 +98,7 @@ def test_advantages_any_order_of_rows_gives_the_same(rows, random):
 
 def test_whitened_masked_values_have_mean_zero_and_sample_std_one():
     values, mask = torch.tensor([[1.0, 2.0, 6.0, 99.0]]), torch.tensor([[True, True, True, False]])
-    found = whitened(values, mask, moments(values, mask))
+    found = whiten(values, mask, moments(values, mask))
     # mean 3, sample variance (4 + 1 + 9) / 2 = 7
     expected = torch.tensor([[-2.0, -1.0, 3.0, 0.0]]) / math.sqrt(7)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -108,7 +108,7 @@ def test_whitened_masked_values_have_mean_zero_and_sample_std_one():
 def test_whitened_values_that_do_not_vary_are_zero(values):
     values = torch.tensor(values)
     mask = torch.ones_like(values).bool()
-    assert whitened(values, mask, moments(values, mask)).abs().max() == 0
+    assert whiten(values, mask, moments(values, mask)).abs().max() == 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
 from rl_trainers import GapConfig, GapGate, MemorySharing
-from rl_trainers.weight_sync.gap.gate import Alarm, _choose
+from rl_trainers.weight_sync.gap.gate import Alarm, _sample_sequences
 from rl_trainers.weight_sync.gap.lag import LIMIT
 
 
@@ -153,8 +153,8 @@ def _steps(gate, fleet, count):
 
 
 def _judge(alarm, off, excused=False):
-    if alarm.note(off):
-        alarm.speak("a fault", excused)
+    if alarm.count(off):
+        alarm.warn("a fault", excused)
 
 
 def test_alarm_warns_seldom_and_stops_at_patience(caplog):
@@ -177,17 +177,17 @@ def test_alarm_one_good_comparison_begins_the_count_anew():
 
 def test_alarm_too_much_stops_at_once():
     alarm = Alarm(patience=5)
-    assert alarm.note(True, too_much=True)
+    assert alarm.count(True, too_much=True)
     with pytest.raises(WeightUpdateError):
-        alarm.speak("far off", excused=True)
+        alarm.warn("far off", excused=True)
 
 
 def test_alarm_what_is_excused_never_stops_by_patience_and_is_not_examined_at_every_step():
     alarm, examined = Alarm(patience=3), 0
     for _ in range(64):
-        if alarm.note(True):
+        if alarm.count(True):
             examined += 1
-            alarm.speak("rounding", excused=True)
+            alarm.warn("rounding", excused=True)
     assert examined == 7, "at 1, 2, 4, ..., 64"
 
 
@@ -206,11 +206,11 @@ def test_alarm_what_is_certain_is_counted_anew_after_what_was_excused():
     for _ in range(33):
         _judge(alarm, True, excused=True)
     for _ in range(2):
-        assert alarm.note(True, certain=True)
-        alarm.speak("a server is behind")
-    assert alarm.note(True, certain=True)
+        assert alarm.count(True, certain=True)
+        alarm.warn("a server is behind")
+    assert alarm.count(True, certain=True)
     with pytest.raises(WeightUpdateError, match="a server is behind"):
-        alarm.speak("a server is behind")
+        alarm.warn("a server is behind")
 
 
 # ---- before the update
@@ -256,7 +256,7 @@ def test_gate_replicas_take_rows_of_different_groups(replicas, seed):
     taken = []
     for rank in range(replicas):
         parallel = ParallelContext(rank, replicas, dp_rank=rank, dp_size=replicas)
-        taken += _choose(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
+        taken += _sample_sequences(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
     assert len(set(taken)) >= 4
 
 
@@ -293,7 +293,7 @@ def _sleeping(fleet, loop, served="float32", **settings):
     """A gate before its update, and how the loop came there; what was told of the servers."""
     gate = _gate(fleet, loop, served, **settings)
     gate.sharing = MemorySharing(fleet.engine, fleet, loop, 10)
-    if not gate.asks_before_update():
+    if not gate.scores_before_update():
         gate.sharing.sleep()
     return gate
 

@@ -19,17 +19,17 @@ from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
 from rl_trainers import (
-    Books,
     CheckpointConfig,
     DataSource,
     LossEvaluation,
     LossLearner,
     MemorySharing,
     PolicyActor,
+    RunLog,
     train,
 )
 from rl_trainers.algorithms.config import AlgorithmConfig, LossConfig
-from rl_trainers.learners.supervised import shard_rows, supervised_rows
+from rl_trainers.learners.supervised import shard_sequences, supervised_sequences
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
@@ -72,7 +72,7 @@ class _Batches:
 
 def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine, tmp_path):
     source = _Batches(engine, 5)
-    books = Books(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
     train(source, PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
     records = _records(tmp_path / "run")
     assert [r["step"] for r in records] == [1, 2, 3]
@@ -89,7 +89,7 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
 
 def test_train_what_became_of_prompts_is_written_with_the_step_before_which_it_was_told(engine, tmp_path):
     told = iter([[{"prompt_id": 3, "ending": "trained"}, {"prompt_id": 1, "ending": "failed"}], [], [{"prompt_id": 2}]])
-    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: next(told))
+    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(told))
     train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert lines == [
@@ -107,7 +107,7 @@ def test_train_that_ends_by_an_error_says_which_prompts_had_failed_by_then(engin
             return super().next_batch()
 
     told = iter([[], [{"prompt_id": 4, "ending": "trained"}, {"prompt_id": 5, "ending": "failed", "reason": "reward"}]])
-    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: next(told))
+    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(told))
     with pytest.raises(RewardError, match="too many"):
         train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
@@ -120,7 +120,7 @@ def test_train_that_ends_by_an_error_says_it_also_where_nothing_can_be_written(e
             (tmp_path / "groups.jsonl").mkdir()
             raise RewardError("too many groups failed")
 
-    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: [{"ending": "failed"}])
+    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: [{"ending": "failed"}])
     with pytest.raises(RewardError, match="too many"):
         train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
 
@@ -133,13 +133,13 @@ def test_train_that_stands_still_asks_nobody_who_may_stand_still_too(engine, tmp
     def asked():
         raise AssertionError("asked")
 
-    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=asked)
+    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=asked)
     with pytest.raises(StalledError, match="nothing moved"):
         train(Stalled(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
 
 
 def test_books_whose_records_wait_for_a_full_disk_let_no_run_go_on_after_them(engine, tmp_path):
-    books = Books(engine, tmp_path, CheckpointConfig(every=0))
+    books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):  # the last record must be there in the end
         train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=1)
@@ -173,7 +173,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
     source.next_batch = lambda: batches.append(take()) or batches[-1]
     rollouts = Metrics()
     rollouts.add("turns", 7.0)
-    books = Books(
+    books = RunLog(
         engine,
         tmp_path / "run",
         CheckpointConfig(),
@@ -198,7 +198,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
 
 
 def test_train_records_say_when_they_were_written_and_which_are_no_steps(engine, tmp_path):
-    books = Books(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()], evaluate_every=2)
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()], evaluate_every=2)
     before = time.time()
     train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
     records, after = _records(tmp_path / "run"), time.time()
@@ -214,13 +214,13 @@ def test_train_records_say_when_they_were_written_and_which_are_no_steps(engine,
 
 
 def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
-    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
     train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
     assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
 
 
 def test_train_data_that_ends_in_a_short_batch_leaves_the_model_behind(engine, tmp_path):
-    books = Books(engine, tmp_path / "run", CheckpointConfig(every=0))
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig(every=0))
     source = _Batches(engine, 2, last=2, minibatches=4)
 
     train(source, PolicyActor(engine, AlgorithmConfig(), minibatches=4), books, total_steps=9)
@@ -237,14 +237,14 @@ def nan_loss(terms):
 
 def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_path):
     actor = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
-    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
     with pytest.raises(EngineError, match="none of 2 steps was applied"):
         train(_Batches(engine, 2), actor, books, total_steps=2)
     assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
 
 
 def test_train_command_that_goes_on_and_applied_nothing_fails_too(engine, tmp_path):
-    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
     train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
     assert engine.version == 3
     diverged = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
@@ -259,9 +259,9 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())
 
     def batch_of(rows):
-        return shard_rows(supervised_rows(rows, renderer, 64), engine.parallel)
+        return shard_sequences(supervised_sequences(rows, renderer, 64), engine.parallel)
 
-    books = Books(
+    books = RunLog(
         engine,
         tmp_path / "run",
         CheckpointConfig(),
@@ -277,20 +277,20 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
 
 def test_supervised_rows_too_long_row_is_refused_by_name():
     with pytest.raises(DataError, match=r"row 0 .*data.max_length \(4\)"):
-        supervised_rows(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)
+        supervised_sequences(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)
 
 
 def test_supervised_rows_that_are_cut_keep_their_beginning_and_need_something_to_learn():
     renderer = ChatRenderer(make_tiny_tokenizer())
-    whole = supervised_rows(ROWS, renderer, 1000)[0]
+    whole = supervised_sequences(ROWS, renderer, 1000)[0]
     first = int(whole.loss_mask.argmax())
 
-    cut = supervised_rows(ROWS, renderer, first + 1, truncate=True)[0]
+    cut = supervised_sequences(ROWS, renderer, first + 1, truncate=True)[0]
 
     assert cut.input_ids.tolist() == whole.input_ids[: first + 1].tolist()
     assert cut.loss_mask.sum() == 1
     with pytest.raises(DataError, match=f"no assistant token to learn from within {first} tokens"):
-        supervised_rows(ROWS, renderer, first, truncate=True)
+        supervised_sequences(ROWS, renderer, first, truncate=True)
 
 
 class _Servers(NullInferenceEngine):
@@ -339,7 +339,7 @@ def test_train_servers_sleep_from_the_batch_to_the_commit(engine, tmp_path, monk
     learner.told = told
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         train(_Batches(engine, 2), learner, books, 2, publisher=_Publisher(told), sharing=sharing)
 
     step = ["sleep", "update"] if able else ["update"]
@@ -352,7 +352,7 @@ def test_train_servers_sleep_before_the_gap_check_unless_it_asks_them(engine, tm
     told = []
 
     class Gate:
-        def asks_before_update(self):
+        def scores_before_update(self):
             return asks
 
         def before_update(self, batch):
@@ -365,7 +365,7 @@ def test_train_servers_sleep_before_the_gap_check_unless_it_asks_them(engine, tm
 
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
         train(_Batches(engine, 1), actor, books, 1, publisher=_Publisher(told), gap=Gate(), sharing=sharing)
 
@@ -382,7 +382,7 @@ def test_train_nothing_is_published_servers_are_woken(engine, tmp_path):
 
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = Skips(engine, AlgorithmConfig())
         with pytest.raises(EngineError, match="none of 2 steps was applied"):
             train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher(told), sharing=sharing)
@@ -394,7 +394,7 @@ def test_awake_block_that_raises_puts_servers_back_to_sleep(engine):
     calls = []
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(calls), loop, 10)
-        with pytest.raises(InferenceError, match="no scores"), sharing.awake():
+        with pytest.raises(InferenceError, match="no scores"), sharing.servers_awake():
             raise InferenceError("no scores")
 
     assert calls == ["wake", "sleep"]
@@ -405,7 +405,7 @@ def test_train_servers_that_do_not_sleep_end_the_run(engine, tmp_path):
     servers.fails = True
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, servers, loop, 10)
-        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
         with pytest.raises(InferenceError, match="planted"):
             train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher([]), sharing=sharing)

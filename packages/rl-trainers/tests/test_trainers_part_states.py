@@ -13,7 +13,7 @@ import torch
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.runtime.run_files import MANIFEST
-from rl_trainers.recovery.component_states import PartState, SavedStates, restore_parts
+from rl_trainers.recovery.component_states import ComponentState, SavedStates, restore_components
 
 
 class Part:
@@ -38,13 +38,13 @@ class Dealt(Part):
 
 def saved(point: Path, states: list[dict[str, Any]]) -> Path:
     for rank, state in enumerate(states):
-        PartState.of("part", Part(state)).write(point, rank)
+        ComponentState.describe("part", Part(state)).write(point, rank)
     (point / MANIFEST).write_text(json.dumps({"ranks": len(states)}))
     return point
 
 
 def restored(point: Path, part: Part, rank: int, ranks: int) -> Any:
-    restore_parts(point, {"part": part}, ParallelContext(rank, ranks))
+    restore_components(point, {"part": part}, ParallelContext(rank, ranks))
     return part.state
 
 

@@ -26,23 +26,28 @@ from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.runtime.metrics import collect
 from rl_contracts.runtime.run_files import MANIFEST, last_recovery_checkpoint, recovery_checkpoint_steps
 from rl_contracts.testing.processes import fork_script, run_ranks
-from rl_trainers import DataSource, RecoverConfig, RecoverPoints
-from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
+from rl_trainers import DataSource, RecoverConfig, RecoveryCheckpoints
+from rl_trainers.recovery.lookup import resumed_step, truncate_to_checkpoint
 from rl_trainers.run_log import background_writes
-from rl_trainers.run_log.background_writes import MARK, NewDirectory, drain, in_background
-from rl_trainers.run_log.schedule import Due
+from rl_trainers.run_log.background_writes import (
+    MARKER_PREFIX,
+    BackgroundDirectory,
+    wait_for_writes,
+    write_in_background,
+)
+from rl_trainers.run_log.schedule import Schedule
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
 
 
-def points_in(run_dir: Path, **settings: Any) -> tuple[Counting, RecoverPoints]:
+def points_in(run_dir: Path, **settings: Any) -> tuple[Counting, RecoveryCheckpoints]:
     """A run that has not begun."""
     engine = Counting(ParallelContext())
     settings = {"every": 1, "timeout": 30.0, **settings}
-    return engine, RecoverPoints(run_dir, RecoverConfig(**settings), {"actor": engine}, {"part": engine})
+    return engine, RecoveryCheckpoints(run_dir, RecoverConfig(**settings), {"actor": engine}, {"part": engine})
 
 
-def go(engine: Counting, points: RecoverPoints, steps: int) -> None:
+def go(engine: Counting, points: RecoveryCheckpoints, steps: int) -> None:
     for _ in range(steps):
         engine.steps += 1
         points.after_step(engine.steps)
@@ -162,7 +167,7 @@ def test_resume_only_damaged_points_is_refused_and_nothing_is_cut_off(tmp_path: 
     for step in (2, 3):
         shorten(tmp_path / "recover" / f"step_{step}" / "part-0.json")
 
-    for refused in (drop_lost_steps, resumed_step):
+    for refused in (truncate_to_checkpoint, resumed_step):
         with pytest.raises(ConfigError, match=r"damaged ones: step_2: part-0\.json.*step_3"):
             refused(tmp_path, RecoverConfig(1))
     assert (tmp_path / "checkpoints" / "step_2").exists()
@@ -192,14 +197,16 @@ class Held(Counting):
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[tuple[Held, RecoverPoints]]:
+def held(tmp_path: Path) -> Iterator[tuple[Held, RecoveryCheckpoints]]:
     engine = Held()
-    yield engine, RecoverPoints(tmp_path, RecoverConfig(2, timeout=30.0), {"actor": engine}, {"part": engine})
+    yield engine, RecoveryCheckpoints(tmp_path, RecoverConfig(2, timeout=30.0), {"actor": engine}, {"part": engine})
     engine.let.set()
-    drain(60)
+    wait_for_writes(60)
 
 
-def test_point_holds_what_was_at_its_step_while_steps_go_on(held: tuple[Held, RecoverPoints], tmp_path: Path) -> None:
+def test_point_holds_what_was_at_its_step_while_steps_go_on(
+    held: tuple[Held, RecoveryCheckpoints], tmp_path: Path
+) -> None:
     engine, points = held
     for _ in range(3):
         engine.steps += 1
@@ -222,7 +229,7 @@ class Private(Counting):
 
 
 def test_point_has_files_that_follow_the_umask(tmp_path: Path) -> None:
-    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": Private(ParallelContext())}, {})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": Private(ParallelContext())}, {})
     points.after_step(1)
     points.finish()
 
@@ -230,7 +237,7 @@ def test_point_has_files_that_follow_the_umask(tmp_path: Path) -> None:
     assert set(modes) == {(tmp_path / "recover").stat().st_mode & 0o666}
 
 
-def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoverPoints], tmp_path: Path) -> None:
+def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoveryCheckpoints], tmp_path: Path) -> None:
     engine, points = held
     engine.steps = 2
     points.after_step(2)
@@ -245,7 +252,7 @@ def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoverPoi
 
 
 def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_on(
-    held: tuple[Held, RecoverPoints], tmp_path: Path
+    held: tuple[Held, RecoveryCheckpoints], tmp_path: Path
 ) -> None:
     engine, points = held
     points.config.timeout = 0.05
@@ -254,7 +261,7 @@ def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_
         points.after_step(4)
     assert figures.results()["recover/failed"] == 1
     engine.let.set()
-    drain(60)
+    wait_for_writes(60)
 
     points.config.timeout = 30.0
     points.after_step(6)
@@ -281,7 +288,7 @@ def test_writer_that_raises_is_warned_of_counted_and_tried_again_with_the_next_s
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Failing(ParallelContext(), {2, 3})
-    points = RecoverPoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
     with collect() as figures:
         go(engine, points, 3)
 
@@ -295,7 +302,7 @@ def test_writer_that_raises_is_warned_of_counted_and_tried_again_with_the_next_s
 
 def test_writer_that_raises_more_often_than_allowed_ends_the_run(tmp_path: Path) -> None:
     engine = Failing(ParallelContext(), {2, 4, 5, 6})
-    points = RecoverPoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
 
     with pytest.raises(EngineError, match=r"3 recover points in a row .*recover\.max_failures=2"):
         go(engine, points, 9)
@@ -306,10 +313,10 @@ def test_writer_that_raises_more_often_than_allowed_ends_the_run(tmp_path: Path)
 
 def test_stop_after_a_point_that_failed_writes_it_again_and_waits(tmp_path: Path) -> None:
     engine, asked = Failing(ParallelContext(), {1}), threading.Event()
-    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
     engine.steps = 1
     points.after_step(1)
-    drain(60)
+    wait_for_writes(60)
     engine.failing = set()
     asked.set()
 
@@ -321,7 +328,7 @@ def test_stop_after_a_point_that_failed_writes_it_again_and_waits(tmp_path: Path
 
 def test_stop_that_cannot_be_saved_ends_the_run_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Failing(ParallelContext(), {1})
-    points = RecoverPoints(tmp_path, RecoverConfig(), {"actor": engine}, {"part": engine}, lambda: True)
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(), {"actor": engine}, {"part": engine}, lambda: True)
     engine.steps = 1
 
     with pytest.raises(SystemExit):
@@ -344,7 +351,9 @@ def test_file_that_is_shorter_than_its_header_says_makes_no_point(tmp_path: Path
     found = []
     for cut in (0, 1):
         path = tmp_path / f"step_{cut}"
-        point = NewDirectory(path, ParallelContext(), lambda directory, cut=cut: [partial(write, directory, cut)], 30.0)
+        point = BackgroundDirectory(
+            path, ParallelContext(), lambda directory, cut=cut: [partial(write, directory, cut)], 30.0
+        )
         assert point.wait()
         found.append((path.exists(), "bytes, found" in point.error))
 
@@ -362,7 +371,7 @@ def test_state_that_cannot_be_described_costs_the_point_and_a_stop_ends_the_run_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, asked = Wordless(ParallelContext()), threading.Event()
-    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
     go(engine, points, 1)
     asked.set()
 
@@ -375,14 +384,14 @@ def test_state_that_cannot_be_described_costs_the_point_and_a_stop_ends_the_run_
 
 def test_job_that_raises_does_not_end_the_writer(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
-    in_background(lambda: [][0])
-    in_background(done.set)
+    write_in_background(lambda: [][0])
+    write_in_background(done.set)
 
     assert done.wait(60)
     assert "IndexError" in caplog.text
 
 
-def test_end_with_a_point_that_is_not_there_in_time_counts_it_as_failed(held: tuple[Held, RecoverPoints]) -> None:
+def test_end_with_a_point_that_is_not_there_in_time_counts_it_as_failed(held: tuple[Held, RecoveryCheckpoints]) -> None:
     _, points = held
     points.config.timeout = 0.05
     points.after_step(2)
@@ -400,15 +409,17 @@ def test_rank_that_is_late_writes_nothing_into_what_rank_0_gave_up(tmp_path: Pat
         return [directory / "file"]
 
     let = threading.Event()
-    in_background(lambda: assert_waited(let))
+    write_in_background(lambda: assert_waited(let))
     (tmp_path / ".step_1.partial").mkdir()
     late = ParallelContext(rank=1, world_size=2)
-    point = NewDirectory(tmp_path / "step_1", late, lambda directory: [partial(write, directory / "actor")], 30.0)
+    point = BackgroundDirectory(
+        tmp_path / "step_1", late, lambda directory: [partial(write, directory / "actor")], 30.0
+    )
     shutil.rmtree(tmp_path / ".step_1.partial")  # as rank 0 does
     let.set()
-    drain(60)
+    wait_for_writes(60)
 
-    assert point.news() == [True, True, "EngineError: given up"]
+    assert point.status() == [True, True, "EngineError: given up"]
     assert not [*tmp_path.iterdir()]
 
 
@@ -425,10 +436,10 @@ class Watched(ParallelContext):
 
 
 def test_wait_for_a_slow_disk_meets_the_other_ranks_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(background_writes, "MEETING", 0.05)
+    monkeypatch.setattr(background_writes, "SYNC_SECONDS", 0.05)
     engine, watched = Held(), Watched()
     engine.parallel = watched
-    points = RecoverPoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
     points.after_step(1)
     before = len(watched.met)
     waiting = threading.Thread(target=points.finish)
@@ -463,7 +474,7 @@ def test_file_size_limit_while_a_point_is_written_leaves_the_one_before(tmp_path
 def test_ranks_one_that_fails_costs_all_of_them_the_point_and_no_more(tmp_path: Path) -> None:
     def work(parallel: ParallelContext) -> list[int]:
         engine = Failing(parallel, {2} if parallel.rank == 1 else set())
-        points = RecoverPoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
+        points = RecoveryCheckpoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
         go(engine, points, 3)
         assert points._failures == 0
         return points._kept
@@ -478,7 +489,7 @@ def test_ranks_one_that_fails_costs_all_of_them_the_point_and_no_more(tmp_path: 
 def test_ranks_whose_clocks_differ_go_by_rank_0(tmp_path: Path) -> None:
     def work(parallel: ParallelContext) -> list[int]:
         engine = Counting(parallel)
-        points = RecoverPoints(tmp_path, RecoverConfig(every_minutes=1.0), {"actor": engine}, {"part": engine})
+        points = RecoveryCheckpoints(tmp_path, RecoverConfig(every_minutes=1.0), {"actor": engine}, {"part": engine})
         clock = {0: 0.0, 1: 59.0, 2: 61.0, 3: 90.0} if parallel.rank == 0 else {n: 1e9 * n for n in range(4)}
         points._due._now = lambda: clock[engine.steps]
         points._due.restart()
@@ -494,23 +505,23 @@ def test_minutes_stretch_to_fifty_times_the_seconds_that_a_point_held(tmp_path: 
     points.save(1)
     assert 0 < points._due.least <= 50 * (time.monotonic() - began)
     clock = [0.0]
-    due = Due(points.config, now=lambda: clock[0])
+    due = Schedule(points.config, now=lambda: clock[0])
     due.least = 90.0
     for clock[0], expected in ((61.0, False), (91.0, True)):
-        assert due.reached(1) is expected
+        assert due.is_due(1) is expected
 
 
 def test_part_that_cannot_be_saved_leaves_a_default_run_without_points(tmp_path: Path) -> None:
     source = DataSource(iter([[{}]]), lambda rows: rows)
-    points = RecoverPoints(tmp_path, RecoverConfig(), {"actor": Counting(ParallelContext())}, {"source": source})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(), {"actor": Counting(ParallelContext())}, {"source": source})
     assert not points.config.regular
 
 
 def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Path) -> None:
     engine, epochs = Counting(ParallelContext()), iter([0, 0, 1, 1, 1, 2, 3, 3])
     with pytest.raises(ConfigError, match=r"recover\.every_epochs=2"):
-        RecoverPoints(tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"part": engine})
-    points = RecoverPoints(
+        RecoveryCheckpoints(tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"part": engine})
+    points = RecoveryCheckpoints(
         tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"part": engine}, epochs=lambda: next(epochs)
     )
 
@@ -522,9 +533,9 @@ def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Pa
 def test_directory_whose_writer_lists_the_mark_of_another_rank_is_complete(tmp_path: Path) -> None:
     def write(scratch: Path) -> list[Path]:
         (scratch / "weights").write_text("w")
-        return [scratch / "weights", scratch / f"{MARK}1.partial"]  # which was renamed meanwhile
+        return [scratch / "weights", scratch / f"{MARKER_PREFIX}1.partial"]  # which was renamed meanwhile
 
-    made = NewDirectory(tmp_path / "step_1", ParallelContext(), lambda scratch: [lambda: write(scratch)], 30.0)
+    made = BackgroundDirectory(tmp_path / "step_1", ParallelContext(), lambda scratch: [lambda: write(scratch)], 30.0)
 
     assert made.wait()
     assert made.error == ""

@@ -22,11 +22,11 @@ from rl_trainers.algorithms.functional.value_and_preference_losses import bradle
 from rl_trainers.learners.preference import (
     PolicyPreferenceLoss,
     PreferenceConfig,
-    pairs,
+    count_pairs,
     preference_rows,
     reward_model_loss,
 )
-from rl_trainers.learners.supervised import LossEvaluation, LossLearner, shard_rows
+from rl_trainers.learners.supervised import LossEvaluation, LossLearner, shard_sequences
 
 
 def pair_batch(count: int, seed: int = 0) -> Any:
@@ -89,7 +89,7 @@ def test_ipo_matches_hand_computation() -> None:
 def test_ipo_averages_log_ratios_over_the_tokens_of_an_answer(kind: str, expected: float) -> None:
     # as in AReaL's test: 10 tokens each, whose mean log-ratios are 1 / (2 beta) apart
     rows = [{"chosen": talk("hi", "a" * 9), "rejected": talk("hi", "b" * 9)}]
-    batch = shard_rows(preference_rows(rows, Letters(), 99), ParallelContext())
+    batch = shard_sequences(preference_rows(rows, Letters(), 99), ParallelContext())
     batch["ref_logprobs"] = torch.zeros_like(batch["logprobs"])
     packed = pack(batch)
     chosen = packed["rewards"][packed.sequence_of_token] > 0
@@ -230,9 +230,9 @@ def test_shard_rows_parts_no_pair_and_counts_each_once() -> None:
         [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99
     )
 
-    shares = [shard_rows(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
+    shares = [shard_sequences(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
 
-    assert sum(pairs(part).item() for part in shares) == 5
+    assert sum(count_pairs(part).item() for part in shares) == 5
     for part in shares:
         assert part[UNIT_KEY].bincount().unique().tolist() in ([2], [0, 2])
 
@@ -246,7 +246,7 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
         each.initialize(FinetuneSpec(path, total_steps=10, optimizer=OptimizerConfig(lr=3e-3)))
     batch = pair_batch(4)
     loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
-    learner = LossLearner(engine, loss, pairs, reference)
+    learner = LossLearner(engine, loss, count_pairs, reference)
     evaluate = LossEvaluation(learner, batch, 2)
     before = evaluate(0)
 

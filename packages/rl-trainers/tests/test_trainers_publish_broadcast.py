@@ -8,7 +8,7 @@ from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers import PublishConfig, WeightPublisher
-from rl_trainers.weight_sync.publisher import TRIES
+from rl_trainers.weight_sync.publisher import MAX_ATTEMPTS
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_publish_servers_lost_in_the_middle_sends_again(parts):
 
 def test_publish_servers_lost_again_and_again_gives_up_with_the_reason(parts):
     server, publisher = parts
-    calls = failing(server, *[ReceiversLostError("server 1 died")] * TRIES)
+    calls = failing(server, *[ReceiversLostError("server 1 died")] * MAX_ATTEMPTS)
     with pytest.raises(WeightUpdateError, match="server 1 died"):
         publisher.publish(1)
-    assert len(calls) == TRIES
+    assert len(calls) == MAX_ATTEMPTS
     publisher.publish(1)
     assert server.version == 1
 

@@ -26,17 +26,17 @@ from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_trainers import (
-    Books,
     CheckpointConfig,
     DataSource,
     LossLearner,
     PolicyActor,
     RecoverConfig,
-    RecoverPoints,
+    RecoveryCheckpoints,
+    RunLog,
     train,
 )
 from rl_trainers.algorithms.config import AlgorithmConfig
-from rl_trainers.learners.supervised import shard_rows, supervised_rows
+from rl_trainers.learners.supervised import shard_sequences, supervised_sequences
 
 STEPS = 6
 
@@ -132,7 +132,7 @@ def run(
     if kind == "sft":
         renderer = ChatRenderer(make_tiny_tokenizer())
         source = DataSource(
-            Loader(stop_at), lambda rows: shard_rows(supervised_rows(rows, renderer, 64), ParallelContext())
+            Loader(stop_at), lambda rows: shard_sequences(supervised_sequences(rows, renderer, 64), ParallelContext())
         )
         learner = LossLearner(engine)
     else:
@@ -141,9 +141,9 @@ def run(
             PolicyActor(engine, AlgorithmConfig(), minibatches),
         )
     evaluations = [] if evaluation is None else [evaluation]
-    books = Books(engine, run_dir, CheckpointConfig(every=checkpoint), evaluations=evaluations, evaluate_every=3)
+    books = RunLog(engine, run_dir, CheckpointConfig(every=checkpoint), evaluations=evaluations, evaluate_every=3)
     parts = {"source": source, "books": books}
-    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, parts, stop)
+    recover = RecoveryCheckpoints(run_dir, RecoverConfig(every), {"actor": engine}, parts, stop)
     try:
         train(source, learner, books, STEPS, recover=recover, publisher=publisher)
         return {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -212,7 +212,7 @@ def test_resume_switched_off_begins_anew(model: str, batches: list[Path], tmp_pa
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS))
 
-    points = RecoverPoints(tmp_path, RecoverConfig(2, resume=False), {"actor": engine}, {})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(2, resume=False), {"actor": engine}, {})
 
     assert points.resume() is None
     engine.destroy()
@@ -237,7 +237,7 @@ def test_part_that_cannot_be_saved_is_refused_before_the_run(model: str, tmp_pat
     engine.initialize(FinetuneSpec(model, STEPS))
 
     with pytest.raises(ConfigError, match=r"recover\.every=2: source \(object\) cannot be saved"):
-        RecoverPoints(tmp_path, RecoverConfig(2), {"actor": engine}, {"source": object()})
+        RecoveryCheckpoints(tmp_path, RecoverConfig(2), {"actor": engine}, {"source": object()})
     engine.destroy()
 
 
@@ -254,7 +254,7 @@ def test_state_of_nested_values_and_tensors_comes_back(model: str, tmp_path: Pat
         def load_state_dict(self, found: dict[str, Any]) -> None:
             seen.append(found)
 
-    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": Part()})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": Part()})
     points.save(4)
 
     assert points.resume() == 4
@@ -269,7 +269,7 @@ def test_state_of_nested_values_and_tensors_comes_back(model: str, tmp_path: Pat
 def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
-    points = RecoverPoints(tmp_path, RecoverConfig(1, keep=1), {"actor": engine}, {"source": Loader()})
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(1, keep=1), {"actor": engine}, {"source": Loader()})
     points.save(1)
     synced: set[int] = set()
     sync, remove = os.fsync, shutil.rmtree
@@ -317,7 +317,7 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
     every: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run("replay", model, batches, tmp_path / "whole", every=0)
-    asked, saved, begin = Event(), list[int](), RecoverPoints._begin
+    asked, saved, begin = Event(), list[int](), RecoveryCheckpoints._start_write
 
     def interrupted(source: StoppingReplay) -> Any:
         if source.position == 3:
@@ -325,14 +325,14 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
             raise StopRequestedError
         return next_batch(source)
 
-    def noted(points: RecoverPoints, step: int) -> None:
+    def noted(points: RecoveryCheckpoints, step: int) -> None:
         saved.append(step)
         begin(points, step)
 
     next_batch = StoppingReplay.next_batch
     with monkeypatch.context() as patch:
         patch.setattr(StoppingReplay, "next_batch", interrupted)
-        patch.setattr(RecoverPoints, "_begin", noted)
+        patch.setattr(RecoveryCheckpoints, "_start_write", noted)
         with pytest.raises(SystemExit) as stopped:
             run("replay", model, batches, tmp_path / "cut", every=every, stop=asked.is_set)
     assert stopped.value.code == 143
@@ -476,7 +476,7 @@ def test_stop_that_was_asked_for_before_the_first_batch_leaves_no_point(
 def test_stop_that_was_asked_for_ends_a_run_that_cannot_be_saved(model: str, tmp_path: Path) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
-    points = RecoverPoints(tmp_path, RecoverConfig(0), {"actor": engine}, {"source": object()}, lambda: True)
+    points = RecoveryCheckpoints(tmp_path, RecoverConfig(0), {"actor": engine}, {"source": object()}, lambda: True)
 
     with pytest.raises(SystemExit):
         points.after_step(1)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.algorithms.functional.advantages import gae, grouped, normalised, reverse_discounted_sum
+from rl_trainers.algorithms.functional.advantages import gae, group_by_id, normalize, reverse_discounted_sum
 from rl_trainers.algorithms.functional.reward_shaping import (
     overlong_penalty,
-    shaped,
+    shape,
     terminal_rewards,
     to_trained_tokens,
 )
@@ -28,21 +28,21 @@ def test_overlong_penalty_matches_dapo_equation_13():
 
 
 def test_shaped_scales_then_shifts_then_clips():
-    found = shaped(torch.tensor([0.0, 1.0, 3.0]), scale=2.0, bias=-1.0, clip=4.0)
+    found = shape(torch.tensor([0.0, 1.0, 3.0]), scale=2.0, bias=-1.0, clip=4.0)
     assert found.tolist() == [-1.0, 1.0, 4.0]
-    assert shaped(torch.tensor([3.0]), 2.0, -1.0, 0.0).tolist() == [5.0]
+    assert shape(torch.tensor([3.0]), 2.0, -1.0, 0.0).tolist() == [5.0]
 
 
 def test_normalised_over_the_batch_and_within_groups_match_hand_computation():
     rewards = torch.tensor([1.0, 3.0, 5.0, 5.0])
-    groups, batch = grouped(rewards, torch.tensor([0, 0, 1, 1])), grouped(rewards)
+    groups, batch = group_by_id(rewards, torch.tensor([0, 0, 1, 1])), group_by_id(rewards)
     # mean 3.5, sample variance (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11 / 3
     expected = torch.tensor([-2.5, -0.5, 1.5, 1.5]) / math.sqrt(11 / 3)
-    torch.testing.assert_close(normalised(rewards, batch, batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(normalize(rewards, batch, batch), expected, atol=1e-5, rtol=0)
     expected = torch.tensor([-1.0, 1.0, 0.0, 0.0]) / math.sqrt(2)
-    torch.testing.assert_close(normalised(rewards, groups, groups), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(normalize(rewards, groups, groups), expected, atol=1e-5, rtol=0)
     alone = torch.tensor([7.0])
-    assert normalised(alone, grouped(alone), grouped(alone)).tolist() == [0.0]
+    assert normalize(alone, group_by_id(alone), group_by_id(alone)).tolist() == [0.0]
 
 
 def test_terminal_rewards_lie_on_the_last_trained_token_not_on_a_masked_one():

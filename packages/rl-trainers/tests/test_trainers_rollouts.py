@@ -15,7 +15,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.metrics import Metrics
-from rl_trainers import AnswerEvaluation, EvaluationConfig, RolloutWriter
+from rl_trainers import CompletionEvaluation, EvaluationConfig, RolloutWriter
 from rl_trainers.run_log import rollouts as module
 from rl_trainers.run_log.rollouts import RolloutsConfig
 from rl_trainers.run_log.run_log import reward_std
@@ -34,8 +34,8 @@ def _lines(path):
 def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer(tmp_path):
     writer = RolloutWriter(tmp_path, rank=3, config=RolloutsConfig(every=2))
     for step in (1, 2, 3, 4):
-        writer.training(step, [_answer(reward=0.5, prompt_id=step)])
-        writer.training(step, [_answer(reward=1.0)], "filter")
+        writer.write_training(step, [_answer(reward=0.5, prompt_id=step)])
+        writer.write_training(step, [_answer(reward=1.0)], "filter")
     writer.write("eval_step_3", [_answer()])
     writer.destroy()
 
@@ -57,8 +57,8 @@ def test_rollouts_numbers_that_are_not_finite_are_null(tmp_path):
     answer = _answer(reward=float("inf"))
     answer.logprobs[2], answer.info["score"] = np.nan, {"mean": np.float64("-inf")}
     writer = RolloutWriter(tmp_path)
-    writer.training(1, [answer])
-    writer.learned(1, _batch(advantages=torch.full((2, 4), torch.nan)))
+    writer.write_training(1, [answer])
+    writer.write_learned(1, _batch(advantages=torch.full((2, 4), torch.nan)))
     writer.destroy()
 
     for path in tmp_path.iterdir():
@@ -70,7 +70,7 @@ def test_rollouts_numbers_that_are_not_finite_are_null(tmp_path):
 
 def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):
     writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=False))
-    writer.training(1, [_answer(reward=1.0)])
+    writer.write_training(1, [_answer(reward=1.0)])
     writer.destroy()
     writer.destroy()
 
@@ -90,7 +90,7 @@ def _batch(**values):
 def test_what_was_learned_from_rows_is_written_of_steps_that_are_due(tmp_path):
     writer = RolloutWriter(tmp_path, rank=1, config=RolloutsConfig(every=2))
     for step in (1, 2):
-        writer.learned(step, _batch(advantages=torch.tensor([[0.0, 0.5, 0.5, 0.5], [0.0, 1.0, 2.0, 0.0]])))
+        writer.write_learned(step, _batch(advantages=torch.tensor([[0.0, 0.5, 0.5, 0.5], [0.0, 1.0, 2.0, 0.0]])))
     writer.destroy()
 
     assert [path.name for path in tmp_path.iterdir()] == ["learned_step_2-1.jsonl"]
@@ -103,7 +103,7 @@ def test_what_was_learned_from_rows_is_written_of_steps_that_are_due(tmp_path):
 @pytest.mark.parametrize("tokens", [True, False])
 def test_log_probs_of_the_trainer_are_written_where_they_are_known_and_asked_for(tmp_path, tokens):
     writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=tokens))
-    writer.learned(1, _batch(advantages=torch.zeros(2, 4), prox_logprobs=torch.tensor([[0.0, -1, -2, -3]] * 2)))
+    writer.write_learned(1, _batch(advantages=torch.zeros(2, 4), prox_logprobs=torch.tensor([[0.0, -1, -2, -3]] * 2)))
     writer.destroy()
 
     found = [line.get("proximal") for line in _lines(tmp_path / "learned_step_1-0.jsonl")]
@@ -114,7 +114,7 @@ def test_row_of_which_nothing_is_trained_has_no_advantage(tmp_path):
     batch = _batch(advantages=torch.zeros(2, 4))
     batch["loss_mask"][0] = False
     writer = RolloutWriter(tmp_path)
-    writer.learned(1, batch)
+    writer.write_learned(1, batch)
     writer.destroy()
 
     assert [line["advantage"] for line in _lines(tmp_path / "learned_step_1-0.jsonl")] == [None, 0.0]
@@ -122,7 +122,7 @@ def test_row_of_which_nothing_is_trained_has_no_advantage(tmp_path):
 
 def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path, monkeypatch, caplog):
     released, started, writers = threading.Event(), threading.Event(), []
-    as_json = module.as_json
+    as_json = module.to_record
 
     def slow(*given):
         writers.append(threading.current_thread().name)
@@ -130,13 +130,13 @@ def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path
         assert released.wait(60)
         return as_json(*given)
 
-    monkeypatch.setattr(module, "as_json", slow)
+    monkeypatch.setattr(module, "to_record", slow)
     monkeypatch.setattr(module, "WAITING_TOKENS", 12)
     writer = RolloutWriter(tmp_path)
-    writer.training(1, [_answer(tokens=40)])  # one more than may wait is written where nothing else waits
+    writer.write_training(1, [_answer(tokens=40)])  # one more than may wait is written where nothing else waits
     assert started.wait(60)
     for step in (2, 3):
-        writer.training(step, [_answer(), _answer()])
+        writer.write_training(step, [_answer(), _answer()])
     assert writer.left_out == 4
     assert "the disk is too slow; 4 answers are not written" in caplog.text
     released.set()
@@ -146,16 +146,16 @@ def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path
 
 
 def test_answers_for_which_the_disk_has_no_room_are_written_when_it_has(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
     writer = RolloutWriter(tmp_path)
     file = tmp_path / "step_1-0.jsonl"
     file.symlink_to("/dev/full")
-    writer.training(1, [_answer()])
+    writer.write_training(1, [_answer()])
     while "cannot be written, and will be again" not in caplog.text:
         assert writer._thread.is_alive()
         time.sleep(0.01)
     file.unlink()
-    writer.training(2, [_answer()])
+    writer.write_training(2, [_answer()])
     writer.destroy()
     assert [len(path.read_text().splitlines()) for path in (file, tmp_path / "step_2-0.jsonl")] == [1, 1]
     assert caplog.text.count("will be again") == 1
@@ -164,10 +164,10 @@ def test_answers_for_which_the_disk_has_no_room_are_written_when_it_has(tmp_path
 def test_answers_that_cannot_be_written_end_the_run_with_the_reason(tmp_path):
     writer = RolloutWriter(tmp_path / "rollouts")
     (tmp_path / "rollouts" / "step_1-0.jsonl").mkdir()
-    writer.training(1, [_answer()])
+    writer.write_training(1, [_answer()])
     writer._thread.join(60)
     with pytest.raises(DataError, match=r"cannot be written to .*rollouts: IsADirectoryError.*rollouts\.every=0"):
-        writer.training(2, [_answer()])
+        writer.write_training(2, [_answer()])
     writer.destroy()
 
 
@@ -185,7 +185,7 @@ def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_p
 
     def figures(rewards):
         rows = [{"reward": reward} for reward in rewards]
-        return AnswerEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
+        return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
 
     of_four = {"eval/length": 3.0, "eval/rows": 4.0, "eval/failed": 0.0}
     assert figures([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **of_four}
@@ -200,7 +200,7 @@ def test_answer_evaluation_counts_an_episode_of_several_rows_once():
         def evaluate(self, rows, generation, n):
             return [_answer(reward=1.0, group_id=0) for _ in range(3)]
 
-    figures = AnswerEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
+    figures = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
 
     assert (figures["eval/accuracy"], figures["eval/failed"]) == (0.5, 1.0)
 
@@ -211,7 +211,7 @@ def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
         def evaluate(self, rows, generation, n):
             return [_answer(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
 
-    figures = AnswerEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
+    figures = CompletionEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
 
     assert "eval/accuracy" not in figures
     assert figures["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
@@ -235,10 +235,10 @@ def test_answers_that_json_cannot_hold_name_another_remedy_than_a_disk(tmp_path)
     writer = RolloutWriter(tmp_path)
     answer = _answer()
     answer.info["note"] = {"a set"}
-    writer.training(1, [answer])
+    writer.write_training(1, [answer])
     writer._thread.join(60)
     with pytest.raises(DataError, match="`info`"):
-        writer.training(2, [_answer()])
+        writer.write_training(2, [_answer()])
 
 
 def test_writer_of_half_a_character_replaces_it(tmp_path):
@@ -246,7 +246,7 @@ def test_writer_of_half_a_character_replaces_it(tmp_path):
     answer = _answer()
     answer.info["note"] = "half \ud83d"
 
-    writer.training(1, [answer])
+    writer.write_training(1, [answer])
     writer.destroy()
 
     (row,) = _lines(tmp_path / "step_1-0.jsonl")

@@ -8,7 +8,7 @@ from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_trainers.learners.preference import preference_rows
-from rl_trainers.learners.supervised import supervised_rows
+from rl_trainers.learners.supervised import supervised_sequences
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -21,7 +21,7 @@ def test_rows_with_tools_show_them_in_the_prompt() -> None:
     tokenizer = make_chat_tokenizer("gemma3")
     renderer = ChatRenderer(tokenizer)
 
-    rows = supervised_rows([{"messages": talk("Rain."), "tools": TOOLS}], renderer, 2048)
+    rows = supervised_sequences([{"messages": talk("Rain."), "tools": TOOLS}], renderer, 2048)
     rows += preference_rows([{"chosen": talk("Rain."), "rejected": talk("Sun."), "tools": TOOLS}], renderer, 2048)
 
     for row in rows:
@@ -38,7 +38,7 @@ def test_row_that_the_template_does_not_show_whole_is_named() -> None:
     ]
 
     for rows, render in (
-        ([{"prompt_id": 7, "messages": hidden}], supervised_rows),
+        ([{"prompt_id": 7, "messages": hidden}], supervised_sequences),
         ([{"prompt_id": 7, "chosen": hidden, "rejected": talk("Sun.")}], preference_rows),
     ):
         with pytest.raises(DataError, match=r"row 7: .*Be brief"):

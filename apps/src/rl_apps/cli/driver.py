@@ -61,7 +61,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, JobSubmission, Wor
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.supervise.interrupts import Interrupted
 from rl_monitor.run_directory import FINISHED, JOB, names_of, reached
-from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
+from rl_trainers.recovery.lookup import resumed_step, truncate_to_checkpoint
 from rl_trainers.run_log.tracking import Tracking, hanging_trackers
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
             progress.console.print(sentence, soft_wrap=True)
         take_over(run)  # no check refuses the command any more
-        drop_lost_steps(run_dir, config.recover)
+        truncate_to_checkpoint(run_dir, config.recover)
         progress.rewind()
         # half a minute, for which a mistake of the user's need not wait
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
@@ -309,7 +309,7 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
         raise ConfigError("no recovery checkpoint to resume from; recover.every_minutes=10 saves them")
     if attached(run.config, run.layout):
         check_attached(run, step)
-    drop_lost_steps(run.directory, recover)
+    truncate_to_checkpoint(run.directory, recover)
     _clear_weights(run)
     (run.directory / FINISHED).unlink(missing_ok=True)
     waiting.begin()

@@ -56,7 +56,11 @@ def train(run: Run[GRPOConfig]) -> None:
         sharing = parts.sharing(engine, client)
         gap = parts.gate(engine, client, sharing)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
-        told = {"counters": rollout.stats, "endings": rollout.outcomes, "learned": parts.writer(engine).learned}
+        told = {
+            "counters": rollout.stats,
+            "outcomes": rollout.outcomes,
+            "write_learned": parts.writer(engine).write_learned,
+        }
         books = parts.books(engine, evaluations, epochs=epochs, **told)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)

@@ -32,7 +32,7 @@ def check(run: Run[SFTConfig]) -> list[str]:
 
 def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process: from the data set's conversations to the updated weights."""
-    from rl_trainers.learners.supervised import shard_rows, supervised_rows
+    from rl_trainers.learners.supervised import shard_sequences, supervised_sequences
 
     with Parts(run) as parts:
         rows = parts.rows("train", "sft")
@@ -40,7 +40,7 @@ def train(run: Run[SFTConfig]) -> None:
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
             cuts = run.config.data.overlong == "truncate"
-            return shard_rows(supervised_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
+            return shard_sequences(supervised_sequences(rows, renderer, parts.max_length, cuts), engine.parallel)
 
         evaluations: list[Evaluation] = []
         publisher = gap = None

@@ -258,7 +258,7 @@ class Parts(ExitStack):
             config=rl_workflows.RolloutConfig(**settings),
             parallel=engine.parallel,
             minibatches=self.config.actor.minibatches,
-            on_answers=self.writer(engine).training,
+            on_answers=self.writer(engine).write_training,
             loop=self.loop,
             version=engine.version,
             # the log has the error; nothing else ends the thread that is stuck
@@ -297,23 +297,25 @@ class Parts(ExitStack):
         dtypes = self.config.actor.dtype, client.served_dtype
         return rl_trainers.GapGate(engine, client, self.loop, self.config.gap, *dtypes, sharing)
 
-    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.AnswerEvaluation:
+    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.CompletionEvaluation:
         """The evaluation of answers on held-out rows."""
         rows = self.rows("test", "rl", self.config.evaluation.rows)
-        return rl_trainers.AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
+        return rl_trainers.CompletionEvaluation(
+            rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine)
+        )
 
     def recover(
         self,
         engines: Mapping[str, TrainEngine],
         parts: Mapping[str, Any],
         epochs: Callable[[], int] | None = None,
-    ) -> rl_trainers.RecoverPoints:
+    ) -> rl_trainers.RecoveryCheckpoints:
         """What saves and restores the run. From here on a request to stop waits for the end of the step (a wait for
         answers, or for servers to come back, ends at once), as long as the command that asked is there to wait for it;
         a second one abandons the step.
 
         Args:
-            engines, parts, epochs: see `rl_trainers.RecoverPoints`.
+            engines, parts, epochs: see `rl_trainers.RecoveryCheckpoints`.
         """
         asked, launcher = self.asked_to_stop, os.getppid()
 
@@ -332,7 +334,9 @@ class Parts(ExitStack):
         before = signal.signal(signal.SIGTERM, stop)
         if isinstance(before, Ending) and before.asked:
             sys.exit(128 + signal.SIGTERM)
-        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, stopping, epochs)
+        return rl_trainers.RecoveryCheckpoints(
+            self.run.directory, self.config.recover, engines, parts, stopping, epochs
+        )
 
     def _hear_again(self, ranks: ParallelContext) -> None:
         """Let a second request to stop abandon the running step. A thread hears it: the training thread, in which
@@ -363,9 +367,9 @@ class Parts(ExitStack):
         self.callback(signal.set_wakeup_fd, before)
         threading.Thread(target=hear, name="stop", daemon=True).start()
 
-    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
-        """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""
-        return rl_trainers.Books(
+    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.RunLog:
+        """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.RunLog`."""
+        return rl_trainers.RunLog(
             engine,
             self.run.directory,
             self.config.checkpoint,

@@ -164,9 +164,9 @@ class Lengths:
 
     def _rendered(self, row: dict[str, Any], limit: int) -> Sequence[Any]:
         from rl_trainers.learners.preference import preference_rows
-        from rl_trainers.learners.supervised import supervised_rows
+        from rl_trainers.learners.supervised import supervised_sequences
 
-        render: Callable[..., Sequence[Any]] = preference_rows if self.form == "pairs" else supervised_rows
+        render: Callable[..., Sequence[Any]] = preference_rows if self.form == "pairs" else supervised_sequences
         return render([row], self.renderer, limit, truncate=True)
 
 

@@ -5,14 +5,14 @@ from importlib.util import find_spec
 
 import torch
 
-from rl_trainers.algorithms.functional.advantages import grouped, normalised
+from rl_trainers.algorithms.functional.advantages import group_by_id, normalize
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 from rl_trainers.algorithms.functional.policy_losses import clip_loss
 from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
 rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])
-groups = grouped(rewards, prompts)
-advantages = normalised(rewards, groups, groups)
+groups = group_by_id(rewards, prompts)
+advantages = normalize(rewards, groups, groups)
 # the first group has a mean of 0.5 and a sample deviation of 1 / sqrt(3); the second teaches nothing
 torch.testing.assert_close(advantages, torch.tensor([1, -1, -1, 1, 0, 0]) * 3**0.5 / 2, rtol=1e-5, atol=0)
 

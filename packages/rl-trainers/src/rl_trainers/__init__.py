@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rl_trainers.learners.preference import PolicyPreferenceLoss, PreferenceConfig, reward_model_loss
     from rl_trainers.learners.supervised import DataSource, LossEvaluation, LossLearner
     from rl_trainers.loop import train
-    from rl_trainers.recovery.checkpoints import RecoverPoints
+    from rl_trainers.recovery.checkpoints import RecoveryCheckpoints
     from rl_trainers.recovery.lookup import RecoverConfig
     from rl_trainers.run_log.checkpoints import CheckpointConfig
-    from rl_trainers.run_log.evaluation import AnswerEvaluation, EvaluationConfig
+    from rl_trainers.run_log.evaluation import CompletionEvaluation, EvaluationConfig
     from rl_trainers.run_log.rollouts import RolloutWriter
-    from rl_trainers.run_log.run_log import Books
+    from rl_trainers.run_log.run_log import RunLog
     from rl_trainers.run_log.tracking import TrackersConfig, Tracking
     from rl_trainers.weight_sync.gap.gate import GapConfig, GapGate
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
@@ -34,8 +34,8 @@ else:
         __name__,
         {
             "AlgorithmConfig": "algorithms.config",
-            "AnswerEvaluation": "run_log.evaluation",
-            "Books": "run_log.run_log",
+            "CompletionEvaluation": "run_log.evaluation",
+            "RunLog": "run_log.run_log",
             "CheckpointConfig": "run_log.checkpoints",
             "Critic": "learners.critic",
             "DataSource": "learners.supervised",
@@ -50,7 +50,7 @@ else:
             "PreferenceConfig": "learners.preference",
             "PublishConfig": "weight_sync.publisher",
             "RecoverConfig": "recovery.lookup",
-            "RecoverPoints": "recovery.checkpoints",
+            "RecoveryCheckpoints": "recovery.checkpoints",
             "RolloutWriter": "run_log.rollouts",
             "TrackersConfig": "run_log.tracking",
             "Tracking": "run_log.tracking",
@@ -65,9 +65,8 @@ else:
 
 __all__ = [
     "AlgorithmConfig",
-    "AnswerEvaluation",
-    "Books",
     "CheckpointConfig",
+    "CompletionEvaluation",
     "Critic",
     "DataSource",
     "EvaluationConfig",
@@ -81,8 +80,9 @@ __all__ = [
     "PreferenceConfig",
     "PublishConfig",
     "RecoverConfig",
-    "RecoverPoints",
+    "RecoveryCheckpoints",
     "RolloutWriter",
+    "RunLog",
     "TrackersConfig",
     "Tracking",
     "WeightPublisher",

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_contracts.errors import EngineError, RLError, StalledError, StopRequestedError
 from rl_contracts.runtime.logging import get_logger
-from rl_trainers.run_log.background_writes import drain
+from rl_trainers.run_log.background_writes import wait_for_writes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_trainers.recovery.checkpoints import RecoverPoints
-    from rl_trainers.run_log.run_log import Books
+    from rl_trainers.recovery.checkpoints import RecoveryCheckpoints
+    from rl_trainers.run_log.run_log import RunLog
     from rl_trainers.weight_sync.gap.gate import GapGate
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
     from rl_trainers.weight_sync.publisher import WeightPublisher
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-LINGER = 10.0
+LINGER_SECONDS = 10.0
 """Seconds that a run which ends by an error waits for what is being written."""
 
 
@@ -59,12 +59,12 @@ class Learner(Protocol):
 def train(
     source: BatchSource,
     learner: Learner,
-    books: Books,
+    run_log: RunLog,
     total_steps: int,
     *,
     publisher: WeightPublisher | None = None,
     gap: GapGate | None = None,
-    recover: RecoverPoints | None = None,
+    recover: RecoveryCheckpoints | None = None,
     sharing: MemorySharing | None = None,
 ) -> None:
     """Run the steps that are left until `total_steps`, or to the end of the data (collective).
@@ -78,23 +78,23 @@ def train(
         RLError: whatever stops the run, with its cause; also where none of the steps taken here was applied.
     """
     try:
-        _train(source, learner, books, total_steps, publisher, gap, recover, sharing)
+        _train(source, learner, run_log, total_steps, publisher, gap, recover, sharing)
     except RLError as error:
         if not isinstance(error, StalledError):  # nothing that stands still is asked again
-            books.fail()
+            run_log.fail()
         raise
     finally:
-        drain(LINGER)  # a run that ends by an error leaves what was nearly written
+        wait_for_writes(LINGER_SECONDS)  # a run that ends by an error leaves what was nearly written
 
 
 def _train(
     source: BatchSource,
     learner: Learner,
-    books: Books,
+    books: RunLog,
     total_steps: int,
     publisher: WeightPublisher | None,
     gap: GapGate | None,
-    recover: RecoverPoints | None,
+    recover: RecoveryCheckpoints | None,
     sharing: MemorySharing | None,
 ) -> None:
     from rl_contracts.models.step_gate import STEP
@@ -105,7 +105,7 @@ def _train(
     if publisher is not None:
         # from here on the servers hold what the trainer holds, verified, before the first answer counts
         publisher.publish(learner.version)
-    books.begin(learner.version)
+    books.start(learner.version)
     for step in range(first + 1, total_steps + 1):
         with books.time("rollout_wait"):
             try:
@@ -117,7 +117,7 @@ def _train(
                     recover.after_step(step - 1)  # which ends the run
                 raise
         before, stats = learner.version, dict[str, float | None]()
-        asks = gap is not None and gap.asks_before_update()
+        asks = gap is not None and gap.scores_before_update()
         if sharing is not None and not asks:
             with books.time("sleep"):
                 stats |= sharing.sleep()
@@ -149,10 +149,12 @@ def _train(
         elif sharing is not None:
             with books.time("sleep"):
                 sharing.wake()
-        books.count()
+        books.update_counters()
         source.end_step(learner.version)
         try:
-            books.close(step, batch, stats, before, learner.version)  # its record, and an evaluation where one is due
+            books.finish_step(
+                step, batch, stats, before, learner.version
+            )  # its record, and an evaluation where one is due
         except RLError as error:
             if not _stopping(recover):
                 raise
@@ -165,7 +167,7 @@ def _train(
     try:
         books.finish()
     except RLError:
-        if recover is not None and recover.asked_to_stop():
+        if recover is not None and recover.stop_requested():
             recover.after_step(books.step)  # which ends the run
         raise
     if books.step > first and learner.version == start:
@@ -185,6 +187,6 @@ def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
     return stats | learner.update(batch)  # minibatches of packed micro-batches
 
 
-def _stopping(recover: RecoverPoints | None) -> bool:
+def _stopping(recover: RecoveryCheckpoints | None) -> bool:
     """Whether the run was asked to stop, as its servers may have been, so that it ends with this step's point."""
-    return recover is not None and recover.asked_to_stop()
+    return recover is not None and recover.stop_requested()

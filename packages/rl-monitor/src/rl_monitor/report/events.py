@@ -27,7 +27,8 @@ _LINE = re.compile(rb"^(?:=+ )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? (?:(WA
 _NUMBER = re.compile(r"\d[\d.,e+-]*")
 
 Event = dict[str, Any]
-"""`level` (`warning`, `error` or `note`), `text`, `times`; `where`, and `step` or `at` (in words), of the first one."""
+"""`level` (`warning`, `error` or `count`), `text`, `times`; `where`, and `step` or `at` (in words), of the first
+one."""
 
 
 def events_of(directory: Path, records: Sequence[dict[str, Any]]) -> list[Event]:

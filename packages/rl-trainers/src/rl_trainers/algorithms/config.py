@@ -26,7 +26,7 @@ __all__ = [
     "RewardConfig",
 ]
 
-OVER = ("none", "group", "batch")
+NORMALIZATION_SCOPES = ("none", "group", "batch")
 """Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
 
 
@@ -47,7 +47,7 @@ class RewardConfig(Settings):
     """Added to the scaled reward."""
     clip: float = bounded(0.0, "0 (off) or more", lambda clip: clip >= 0)
     """The result is clipped to [-clip, clip]; 0 switches clipping off."""
-    normalise: str = choice("none", OVER)
+    normalise: str = choice("none", NORMALIZATION_SCOPES)
     """(r - mean) / std over each `group`, over the whole `batch`, or `none`."""
 
     def __post_init__(self) -> None:
@@ -85,9 +85,9 @@ class AdvantageConfig(ComponentConfig):
     """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
     (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), `gdpo` (each part
     of the reward normalized separately; `options.weights`), or your own."""
-    mean: str = choice("group", OVER)
+    mean: str = choice("group", NORMALIZATION_SCOPES)
     """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
-    std: str = choice("group", (*OVER, "mean"))
+    std: str = choice("group", (*NORMALIZATION_SCOPES, "mean"))
     """By what the difference is divided: the std over its `group` (GRPO) or the `batch` (LitePPO), `none` (Dr. GRPO),
     or the `mean` of its group (MaxRL)."""
     leave_one_out: bool = False

@@ -13,11 +13,11 @@ import torch
 from rl_contracts.batch.trajectory import COMPONENT_PREFIX
 from rl_contracts.errors import DataError
 from rl_contracts.registry import load_component
-from rl_trainers.algorithms.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
+from rl_trainers.algorithms.functional.advantages import EPS, Groups, gae, group_by_id, moments, normalize, whiten
 from rl_trainers.algorithms.functional.kl import kl_estimate
 from rl_trainers.algorithms.functional.reward_shaping import (
     overlong_penalty,
-    shaped,
+    shape,
     terminal_rewards,
     to_trained_tokens,
 )
@@ -57,7 +57,7 @@ class Outcomes:
     batch: TensorDict
     """This replica's rows; with `values`, where there is a critic."""
 
-    def spread(self, advantages: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
         """An advantage per episode, [E], on each of its trained tokens, [B, T]."""
         return torch.where(self.batch["loss_mask"], advantages[self.of_row][:, None], 0.0)
 
@@ -67,13 +67,13 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
     turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6), and 0
     where that is not positive: MaxRL (arXiv 2602.02710), for rewards of at least 0."""
     rewards = outcomes.rewards + outcomes.penalties
-    over = over_what(rewards, outcomes.groups)
-    advantages = normalised(rewards, over[mean], over.get(std), leave_one_out)
+    over = normalization_scope(rewards, outcomes.groups)
+    advantages = normalize(rewards, over[mean], over.get(std), leave_one_out)
     if std == "mean":
-        groups = grouped(rewards, outcomes.groups)
+        groups = group_by_id(rewards, outcomes.groups)
         by = groups.mean[groups.index]
         advantages = torch.where(by > 0, advantages / (by + EPS), 0.0)
-    return outcomes.spread(advantages), None
+    return outcomes.to_tokens(advantages), None
 
 
 def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
@@ -95,10 +95,10 @@ def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None)
         )
     total = torch.zeros_like(outcomes.rewards)
     for name, rewards in outcomes.parts.items():
-        groups = grouped(rewards, outcomes.groups)
-        total += weights.get(name, 1.0) * normalised(rewards, groups, groups)
-    batch = grouped(total)
-    return outcomes.spread(normalised(total, batch, batch)), None
+        groups = group_by_id(rewards, outcomes.groups)
+        total += weights.get(name, 1.0) * normalize(rewards, groups, groups)
+    batch = group_by_id(total)
+    return outcomes.to_tokens(normalize(total, batch, batch)), None
 
 
 def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
@@ -113,9 +113,9 @@ def generalized(outcomes: Outcomes, *, gamma: float, lam: float, unit: str) -> A
     return gae(outcomes.token_rewards, batch[VALUES_KEY], batch["loss_mask"], gamma, lam, unit)
 
 
-def over_what(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, Groups | None]:
+def normalization_scope(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, Groups | None]:
     """Statistics of what a mean or std is taken over, by its name."""
-    return {"none": None, "group": grouped(values, group_ids), "batch": grouped(values)}
+    return {"none": None, "group": group_by_id(values, group_ids), "batch": group_by_id(values)}
 
 
 def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> dict[str, float | None]:
@@ -137,11 +137,11 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
     advantages, returns = load_component(config.advantage)(outcomes)
     if config.advantage.whiten:
-        advantages = whitened(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
+        advantages = whiten(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
     batch["advantages"] = advantages
     if returns is not None:
         batch[RETURNS_KEY] = returns
-    groups, rewards = grouped(outcomes.rewards, outcomes.groups), outcomes.rewards
+    groups, rewards = group_by_id(outcomes.rewards, outcomes.groups), outcomes.rewards
     alone = groups.size == 1
     return {
         "groups/trained": float(len(alone)),
@@ -156,12 +156,12 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
     """What the estimator is given (collective)."""
     learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
     parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(COMPONENT_PREFIX))  # noqa: SIM118
-    mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
+    local = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
     generated = batch["versions"] >= 0
     own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
-    mine |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
-    parts = parallel.gather_tensors(mine)
-    whole = {name: torch.cat([part[name] for part in parts]) for name in mine}
+    local |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
+    parts = parallel.gather_tensors(local)
+    whole = {name: torch.cat([part[name] for part in parts]) for name in local}
     ids = torch.stack([whole["group_ids"], whole["episode_ids"]], 1)
     key, of_row = torch.unique(ids, dim=0, return_inverse=True)
     first = torch.full((len(key),), len(of_row)).scatter_reduce(0, of_row, torch.arange(len(of_row)), "amin")
@@ -189,9 +189,9 @@ def shape_rewards(
         # DAPO's own setting: 4096 of 20480 tokens
         cache = config.overlong_cache or max(config.overlong_max // 5, 1)
         rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
-    rewards = shaped(rewards, config.scale, config.bias, config.clip)
-    over = over_what(rewards, groups)[config.normalise]
-    return normalised(rewards, over, over)
+    rewards = shape(rewards, config.scale, config.bias, config.clip)
+    over = normalization_scope(rewards, groups)[config.normalise]
+    return normalize(rewards, over, over)
 
 
 def _kl_penalty(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:

@@ -81,7 +81,7 @@ class PolicyLoss:
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
         of_rows = packed if self.of_rows else None
         terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, of_rows, outputs.entropy)
-        losses, marks = checked("algorithm.loss", self.loss(terms), trained)
+        losses, marks = check_finite("algorithm.loss", self.loss(terms), trained)
         off = OffPolicy(torch.where(trained, old - packed["logprobs"], 0.0).detach(), trained, packed)
         correction, stats = self._correct(off, marks)
         loss = (losses * (weights * correction)).sum()
@@ -95,18 +95,18 @@ class PolicyLoss:
         """The detached weight of each token, [N], 0 where not trained, and its statistics; adds to the marks."""
         weight, stats = off.trained.to(off.log_ratio.dtype), Stats()
         if self.correction is not None:
-            weight, found = checked("algorithm.correction", self.correction(off), off.trained)
+            weight, found = check_finite("algorithm.correction", self.correction(off), off.trained)
             weight = torch.where(off.trained, weight.detach(), 0.0)
             stats["correction/mean"] = (weight.sum(), off.trained.sum().float())
             marks |= found
         for mask in self.masks:
-            dropped = checked("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[1]
+            dropped = check_finite("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[1]
             weight = weight.masked_fill(dropped["correction/masked"], 0.0)
             marks |= {name: mark | marks.get(name, mark) for name, mark in dropped.items()}
         return weight, stats
 
 
-def checked(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What a part gave back, if it is `(values [N], marks)`: a wrong shape would broadcast, and train on nonsense.
 
     Raises:
@@ -185,7 +185,7 @@ def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
     logprobs = torch.linspace(-3.0, -0.1, 8, requires_grad=True)
     trained = torch.arange(8) != 4
     terms = policy_terms(logprobs, logprobs.detach().flip(0) / 3, torch.linspace(-1.0, 1.0, 8), trained)
-    losses, _ = checked("algorithm.loss", loss(terms), trained)
+    losses, _ = check_finite("algorithm.loss", loss(terms), trained)
     if not losses.requires_grad:
         raise ConfigError(
             "algorithm.loss: expected losses with a gradient, made of terms.ratio or terms.logprobs, found none: "

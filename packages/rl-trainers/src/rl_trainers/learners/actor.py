@@ -159,5 +159,5 @@ def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = Non
     """
     batch = load_batch(path)
     actor.engine.version = int(batch["versions"].max()) if version is None else version
-    mine = shard_batch(batch, actor.engine.parallel, actor.minibatches)
-    return actor.prepare(mine) | actor.update(mine)
+    local = shard_batch(batch, actor.engine.parallel, actor.minibatches)
+    return actor.prepare(local) | actor.update(local)

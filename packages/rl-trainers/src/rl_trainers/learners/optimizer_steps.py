@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-OF_THE_STEP = ("grad_norm", "lr", "applied")
+STEP_METRICS = ("grad_norm", "lr", "applied")
 """Figures of an optimizer step; all others are means over its tokens (`loss`: over what the loss is divided by)."""
 
 
@@ -41,7 +41,7 @@ def take_steps(
 
     Returns:
         the engine's statistics over all minibatches: means weighted by the tokens (`loss`: by the denominator) of each,
-        the largest of `.../max`, the sum of `tokens`, plain means of `OF_THE_STEP`; and `minibatches/empty`. With
+        the largest of `.../max`, the sum of `tokens`, plain means of `STEP_METRICS`; and `minibatches/empty`. With
         nothing to learn from at all `applied` is 0 and there is no other statistic.
     """
     steps, weights, empty = [], [], 0
@@ -80,6 +80,6 @@ def _combined(steps: list[dict[str, float]], weights: list[tuple[float, float]])
         elif name == "tokens":
             result[name] = sum(values)
         else:
-            of = [1.0 if name in OF_THE_STEP else weight[name != "loss"] for weight in weights]
+            of = [1.0 if name in STEP_METRICS else weight[name != "loss"] for weight in weights]
             result[name] = sum(v * w for v, w in zip(values, of, strict=True)) / sum(of)
     return result

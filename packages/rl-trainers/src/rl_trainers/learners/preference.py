@@ -118,6 +118,6 @@ class PolicyPreferenceLoss:
         return ipo_loss(ratios, packed, self.config.beta)
 
 
-def pairs(batch: TensorDict) -> torch.Tensor:
+def count_pairs(batch: TensorDict) -> torch.Tensor:
     """A rank's part of the denominator: its pairs."""
     return (batch["rewards"] > 0).sum().float()

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.chat.rendering import ChatRenderer
 
-__all__ = ["DataSource", "LossEvaluation", "LossLearner", "shard_rows", "supervised_rows"]
+__all__ = ["DataSource", "LossEvaluation", "LossLearner", "shard_sequences", "supervised_sequences"]
 
 
-def supervised_rows(
+def supervised_sequences(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
 ) -> list[Trajectory]:
     """Return conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
@@ -137,14 +137,14 @@ class DataSource:
         return self._loader
 
 
-def shard_rows(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
+def shard_sequences(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
     """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated. Rows of one group,
     such as a preference pair, are not parted."""
     batch = stack(rows)
     batch[UNIT_KEY] = batch["group_ids"].clone()
-    mine = shard_batch(batch, parallel)
-    validate(mine, generated=False)
-    return mine
+    local = shard_batch(batch, parallel)
+    validate(local, generated=False)
+    return local
 
 
 class LossLearner:

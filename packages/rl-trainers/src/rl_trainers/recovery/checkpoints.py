@@ -22,10 +22,10 @@ from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import GROUPS_FILE, recovery_checkpoint_steps, steps_in
-from rl_trainers.recovery.component_states import PartState, Stateful, restore_parts
-from rl_trainers.recovery.lookup import RecoverConfig, drop_lost_steps, resumed_step
-from rl_trainers.run_log.background_writes import NewDirectory, remove, to_disk
-from rl_trainers.run_log.schedule import Due
+from rl_trainers.recovery.component_states import ComponentState, Stateful, restore_components
+from rl_trainers.recovery.lookup import RecoverConfig, resumed_step, truncate_to_checkpoint
+from rl_trainers.run_log.background_writes import BackgroundDirectory, fsync_all, remove
+from rl_trainers.run_log.schedule import Schedule
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -36,7 +36,7 @@ COST = 0.02
 """Fraction of the time, at most, for which training is held by the points that the clock asks for."""
 
 
-class RecoverPoints:
+class RecoveryCheckpoints:
     """Saves and restores a run; every method is collective.
 
     One point at a time is written. A step at which the next one is due waits for it (`time/recover` shows that), so
@@ -77,10 +77,10 @@ class RecoverPoints:
         self.directory = self.run_dir / "recover"
         self.engines, self.parts = dict(engines), dict(parts)
         self.parallel = next(iter(self.engines.values())).parallel
-        self._stop, self._stateless, self._due = stop, sorted(stateless), Due(config, epochs)
+        self._stop, self._stateless, self._due = stop, sorted(stateless), Schedule(config, epochs)
         self._kept: list[int] = []
         """Steps of this run's complete points, those before it was resumed included."""
-        self._pending: tuple[int, NewDirectory] | None = None
+        self._pending: tuple[int, BackgroundDirectory] | None = None
         self._failures = 0
 
     def resume(self) -> int | None:
@@ -102,9 +102,9 @@ class RecoverPoints:
             engine.load(SaveLoadMeta(str(point / name), "state"))
         with self.parallel.agree_on_errors(f"going on after step {step} of {self.run_dir}"):
             if step:
-                restore_parts(point, self.parts, self.parallel)
+                restore_components(point, self.parts, self.parallel)
             if self.parallel.is_main:
-                drop_lost_steps(self.run_dir, self.config)
+                truncate_to_checkpoint(self.run_dir, self.config)
                 self._kept = [other for other in recovery_checkpoint_steps(self.run_dir) if step and other <= step]
         self._kept = self.parallel.broadcast_json(self._kept)
         self._due.restart()
@@ -112,7 +112,7 @@ class RecoverPoints:
             log.info("resumed from %s", point)
         return step or None
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether any rank was (collective)."""
         return any(self.parallel.gather_json(self._stop()))
 
@@ -124,14 +124,14 @@ class RecoverPoints:
             SystemExit: the run was asked to stop, and does so now; the code is a shell's for SIGTERM.
             EngineError: more points one after the other than allowed could not be written.
         """
-        news = self._pending[1].news() if self._pending else None
-        said = self.parallel.gather_json([self._stop(), self._due.reached(step), news])
-        if self._pending and self._pending[1].hear([theirs for _, _, theirs in said]):
-            self._settle()
-        if any(stop for stop, _, _ in said):
-            self._end(step)
-        if said[0][1] and step not in self._steps():
-            self._attempt(self._begin, step)
+        status = self._pending[1].status() if self._pending else None
+        replies = self.parallel.gather_json([self._stop(), self._due.is_due(step), status])
+        if self._pending and self._pending[1].merge([peer_status for _, _, peer_status in replies]):
+            self._clear_pending()
+        if any(stop for stop, _, _ in replies):
+            self._stop_run(step)
+        if replies[0][1] and step not in self._steps():
+            self._attempt(self._start_write, step)
         if self._failures > self.config.max_failures:
             raise EngineError(
                 f"{self._failures} recover points in a row could not be written (recover.max_failures="
@@ -158,7 +158,7 @@ class RecoverPoints:
                 why = str(error)
         if why:
             log.warning("the abandoned step %d leaves no recovery checkpoint: %s", step + 1, why)
-        self._end(step, save=not why)
+        self._stop_run(step, save=not why)
 
     def save(self, step: int) -> None:
         """Save a point, and return when it is complete.
@@ -166,7 +166,7 @@ class RecoverPoints:
         Raises:
             EngineError: it cannot be written; the points before it are still there.
         """
-        self._begin(step)
+        self._start_write(step)
         self._finish()
         if step not in self._kept:
             raise EngineError(f"{self.directory / f'step_{step}'} could not be saved; the log says why.")
@@ -179,14 +179,17 @@ class RecoverPoints:
         """Steps of which there is a point, or will be."""
         return self._kept + ([self._pending[0]] if self._pending else [])
 
-    def _begin(self, step: int) -> None:
+    def _start_write(self, step: int) -> None:
         """Copy what the run is, and have it written."""
         began = time.monotonic()
         self._finish()
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
         kept = [*self._kept, step][-self.config.keep :]
-        completed = partial(_keep_only, self.directory, kept)
-        self._pending = step, NewDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed)
+        completed = partial(_remove_all_but, self.directory, kept)
+        self._pending = (
+            step,
+            BackgroundDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed),
+        )
         self._due.least = (time.monotonic() - began) / COST
 
     def _copy(self, directory: Path) -> list[Snapshot]:
@@ -199,13 +202,13 @@ class RecoverPoints:
             engine.save(meta)
             if self.parallel.is_main:
                 writers.append(partial(_files, directory / name))
-        states = [PartState.of(name, part) for name, part in self.parts.items()]
+        states = [ComponentState.describe(name, part) for name, part in self.parts.items()]
         writers += [partial(state.write, directory, self.parallel.rank) for state in states]
         return [*writers, self._keep_records] if self.parallel.is_main else writers
 
     def _keep_records(self) -> list[Path]:
         """See that no point outlives the records of the steps before it."""
-        to_disk(file for name in ("metrics.jsonl", GROUPS_FILE) if (file := self.run_dir / name).exists())
+        fsync_all(file for name in ("metrics.jsonl", GROUPS_FILE) if (file := self.run_dir / name).exists())
         return []
 
     def _finish(self) -> None:
@@ -217,9 +220,9 @@ class RecoverPoints:
         if self._pending and not self._pending[1].wait():
             raise EngineError(f"{self._pending[1].path} is still being written after recover.timeout.")
         if self._pending:
-            self._settle()
+            self._clear_pending()
 
-    def _settle(self) -> None:
+    def _clear_pending(self) -> None:
         """What was pending is over."""
         assert self._pending is not None
         (step, point), self._pending = self._pending, None
@@ -241,7 +244,7 @@ class RecoverPoints:
         last = self._kept[-1] if self._kept else "none"
         log.warning("a recover point could not be written; the last one is of step %s. %s", last, why)
 
-    def _end(self, step: int, save: bool = True) -> None:
+    def _stop_run(self, step: int, save: bool = True) -> None:
         """Stop, with a point of this step if there can be one."""
         left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
         if not self._stateless:
@@ -264,7 +267,7 @@ def _files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
-def _keep_only(directory: Path, steps: Sequence[int]) -> None:
+def _remove_all_but(directory: Path, steps: Sequence[int]) -> None:
     """Remove all other points, and what is left of damaged ones."""
     for path in directory.glob(".step_*.damaged"):
         shutil.rmtree(path, ignore_errors=True)

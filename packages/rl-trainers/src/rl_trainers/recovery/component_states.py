@@ -25,7 +25,8 @@ _TENSOR = "$tensor"
 class Stateful(Protocol):
     """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors.
 
-    With another number of ranks a part goes on where its state was the same on all of them, or where it is `Divisible`.
+    With another number of ranks a part goes on where its state was the same on all of them, or where it is
+    `Reshardable`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class Divisible(Stateful, Protocol):
+class Reshardable(Stateful, Protocol):
     """A part whose states differ between ranks, and that another number of them can go on from."""
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
@@ -44,7 +45,7 @@ class Divisible(Stateful, Protocol):
 
 
 @dataclass(frozen=True)
-class PartState:
+class ComponentState:
     """A part's state as it was when it was described; what the part does later does not change it."""
 
     name: str
@@ -55,7 +56,7 @@ class PartState:
     """Copies, by these names."""
 
     @classmethod
-    def of(cls, name: str, part: Stateful) -> PartState:
+    def describe(cls, name: str, part: Stateful) -> ComponentState:
         """Describe a part.
 
         Raises:
@@ -122,7 +123,7 @@ class SavedStates(Sequence[dict[str, Any]]):
         return [path for rank in range(self._ranks) if (path := self._point / f"{self._name}-{rank}.{kind}").exists()]
 
 
-def restore_parts(point: Path, parts: Mapping[str, Stateful], parallel: ParallelContext) -> None:
+def restore_components(point: Path, parts: Mapping[str, Stateful], parallel: ParallelContext) -> None:
     """Let the parts of this rank go on from what all ranks said in a point, whatever their number was.
 
     Raises:
@@ -131,7 +132,7 @@ def restore_parts(point: Path, parts: Mapping[str, Stateful], parallel: Parallel
     """
     for name, part in parts.items():
         states = SavedStates(point, name)
-        if isinstance(part, Divisible):
+        if isinstance(part, Reshardable):
             part.load_states(states)
         elif len(states) == parallel.world_size:
             part.load_state_dict(states[parallel.rank])

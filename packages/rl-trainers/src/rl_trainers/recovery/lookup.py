@@ -24,7 +24,7 @@ from rl_contracts.runtime.run_files import (
     recovery_checkpoint_steps,
     steps_in,
 )
-from rl_trainers.run_log.background_writes import to_disk
+from rl_trainers.run_log.background_writes import fsync_all
 from rl_trainers.run_log.schedule import EveryConfig
 
 log = get_logger("trainers.recover")
@@ -79,7 +79,7 @@ def took_no_step(run_dir: Path) -> bool:
     return records.exists() and not re.search(rb'"step": [1-9]', records.read_bytes())
 
 
-def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
+def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
     """Cut off what a stopped run wrote after the point from which it goes on (records, rollouts, saved batches and
     checkpoints, damaged recover points): all of it, where it was stopped before its first point or step. What it had
     half written goes as well.
@@ -101,7 +101,7 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
     for file in (run_dir / "metrics.jsonl", run_dir / GROUPS_FILE):
-        _keep_lines(file, last)
+        _truncate_lines(file, last)
     for lost in (n for n in steps_in(run_dir / "checkpoints") if n > last):
         shutil.rmtree(run_dir / "checkpoints" / f"step_{lost}")
     for folder in ("rollouts", "batches"):
@@ -111,7 +111,7 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _keep_lines(file: Path, last: int) -> None:
+def _truncate_lines(file: Path, last: int) -> None:
     """Cut off what a file of JSON lines has of steps after `last`, half a line, and what a loss of power left of
     others."""
     if not file.exists():
@@ -127,5 +127,5 @@ def _keep_lines(file: Path, last: int) -> None:
         log.warning("%s: %d lines cannot be read, and are cut off", file, damaged)
     scratch = file.with_suffix(".partial")
     scratch.write_bytes(b"".join(kept))
-    to_disk([scratch])
+    fsync_all([scratch])
     os.replace(scratch, file)

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-MARK = ".written-"
+MARKER_PREFIX = ".written-"
 """First letters of the files by which ranks say that they are done. Who lists what it wrote may see another rank's."""
-PAUSE = 0.02
+POLL_SECONDS = 0.02
 """Seconds between two looks for the marks of other ranks."""
-MEETING = 1.0
+SYNC_SECONDS = 1.0
 """Seconds between two times at which ranks that wait tell each other how far they are: a group of processes has a
 timeout of its own."""
 
 
-class NewDirectory:
+class BackgroundDirectory:
     """A directory of which each rank writes its files in the background. Made by all ranks at the same time
     (collective).
 
@@ -81,20 +81,20 @@ class NewDirectory:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
         self._written, self._over, self._abandoned = Event(), Event(), Event()
-        in_background(lambda: self._write(writers))
+        write_in_background(lambda: self._write(writers))
 
-    def news(self) -> list[Any]:
+    def status(self) -> list[Any]:
         """What the other ranks need to hear: whether this one has written its files, whether it is through, and what
         went wrong."""
         return [self._written.is_set(), self._over.is_set(), self._failure]
 
-    def hear(self, said: Sequence[list[Any]]) -> bool:
+    def merge(self, statuses: Sequence[list[Any]]) -> bool:
         """Go by the `news` of all ranks: whether the directory is there or was given up, in which case `error` says
         why."""
-        failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(said) if failure]
-        if failures and all(written for written, _, _ in said):
+        failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(statuses) if failure]
+        if failures and all(written for written, _, _ in statuses):
             self._abandoned.set()  # rank 0 waits for nobody any more, and nobody writes into what it removes
-        over = all(written for written, _, _ in said) and bool(said[0][1])
+        over = all(written for written, _, _ in statuses) and bool(statuses[0][1])
         self.error = "; ".join(failures) if over else ""
         return over
 
@@ -104,19 +104,19 @@ class NewDirectory:
         deadline = time.monotonic() + 2 * self._seconds
         while True:
             left = deadline - time.monotonic()
-            (self._over if self._written.is_set() else self._written).wait(max(min(MEETING, left), 0))
-            said = self._parallel.gather_json([left <= 0, self.news()])
-            if self.hear([news for _, news in said]):
+            (self._over if self._written.is_set() else self._written).wait(max(min(SYNC_SECONDS, left), 0))
+            replies = self._parallel.gather_json([left <= 0, self.status()])
+            if self.merge([status for _, status in replies]):
                 return True
-            if said[0][0]:  # one clock counts
+            if replies[0][0]:  # one clock counts
                 return False
 
     def _write(self, writers: Sequence[Snapshot]) -> None:
         try:
             if not self._scratch.exists():  # this rank is late
                 raise EngineError("given up")
-            files = [file for write in writers for file in write() if not file.name.startswith(MARK)]
-            to_disk(files)
+            files = [file for write in writers for file in write() if not file.name.startswith(MARKER_PREFIX)]
+            fsync_all(files)
             check_lengths(files)
             known = {str(file.relative_to(self._scratch)): _size_and_crc(file) for file in files}
             _write_json(self._mark(self._parallel.rank), known)
@@ -138,7 +138,7 @@ class NewDirectory:
         deadline = time.monotonic() + self._seconds
         marks = [self._mark(rank) for rank in range(self._parallel.world_size)]
         while missing := [mark.name for mark in marks if not mark.exists()]:
-            if self._abandoned.wait(PAUSE):
+            if self._abandoned.wait(POLL_SECONDS):
                 raise EngineError("given up")
             if time.monotonic() > deadline:
                 raise EngineError(f"{self.path}: {missing} of other ranks not there after {self._seconds:g} s.")
@@ -148,26 +148,26 @@ class NewDirectory:
         if self._manifest is not None:
             _write_json(self._scratch / MANIFEST, self._manifest | {"files": files})
         follow_umask(self._scratch)
-        to_disk([*(path for path in self._scratch.rglob("*") if path.is_dir()), self._scratch])
+        fsync_all([*(path for path in self._scratch.rglob("*") if path.is_dir()), self._scratch])
         remove(self.path)
         os.replace(self._scratch, self.path)
-        to_disk([self.path.parent, self.path.parent.parent])
+        fsync_all([self.path.parent, self.path.parent.parent])
         self.took = time.monotonic() - self._began
         self._completed()
 
     def _mark(self, rank: int) -> Path:
-        return self._scratch / f"{MARK}{rank}"
+        return self._scratch / f"{MARKER_PREFIX}{rank}"
 
 
-def in_background(job: Callable[[], None]) -> None:
+def write_in_background(job: Callable[[], None]) -> None:
     """Have the writer thread do something, after what it was given before; what `job` raises is logged."""
     _jobs(get_ident()).put(job)
 
 
-def drain(seconds: float) -> None:
+def wait_for_writes(seconds: float) -> None:
     """Wait until the writer thread has done what it was given, or for so long."""
     done = Event()
-    in_background(done.set)
+    write_in_background(done.set)
     done.wait(seconds)
 
 
@@ -196,7 +196,7 @@ def remove(directory: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def to_disk(paths: Iterable[Path]) -> None:
+def fsync_all(paths: Iterable[Path]) -> None:
     """Return when files, and the entries of directories, would outlive a loss of power."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -228,5 +228,5 @@ def _write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all."""
     scratch = path.with_name(f"{path.name}.partial")
     scratch.write_text(json.dumps(value), encoding="utf-8")
-    to_disk([scratch])
+    fsync_all([scratch])
     os.replace(scratch, path)

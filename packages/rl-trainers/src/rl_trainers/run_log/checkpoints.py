@@ -16,8 +16,8 @@ from rl_contracts.errors import EngineError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import steps_in
-from rl_trainers.run_log.background_writes import NewDirectory, in_background, remove
-from rl_trainers.run_log.schedule import Due, EveryConfig
+from rl_trainers.run_log.background_writes import BackgroundDirectory, remove, write_in_background
+from rl_trainers.run_log.schedule import EveryConfig, Schedule
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -73,35 +73,35 @@ class Checkpoints:
         epochs: Callable[[], int] | None = None,
     ) -> None:
         self.engine, self.config, self.directory = engine, config, run_dir / "checkpoints"
-        self._tokenizer_path, self._due = tokenizer_path, Due(config, epochs)
+        self._tokenizer_path, self._due = tokenizer_path, Schedule(config, epochs)
         self._passed: dict[str, Any] = {"seconds": 0.0, "passed": 0}  # of rank 0: all ranks say the same of themselves
         self._rated: dict[int, float] = {}
-        self._pending: NewDirectory | None = None
+        self._pending: BackgroundDirectory | None = None
         self._written: Path | None = None
         """The last one that this process has seen whole."""
         self._warned = False
         self._names: set[str] = set()
         """Of the figures that steps had."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether there is to be one after this step (collective); hears of the one that is being written."""
         if not (self.config.regular or self._pending):
             return False
-        news = self._pending and self._pending.news()
-        said = self.engine.parallel.gather_json([self._due.reached(step), self._due.state_dict(), news])
-        if self._pending and self._pending.hear([theirs for _, _, theirs in said]):
-            self._settle()
-        self._passed = said[0][1]
-        return bool(said[0][0])
+        status = self._pending and self._pending.status()
+        replies = self.engine.parallel.gather_json([self._due.is_due(step), self._due.state_dict(), status])
+        if self._pending and self._pending.merge([peer_status for _, _, peer_status in replies]):
+            self._clear_pending()
+        self._passed = replies[0][1]
+        return bool(replies[0][0])
 
-    def begin(self, step: int) -> None:
+    def start_write(self, step: int) -> None:
         """Copy the model, and have it written (collective)."""
         try:
             self._finish()
             if self._pending:
                 raise EngineError(f"{self._pending.path} is still being written after checkpoint.timeout.")
             path = self.directory / f"step_{step}"
-            self._pending = NewDirectory(path, self.engine.parallel, self._copy, self.config.timeout)
+            self._pending = BackgroundDirectory(path, self.engine.parallel, self._copy, self.config.timeout)
         except (EngineError, OSError) as error:
             self._failed(str(error))
 
@@ -135,7 +135,7 @@ class Checkpoints:
             log.warning("checkpoint.best_figure=%s: no step had such a figure%s", self.config.best_figure, meant)
         path = self.directory / f"step_{step}"
         if self._written != path:  # one of that name may be another run's
-            self.begin(step)
+            self.start_write(step)
             self._finish()
             if self._written != path:
                 raise EngineError(f"{path}: the last checkpoint could not be written; the log says why.")
@@ -161,9 +161,9 @@ class Checkpoints:
 
     def _finish(self) -> None:
         if self._pending and self._pending.wait():
-            self._settle()
+            self._clear_pending()
 
-    def _settle(self) -> None:
+    def _clear_pending(self) -> None:
         assert self._pending is not None
         done, self._pending = self._pending, None
         if done.error:
@@ -173,7 +173,7 @@ class Checkpoints:
         if self.engine.parallel.is_main:
             log.info("checkpoint: %s", done.path)
             if self.config.keep_last:
-                in_background(partial(self._prune, int(done.path.name.removeprefix("step_")), dict(self._rated)))
+                write_in_background(partial(self._prune, int(done.path.name.removeprefix("step_")), dict(self._rated)))
 
     def _failed(self, why: str) -> None:
         record("checkpoint/failed", 1, kind="max")
@@ -181,11 +181,11 @@ class Checkpoints:
 
     def _prune(self, newest: int, rated: Mapping[int, float]) -> None:
         there = [step for step in steps_in(self.directory) if step <= newest]  # later ones are another run's
-        for step in {*there} - kept(there, rated, self.config):
+        for step in {*there} - select_retained(there, rated, self.config):
             remove(self.directory / f"step_{step}")
 
 
-def kept(steps: Collection[int], rated: Mapping[int, float], config: CheckpointConfig) -> set[int]:
+def select_retained(steps: Collection[int], rated: Mapping[int, float], config: CheckpointConfig) -> set[int]:
     """Which checkpoints stay: the newest, and the best of those that are rated; of equal ones the later."""
     sign = 1 if config.best_mode == "max" else -1
     best = sorted((step for step in steps if step in rated), key=lambda step: (sign * rated[step], step))

@@ -39,7 +39,7 @@ class EvaluationConfig(HeldOutConfig):
     """How they are sampled; greedy unless told otherwise."""
 
 
-class AnswerEvaluation:
+class CompletionEvaluation:
     """Rewards of generated answers; where each is 0 or 1 their mean is the accuracy."""
 
     def __init__(

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-LEARNED = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages", "prox_logprobs")
+LEARNED_KEYS = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages", "prox_logprobs")
 """Entries of a batch from which it is told what was learned."""
 
 WAITING_TOKENS = 50_000_000
 """Tokens that may wait to be written, about 1 GB; where the disk is slower than that, what comes is left out."""
 
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Seconds until what a full disk refused is tried again."""
 
 CLOSE_SECONDS = 30.0
@@ -74,15 +74,15 @@ class RolloutWriter:
         self._thread = threading.Thread(target=self._work, name="rollout-writer", daemon=True)
         self._thread.start()
 
-    def training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
+    def write_training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
         """As `write`, of a training step, if it is one of `config.every`; never where only evaluations are kept."""
-        if self._due(step):
+        if self._is_due(step):
             self.write(f"step_{step}", trajectories, rejected)
 
-    def learned(self, step: int, batch: TensorDict) -> None:
+    def write_learned(self, step: int, batch: TensorDict) -> None:
         """Append what was learned from a training step's rows to `learned_step_<step>-<rank>.jsonl`, soon, one object
-        for each (see `as_learned`), if the step is one of `config.every`. Rows may lie on another rank than their
-        answers. Returns at once.
+        for each (see `to_learned_record`), if the step is one of `config.every`. Rows may lie on another rank than
+        their answers. Returns at once.
 
         Args:
             step: that was taken.
@@ -91,12 +91,12 @@ class RolloutWriter:
         Raises:
             DataError: see `write`.
         """
-        if self._due(step):
-            columns = {name: batch[name].cpu().numpy() for name in LEARNED if name in batch}
-            rows = as_learned(columns, self.config.tokens)
+        if self._is_due(step):
+            columns = {name: batch[name].cpu().numpy() for name in LEARNED_KEYS if name in batch}
+            rows = to_learned_record(columns, self.config.tokens)
             self._add(f"learned_step_{step}", rows, len(batch), batch["versions"].numel())
 
-    def _due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         every = self.config.every if isinstance(self.config, RolloutsConfig) else 0
         return every > 0 and step % every == 0
 
@@ -111,7 +111,7 @@ class RolloutWriter:
         Raises:
             DataError: something could not be written before.
         """
-        rows = (as_json(row, rejected, self.config.tokens) for row in trajectories)
+        rows = (to_record(row, rejected, self.config.tokens) for row in trajectories)
         self._add(name, rows, len(trajectories), sum(map(len, trajectories)))
 
     def _add(self, name: str, rows: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
@@ -148,20 +148,20 @@ class RolloutWriter:
 
     def _append(self, path: Path, lines: str) -> None:
         """Write lines, as soon as the disk is not full: for those behind them it is a slow one."""
-        said = False
+        warned = False
         while True:
             try:
                 return append(path, lines)
             except OSError as error:
                 if error.errno not in FOR_A_WHILE:
                     raise
-                if not said:
+                if not warned:
                     log.warning("rollouts: %s cannot be written, and will be again: %s", path, error)
-            said = True
-            time.sleep(AGAIN_SECONDS)
+            warned = True
+            time.sleep(RETRY_SECONDS)
 
 
-def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
+def to_record(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
     """A trajectory as a JSON object: its `info`, its ids and outcome, why it was rejected (null: it was not), and, with
     `tokens`, per generated token its id, log-prob and version."""
     import numpy as np
@@ -187,7 +187,7 @@ def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -
     return found
 
 
-def as_learned(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
+def to_learned_record(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
     """What was learned from each row of a batch as a JSON object: its ids, the number of its generated `tokens`, and
     their mean `advantage`. With `tokens`, and null where a generated token was not trained: `advantages`, where they
     differ, and, where it was computed, the log-prob of each by the trainer before the step, `proximal`.

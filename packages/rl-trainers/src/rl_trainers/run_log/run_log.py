@@ -42,11 +42,11 @@ COMPUTED = (
 )
 """Entries that a learner adds to a batch."""
 
-OLDEST = 4
+OLDEST_GROUPS = 4
 """Ages of tokens from here on are counted together."""
 
 
-class Books:
+class RunLog:
     """One per rank; every method is collective. Rank 0 writes.
 
     Args:
@@ -59,7 +59,7 @@ class Books:
         renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
         epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
         endings: what became of prompts, for example `RolloutRuntime.outcomes`, or None. Kept in `groups.jsonl`.
-        learned: told of each step's batch when it was learned from, for example `RolloutWriter.learned`, or None.
+        learned: told of each step's batch when it was learned from, for example `RolloutWriter.write_learned`, or None.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Books:
         tokenizer_path: str | None = None,
         renamed: dict[str, str] | None = None,
         epochs: Callable[[], int] | None = None,
-        endings: Callable[[], list[dict[str, Any]]] | None = None,
-        learned: Callable[[int, TensorDict], None] | None = None,
+        outcomes: Callable[[], list[dict[str, Any]]] | None = None,
+        write_learned: Callable[[int, TensorDict], None] | None = None,
     ) -> None:
         self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
         self.evaluations, self.evaluate_every = evaluations, evaluate_every
         self.checkpoints = Checkpoints(engine, self.run_dir, config, tokenizer_path, epochs)
-        self.counters, self.endings, self.learned = counters, endings, learned
+        self.counters, self.endings, self.learned = counters, outcomes, write_learned
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
@@ -121,7 +121,7 @@ class Books:
         if "checkpoints" in state:  # points of earlier commits do not have it
             self.checkpoints.load_state_dict(state["checkpoints"])
 
-    def begin(self, version: int) -> None:
+    def start(self, version: int) -> None:
         """Before the first step: evaluate what there is, and write it as the record of the step that is done. A run
         that goes on has done so before."""
         figures = self._evaluate() if self.step == 0 else {}
@@ -129,13 +129,13 @@ class Books:
             self._write({"step": self.step, "version": version, "evaluation": True, **figures})
         self._start_step()
 
-    def count(self) -> None:
+    def update_counters(self) -> None:
         """Read the counters of the asynchronous side for the step's record. Before the step ends there: what begins
         after that belongs to the next record, however fast it is."""
         if self.counters is not None:
             self._figures.merge(self.counters())
 
-    def close(
+    def finish_step(
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
         """After a step: its record, and what is due with it.
@@ -153,10 +153,10 @@ class Books:
         if self.learned is not None and self.engine.parallel.is_dp_leader:
             self.learned(step, batch)
         with collect(self._figures):
-            due = self.checkpoints.due(step)
+            due = self.checkpoints.is_due(step)
         if due:
             with self.time("save"):
-                self.checkpoints.begin(step)
+                self.checkpoints.start_write(step)
         seconds = time.perf_counter() - self._step_begin
         record |= {f"time/{stage}": spent for stage, spent in self._seconds.items()}
         record |= {"time/step": seconds, "throughput/trained_tokens_per_s": _rate(record["tokens/trained"], seconds)}
@@ -172,7 +172,7 @@ class Books:
             except RLError as error:
                 failure = error
         self.checkpoints.rate(step, record)
-        self._account(step)
+        self._add_counters(step)
         self._write(record)
         self._start_step()
         if failure is not None:
@@ -180,7 +180,7 @@ class Books:
 
     def finish(self) -> None:
         """After the last step: a last evaluation and checkpoint, unless the step had them; the trace of rank 0."""
-        self._account(self.step + 1)  # whoever goes on after the last step hears of these again
+        self._add_counters(self.step + 1)  # whoever goes on after the last step hears of these again
         if self._evaluated != self.step:
             figures = self._evaluate()
             if figures:
@@ -197,15 +197,15 @@ class Books:
         on cuts it off."""
         if self.endings is not None and self.engine.parallel.is_main:
             with suppress(RLError, OSError):  # which would hide why it ends
-                self._write_endings(self.step + 1, [told for told in self.endings() if told["ending"] != "trained"])
+                self._write_outcomes(self.step + 1, [told for told in self.endings() if told["ending"] != "trained"])
 
-    def _account(self, step: int) -> None:
+    def _add_counters(self, step: int) -> None:
         """Write down what became of prompts since the last time, one line each."""
         if self.endings is not None:
             of_ranks = self.engine.parallel.gather_json(self.endings())
-            self._write_endings(step, [ending for of_rank in of_ranks for ending in of_rank])
+            self._write_outcomes(step, [ending for of_rank in of_ranks for ending in of_rank])
 
-    def _write_endings(self, step: int, endings: list[dict[str, Any]]) -> None:
+    def _write_outcomes(self, step: int, endings: list[dict[str, Any]]) -> None:
         if self._groups is not None:
             lines = (to_json({"step": step, **ending}) + "\n" for ending in endings)
             self._groups.write("".join(lines))
@@ -283,9 +283,9 @@ def summarise(batch: TensorDict, version: int) -> Metrics:
     figures.add("truncated/fraction", batch["truncated"])
     figures.add("staleness/mean", age, answered)
     figures.add("staleness/max", age, answered, kind="max")
-    token_age = (version - versions).clamp(0, OLDEST)
-    for old in range(OLDEST + 1):
-        name = f"staleness/fraction_{old}" if old < OLDEST else f"staleness/fraction_{OLDEST}_and_more"
+    token_age = (version - versions).clamp(0, OLDEST_GROUPS)
+    for old in range(OLDEST_GROUPS + 1):
+        name = f"staleness/fraction_{old}" if old < OLDEST_GROUPS else f"staleness/fraction_{OLDEST_GROUPS}_and_more"
         figures.add(name, token_age == old, learn & generated)
     return figures
 

@@ -29,7 +29,7 @@ class EveryConfig(Settings):
         return bool(self.every or self.every_epochs or self.every_minutes)
 
 
-class Due:
+class Schedule:
     """Says after which steps something is due. Ranks ask it alike, and go by what rank 0's says: its clock counts.
 
     Args:
@@ -58,7 +58,7 @@ class Due:
         """Count from here."""
         self._begin, self._passed = self._now(), self._epochs()
 
-    def reached(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether it is due after a step, which is asked about once. If so, minutes and epochs are counted from
         here."""
         config = self._config

@@ -38,7 +38,7 @@ NOISE = 1e-3
 
 
 @dataclass(frozen=True)
-class Right:
+class ExpectedCompletion:
     """What the trainer says of the canary at a version."""
 
     version: int
@@ -59,11 +59,11 @@ class Right:
         return best
 
     @staticmethod
-    def _nearer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
-        """Whether scores are so much nearer to others than `spread` that noise is no reason."""
+    def _is_nearer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
+        """Whether scores are so much nearer to others than `to_tokens` that noise is no reason."""
         return _rms(_differences(other[1:], scores[1:])) * NEARER < spread
 
-    def fault(self, answer: CanaryCompletion, before: Right | None, tolerance: float) -> str | None:
+    def fault(self, answer: CanaryCompletion, before: ExpectedCompletion | None, tolerance: float) -> str | None:
         """What is wrong with what a server showed; None: nothing.
 
         Args:
@@ -72,8 +72,8 @@ class Right:
         """
         scored = _differences(self.scores[1:], answer.scores[1:])
         off, spread = _mean(scored), _rms(scored)
-        moved = before is not None and self._nearer(before.scores, answer.scores, spread)
-        unapplied = self.base is not None and self._nearer(self.base, answer.scores, spread)
+        moved = before is not None and self._is_nearer(before.scores, answer.scores, spread)
+        unapplied = self.base is not None and self._is_nearer(self.base, answer.scores, spread)
         if moved or unapplied or not off <= tolerance:  # nan is off
             what = ", and they are those of the version before" if moved else ""
             what = ", and they are those of the base weights: the adapter is not applied" if unapplied else what
@@ -106,18 +106,18 @@ class CanaryCheck:
     def __init__(self, engine: TrainEngine, route: str, tokens: int, tolerance: float) -> None:
         self.engine, self.route, self.tolerance = engine, route, tolerance
         self.prompt = random.Random(0).choices(VOCABULARY, k=tokens)
-        self._right: Right | None = None
-        self._before: Right | None = None
+        self._right: ExpectedCompletion | None = None
+        self._before: ExpectedCompletion | None = None
         self._base: list[float] | None = None
         self._asked: Future[list[CanaryCompletion]] = Future()
         self._verdict: Future[None] = Future()
 
-    def begin(self) -> Canary:
+    def prepare(self) -> Canary:
         """What a commit is to be given; for the rank that speaks to the servers."""
         self._asked, self._verdict = Future(), Future()
-        return Canary(self.prompt, TOKENS, self._judge)
+        return Canary(self.prompt, TOKENS, self._raise_on_mismatch)
 
-    def attend(self, version: int, committing: Future[Any] | None, timeout: float) -> None:
+    def compare(self, version: int, committing: Future[Any] | None, timeout: float) -> None:
         """Compare what the servers show while a commit waits for it (collective).
 
         Args:
@@ -125,29 +125,29 @@ class CanaryCheck:
             committing: the commit, on rank 0; its error is left to whoever waits for it.
             timeout: seconds until the servers have shown it.
         """
-        parallel, told = self.engine.parallel, None
+        parallel, shown = self.engine.parallel, None
         if committing is not None:
             wait({self._asked, committing}, timeout, FIRST_COMPLETED)
             # whoever is asked from now on comes too late
-            told = None if self._asked.cancel() else [asdict(answer) for answer in self._asked.result()]
-        told = parallel.broadcast_json(told)
-        if told is None:
+            shown = None if self._asked.cancel() else [asdict(answer) for answer in self._asked.result()]
+        shown = parallel.broadcast_json(shown)
+        if shown is None:
             return
         try:
-            right = self._ask_trainer(version, [CanaryCompletion(**answer) for answer in told])
+            right = self._ask_trainer(version, [CanaryCompletion(**answer) for answer in shown])
         except BaseException as error:
             self._decide(WeightUpdateError(f"the trainer could not compute the canary: {error!r}"))
             raise
         if self._right is None or self._right.version != version:
             self._before = self._right
         self._right = right
-        self._decide(self._fault(right, [CanaryCompletion(**answer) for answer in told]))
+        self._decide(self._fault(right, [CanaryCompletion(**answer) for answer in shown]))
 
     def _decide(self, error: WeightUpdateError | None) -> None:
         with suppress(InvalidStateError):  # the commit does not wait any more
             self._verdict.set_result(None) if error is None else self._verdict.set_exception(error)
 
-    def _ask_trainer(self, version: int, answers: list[CanaryCompletion]) -> Right:
+    def _ask_trainer(self, version: int, answers: list[CanaryCompletion]) -> ExpectedCompletion:
         """The trainer's log-probs of the prompt and of what was generated after it (collective)."""
         import numpy as np
 
@@ -171,19 +171,19 @@ class CanaryCheck:
         if base is not None and self._base is None:  # which no step changes
             with base:
                 self._base = self._logprobs(rows[:1])[0][:prompt]
-        return Right(version, found[0][:prompt], after, self._base)
+        return ExpectedCompletion(version, found[0][:prompt], after, self._base)
 
     def _logprobs(self, rows: TensorDict) -> list[list[float]]:
         found: list[list[float]] = self.engine.forward(rows, lambda outputs, _: outputs.logprobs).tolist()
         return found
 
-    def _fault(self, right: Right, answers: list[CanaryCompletion]) -> WeightUpdateError | None:
+    def _fault(self, right: ExpectedCompletion, answers: list[CanaryCompletion]) -> WeightUpdateError | None:
         faults = [(answer.server, right.fault(answer, self._before, self.tolerance)) for answer in answers]
         where = f"route {self.route}, version {right.version}"
         wrong = [f"{where}, {server}: {fault}" for server, fault in faults if fault is not None]
         return WeightUpdateError(" ".join(wrong)) if wrong else None
 
-    async def _judge(self, version: int, answers: list[CanaryCompletion]) -> None:
+    async def _raise_on_mismatch(self, version: int, answers: list[CanaryCompletion]) -> None:
         """`Canary.judge`: in a commit the trainer is asked, and the commit waits for it; a server that comes back later
         is compared with what it said then."""
         right = self._right
@@ -201,8 +201,8 @@ class CanaryCheck:
         await asyncio.wrap_future(self._verdict)
 
 
-def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(ours, theirs, strict=False)]
+def _differences(trainer: Sequence[float], server: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(trainer, server, strict=False)]
 
 
 def _mean(values: Sequence[float]) -> float:

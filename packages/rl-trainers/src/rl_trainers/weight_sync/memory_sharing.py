@@ -29,7 +29,7 @@ class MemorySharing:
         self.engine, self.inference, self.loop, self.timeout = engine, inference, loop, timeout
 
     @property
-    def _speaks(self) -> bool:
+    def _is_client_rank(self) -> bool:
         return self.engine.parallel.is_main and self.inference.capabilities.sleeps
 
     def sleep(self) -> dict[str, float]:
@@ -43,7 +43,7 @@ class MemorySharing:
         """
         freed = 0.0
         with self.engine.parallel.agree_on_errors("putting the servers to sleep"):
-            if self._speaks:
+            if self._is_client_rank:
                 before = self._free()
                 freed = self.loop.run(self.inference.sleep(), self.timeout)
                 freed = self._free() - before or freed
@@ -56,11 +56,11 @@ class MemorySharing:
             EngineError, StalledError: they did not wake; on every rank.
         """
         with self.engine.parallel.agree_on_errors("waking the servers"):
-            if self._speaks:
+            if self._is_client_rank:
                 self.loop.run(self.inference.wake(), self.timeout)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def servers_awake(self) -> Iterator[None]:
         """Wake the servers for a block, and put them to sleep after it, also when it raises (collective)."""
         self.wake()
         try:

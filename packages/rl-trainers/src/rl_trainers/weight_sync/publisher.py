@@ -43,9 +43,9 @@ logger = get_logger("publish")
 LOOPBACK = "127.0.0.1"
 STEP_SECONDS = 60.0
 """Longest that one step of a broadcast may take: to connect, to move one piece."""
-TRIES = 3
+MAX_ATTEMPTS = 3
 """How often a version is sent while servers are lost in the middle."""
-FAREWELL_SECONDS = 10.0
+SHUTDOWN_SECONDS = 10.0
 """How long to wait for what the servers say about a transfer that broke."""
 
 
@@ -139,17 +139,17 @@ class WeightPublisher:
                 ranks an EngineError, which names the error of each and has this rank's own as its cause.
         """
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
-        for attempt in range(1, TRIES + 1):
-            meta = self._begin(version, doing)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            meta = self._gather_meta(version, doing)
             staging = None
             with parallel.agree_on_errors(doing):
                 if parallel.is_main and meta.route in RENDEZVOUS_ROUTES:
                     staging = self.loop.submit(self._stage(meta))
             sums, error = self._send()
             sent = time.perf_counter()
-            error = _outcome(error, staging)
+            error = _transfer_error(error, staging)
             # rank 0 alone knows
-            if not parallel.broadcast_json(isinstance(error, ReceiversLostError) and attempt < TRIES):
+            if not parallel.broadcast_json(isinstance(error, ReceiversLostError) and attempt < MAX_ATTEMPTS):
                 break
             logger.warning("version %d is sent again: %s", version, error)
         parallel.agree(error, doing)
@@ -164,7 +164,7 @@ class WeightPublisher:
                 if self._canary is None:
                     times["time/paused"] = self._end_commit(meta, self.receipt, committing)
         if self._canary is not None:
-            self._canary.attend(version, committing, self._commit_timeout)
+            self._canary.compare(version, committing, self._commit_timeout)
             with parallel.agree_on_errors(doing):
                 if committing is not None:
                     times["time/paused"] = self._end_commit(meta, self.receipt, committing)
@@ -233,7 +233,7 @@ class WeightPublisher:
                 sender = open_sender(config.route, location, parallel.rank, parallel.device)
         return sender
 
-    def _begin(self, version: int, doing: str) -> WeightUpdateMeta:
+    def _gather_meta(self, version: int, doing: str) -> WeightUpdateMeta:
         """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""
         parallel, metas = self.engine.parallel, list[WeightUpdateMeta]()
         adapter = self.engine.adapter() if self._adapter_alone else None
@@ -273,20 +273,20 @@ class WeightPublisher:
             raise
 
     def _commit(
-        self, meta: WeightUpdateMeta, mine: WeightReceipt, staging: Future[list[WeightReceipt]]
+        self, meta: WeightUpdateMeta, sent_receipt: WeightReceipt, staging: Future[list[WeightReceipt]]
     ) -> Future[float]:
         """Begin the commit once every server has shown what it holds, where it can show it before."""
         for receipt in staging.result():
             if self.inference.capabilities.checksums:
-                verify_receipt(mine, receipt, meta.route)
+                verify_receipt(sent_receipt, receipt, meta.route)
         if self._canary is None:
             return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt))
-        return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt, self._canary.begin()))
+        return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt, self._canary.prepare()))
 
-    def _end_commit(self, meta: WeightUpdateMeta, mine: WeightReceipt, committing: Future[float]) -> float:
+    def _end_commit(self, meta: WeightUpdateMeta, sent_receipt: WeightReceipt, committing: Future[float]) -> float:
         """Wait for it, and leave the record; for how many seconds servers did not generate."""
         paused = self.loop.wait(committing, f"committing version {meta.version}", self._commit_timeout)
-        write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
+        write_committed(self.directory, meta, sent_receipt)  # before the next version is written over the last but one
         return paused
 
     @property
@@ -294,7 +294,7 @@ class WeightPublisher:
         return self.config.timeout + (self.config.drain_timeout if self.interrupt == "wait" else 0.0)
 
 
-def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
+def _transfer_error(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
     """What broke a transfer, seen from both sides; waits for the servers where they stage beside it.
 
     Lost servers count first, because the others can be sent the version again; then whatever went wrong first.
@@ -303,7 +303,7 @@ def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | Non
         return error
     servers_first = staging.done()
     try:
-        staging.result(None if error is None else FAREWELL_SECONDS)
+        staging.result(None if error is None else SHUTDOWN_SECONDS)
     except Exception as servers:  # noqa: BLE001 - returned, or noted on what is
         if error is None:
             return servers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["EPS", "Groups", "gae", "grouped", "moments", "normalised", "reverse_discounted_sum", "whitened"]
+__all__ = ["EPS", "Groups", "gae", "group_by_id", "moments", "normalize", "reverse_discounted_sum", "whiten"]
 
 EPS = 1e-6
 """Added to every standard deviation that something is divided by."""
@@ -29,7 +29,7 @@ class Groups:
     """bool [G] groups whose numbers do not differ, or that have one."""
 
 
-def grouped(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> Groups:
+def group_by_id(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> Groups:
     """Statistics of `values`, float32 [E], in the groups of `group_ids`, int64 [E]; without ids all are one group."""
     ids = torch.zeros(len(values), dtype=torch.int64) if group_ids is None else group_ids
     names, index = torch.unique(ids, return_inverse=True)
@@ -44,7 +44,7 @@ def grouped(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> Grou
     return Groups(index, size, mean, std, std <= EPS * mean.abs().clamp(min=1))
 
 
-def normalised(
+def normalize(
     values: torch.Tensor, mean: Groups | None, std: Groups | None, leave_one_out: bool = False
 ) -> torch.Tensor:
     """(value - mean) / (std + 1e-6), where mean and std are each those of the value's group, or are left out.
@@ -79,7 +79,7 @@ def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
 
 
-def whitened(values: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def whiten(values: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """(A - mean) / (std + 1e-6) with the sample std over all masked values: the batch normalisation of REINFORCE++
     (arXiv 2501.03262). Where they are all equal, 0.
 

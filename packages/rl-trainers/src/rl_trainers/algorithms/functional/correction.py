@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_trainers.algorithms.functional.policy_terms import ratio_of, row_means
+from rl_trainers.algorithms.functional.policy_terms import ratio_of, sequence_means
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class OffPolicy:
 LEVELS: dict[str, Callable[[OffPolicy], torch.Tensor]] = {
     "token": lambda off: off.log_ratio,
     "sequence": lambda off: off.packed.sequence_sums(off.log_ratio)[off.packed.sequence_of_token],
-    "geometric": lambda off: row_means(off.log_ratio, off.trained, off.packed)[off.packed.sequence_of_token],
+    "geometric": lambda off: sequence_means(off.log_ratio, off.trained, off.packed)[off.packed.sequence_of_token],
 }
 """Log-ratios [N] by name."""
 
@@ -63,14 +63,14 @@ def masked_weights(off: OffPolicy, *, level: str, floor: float, cap: float) -> W
     """The ratio where floor <= ratio <= cap, else 0: IcePop (Ring-1T, arXiv 2510.18855) of tokens, masked importance
     sampling of sequences."""
     ratio = off.ratio(level)
-    dropped = outside(ratio, floor, cap)
+    dropped = outside_range(ratio, floor, cap)
     return ratio.masked_fill(dropped, 0.0), {"correction/masked": dropped}
 
 
 def ratio_mask(off: OffPolicy, *, level: str, low: float, high: float) -> torch.Tensor:
     """Drop the tokens whose ratio (of their row, with the levels `sequence` and `geometric`) is below `low` or above
     `high`; bool [N]."""
-    return outside(off.ratio(level), low, high)
+    return outside_range(off.ratio(level), low, high)
 
 
 def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over: str = "token") -> torch.Tensor:
@@ -90,7 +90,7 @@ def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over
     if over == "max":
         of_row = values.new_zeros(off.packed.num_sequences).index_reduce(0, rows, values, "amax")
     else:
-        of_row = off.packed.sequence_sums(values) if over == "sum" else row_means(values, off.trained, off.packed)
+        of_row = off.packed.sequence_sums(values) if over == "sum" else sequence_means(values, off.trained, off.packed)
     return ~(of_row <= bound)[rows]
 
 
@@ -101,7 +101,7 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def outside_range(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Whether low <= ratio <= high does not hold, which it does not for a NaN."""
     return ~((ratio >= low) & (ratio <= high))
 

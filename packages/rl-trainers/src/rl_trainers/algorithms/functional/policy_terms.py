@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
     """Losses, float [N] with gradient; and marks, bool [N], whose fractions of the trained tokens are reported."""
 
-__all__ = ["MAX_LOG_RATIO", "PolicyTerms", "policy_terms", "ratio_of", "row_means"]
+__all__ = ["MAX_LOG_RATIO", "PolicyTerms", "policy_terms", "ratio_of", "sequence_means"]
 
 
 MAX_LOG_RATIO = 20.0
@@ -68,7 +68,7 @@ def policy_terms(
     logprobs = logprobs.masked_fill(untrained, 0.0)
     difference = logprobs - old_logprobs.detach().masked_fill(untrained, 0.0)
     if packed is not None:
-        mean = row_means(difference.detach(), trained, packed)[packed.sequence_of_token]
+        mean = sequence_means(difference.detach(), trained, packed)[packed.sequence_of_token]
         difference = mean.masked_fill(untrained, 0.0) + logprobs - logprobs.detach()
     entropy = logprobs.new_zeros(logprobs.shape) if entropy is None else entropy.masked_fill(untrained, 0.0)
     return PolicyTerms(logprobs, ratio_of(difference), advantages.masked_fill(untrained, 0.0), trained, entropy)
@@ -80,7 +80,7 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def row_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+def sequence_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
     """Mean of per-token values [N] over each row's trained tokens, [S]; 0 for a row without any. `values` must be 0
     where not trained."""
     count = packed.sequence_sums(trained.to(values.dtype))

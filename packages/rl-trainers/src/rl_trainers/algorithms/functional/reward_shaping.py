@@ -20,7 +20,7 @@ def overlong_penalty(lengths: torch.Tensor, maximum: int, cache: int) -> torch.T
     return ((maximum - cache - lengths).float() / cache).clamp(-1.0, 0.0)
 
 
-def shaped(rewards: torch.Tensor, scale: float, bias: float, clip: float) -> torch.Tensor:
+def shape(rewards: torch.Tensor, scale: float, bias: float, clip: float) -> torch.Tensor:
     """clamp(scale * r + bias, -clip, clip), float32 [E]; clip 0 switches clipping off."""
     result = rewards * scale + bias
     return result.clamp(-clip, clip) if clip else result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from rl_trainers.weight_sync.gap.divergence import Gap
+from rl_trainers.weight_sync.gap.divergence import LogprobGap
 
 if TYPE_CHECKING:
     from rl_contracts.data import WeightReceipt
@@ -30,7 +30,7 @@ class Receipts:
     """Whether something differs, and all are as they were sent for the version before."""
 
     @classmethod
-    def of(cls, live: WeightReceipt, sent: WeightReceipt, before: WeightReceipt | None) -> Receipts:
+    def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, before: WeightReceipt | None) -> Receipts:
         """From the server's receipt and the trainer's."""
         wrong = [name for name, value in sent.checksums.items() if live.checksums.get(name) != value]
         older = bool(wrong) and before is not None and live.checksums == before.checksums
@@ -46,7 +46,7 @@ class Evidence:
     """Mean |d| up to which two computations count as the same."""
     low_precision: bool
     """Whether one of the sides computes in less than float32."""
-    gap: Gap
+    gap: LogprobGap
     """What was found."""
     recorded: bool = False
     """Whether it is about recorded log-probs, of tokens whose whole prefix carries the trainer's version, while the
@@ -56,15 +56,15 @@ class Evidence:
     (`lag.LagTest`)."""
     receipts: Receipts | None = None
     """Taken from the live tensors now."""
-    older: Gap | None = None
+    older: LogprobGap | None = None
     """How far they are from what the version before gives."""
-    base: Gap | None = None
+    base: LogprobGap | None = None
     """How far they are from what the base weights give, where low-rank adapters are trained."""
-    temperature: tuple[float, Gap] | None = None
+    temperature: tuple[float, LogprobGap] | None = None
     """The temperature at which the trainer is nearest to them, and how near."""
-    seen_prompt: Gap | None = None
+    seen_prompt: LogprobGap | None = None
     """What is recorded for answers made now, to prompts that were answered before."""
-    new_prompt: Gap | None = None
+    new_prompt: LogprobGap | None = None
     """The same for prompts that no server has seen."""
 
     @property
@@ -72,7 +72,7 @@ class Evidence:
         """Whether something is wrong, however small the gap."""
         return self.behind or (self.receipts is not None and bool(self.receipts.differing))
 
-    def explained_by(self, other: Gap | None) -> bool:
+    def explained_by(self, other: LogprobGap | None) -> bool:
         """Whether a hypothesis makes the gap (nearly) disappear."""
         return other is not None and other.mean_abs <= min(self.tolerance, self.gap.mean_abs / 4)
 

@@ -10,14 +10,14 @@ from rl_trainers.algorithms.functional.kl import k3
 if TYPE_CHECKING:
     import torch
 
-FAR = 1.0
+FAR_THRESHOLD = 1.0
 """Nats beyond which a token counts as far off."""
 NOISE = 1e-3
 """Nats within which two log-probs count as equal where only the sign of their difference matters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogprobGap:
     """Two computations that ought to agree, with d = the trainer's log-prob - the other's, in nats."""
 
     tokens: int
@@ -38,19 +38,19 @@ class Gap:
     """Mean of |d| of the others."""
 
     @classmethod
-    def of(cls, d: torch.Tensor) -> Gap | None:
+    def from_differences(cls, d: torch.Tensor) -> LogprobGap | None:
         """From the differences of all tokens, float64 [N]; None without tokens."""
         if not len(d):
             return None
         size = d.abs()
-        far = size > FAR
+        far = size > FAR_THRESHOLD
         near = size.where(~far, 0.0).sum() / max(int((~far).sum()), 1)
         higher = (d > NOISE).double().mean()
         means = (size.mean(), size.amax(), k3(d).mean(), d.mean(), higher, far.double().mean(), near)
         return cls(len(d), *(float(mean) for mean in means))
 
 
-def fresh_mask(versions: torch.Tensor, version: int) -> torch.Tensor:
+def current_version_mask(versions: torch.Tensor, version: int) -> torch.Tensor:
     """Generated tokens that carry `version`, as do all generated tokens before them in their row: what a trainer at
     that version must rate as the sampler did.
 

@@ -23,7 +23,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_trainers.weight_sync.gap.diagnosis import Receipts
-from rl_trainers.weight_sync.gap.divergence import Gap
+from rl_trainers.weight_sync.gap.divergence import LogprobGap
 
 if TYPE_CHECKING:
     from rl_contracts.data import WeightReceipt
@@ -43,11 +43,11 @@ FAILED = (RLError, TimeoutError)
 
 ROUNDS, POINTS = 6, 9
 """The search for another temperature: each round tries so many between the neighbours of the best one so far."""
-ANSWER_TOKENS = 16
+COMPLETION_TOKENS = 16
 """Tokens of an answer that the gate asks for itself."""
 
 
-class Moved(NamedTuple):
+class LogprobChange(NamedTuple):
     """How an update changed log-probs."""
 
     share: float = 0.0
@@ -56,7 +56,7 @@ class Moved(NamedTuple):
     """Root mean square of the changes."""
 
     @property
-    def clear(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether a 16-bit server that gave every token the same log-prob to the last bit cannot have received the
         update. Where log-probs of a small random model changed by 2.5e-6 in float32, 0.05 of those in bfloat16 did by
         the one kernel and 0.29 by another, and all from 1e-4 on."""
@@ -82,7 +82,7 @@ class Experiments:
         generated = rows["versions"] >= 0
         return generated | (rows["loss_mask"] & ~generated.any(-1, keepdim=True))
 
-    def ours(self, rows: TensorDict) -> torch.Tensor:
+    def trainer_logprobs(self, rows: TensorDict) -> torch.Tensor:
         """The trainer's log-probs at the rows' temperatures, [B, T]."""
         return self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
 
@@ -98,42 +98,50 @@ class Experiments:
         if block is None:
             return None
         with block:
-            return self.ours(rows)
+            return self.trainer_logprobs(rows)
 
-    def compare(self, ours: torch.Tensor, theirs: torch.Tensor | None, mask: torch.Tensor) -> Gap | None:
+    def compare(self, trainer: torch.Tensor, server: torch.Tensor | None, mask: torch.Tensor) -> LogprobGap | None:
         """Over all replicas; None without tokens, or where there are none of theirs."""
-        if theirs is None:
+        if server is None:
             return None
-        gap = Gap.of(torch.cat([part["d"] for part in self._of_heads({"d": (ours - theirs)[mask].double()})]))
+        gap = LogprobGap.from_differences(
+            torch.cat([part["d"] for part in self._from_leaders({"d": (trainer - server)[mask].double()})])
+        )
         # rank 0's, so that not even rounding can make two ranks decide differently
         told = self.engine.parallel.broadcast_json(gap and asdict(gap))
-        return told and Gap(**told)
+        return told and LogprobGap(**told)
 
-    def nearness(
-        self, rows: TensorDict, theirs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
+    def lag_statistics(
+        self, rows: TensorDict, server_logprobs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
     ) -> list[list[float]]:
         """What `lag.LagTest.look` takes, over the generated tokens of the rows of all replicas."""
-        pairs, generated = ((theirs, after), (theirs, before), (after, before)), self.compared(rows)
+        pairs, generated = ((server_logprobs, after), (server_logprobs, before), (after, before)), self.compared(rows)
         sums = torch.stack([((x - y).double().square() * generated).sum(-1) for x, y in pairs], -1)
-        parts = self._of_heads({"groups": rows["group_ids"], "sums": sums})
+        parts = self._from_leaders({"groups": rows["group_ids"], "sums": sums})
         names, place = torch.unique(torch.cat([part["groups"] for part in parts]), return_inverse=True)
         total = torch.zeros(len(names), len(pairs), dtype=torch.float64)
         return total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
 
-    def moved(self, rows: TensorDict, before: torch.Tensor | None, after: torch.Tensor | None) -> Moved:
+    def logprob_change(
+        self, rows: TensorDict, before: torch.Tensor | None, after: torch.Tensor | None
+    ) -> LogprobChange:
         """What changed of the generated tokens' log-probs, over all replicas: rank 0's figures; nothing, where there
         are none."""
         if before is None or after is None:
-            return Moved()
-        parts = self._of_heads({"d": (after - before)[self.compared(rows)].double()})
+            return LogprobChange()
+        parts = self._from_leaders({"d": (after - before)[self.compared(rows)].double()})
         d = torch.cat([part["d"] for part in parts])
-        found = Moved((d != 0).double().mean().item(), d.square().mean().sqrt().item()) if len(d) else Moved()
-        return Moved(*self.engine.parallel.broadcast_json(found))
+        found = (
+            LogprobChange((d != 0).double().mean().item(), d.square().mean().sqrt().item())
+            if len(d)
+            else LogprobChange()
+        )
+        return LogprobChange(*self.engine.parallel.broadcast_json(found))
 
     def ask_scores(self, rows: TensorDict, score: Score) -> Asked:
         """Ask the servers what they say of the rows' tokens, without waiting for it: `scores` does."""
         told = zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True)
-        return self._ask(score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
+        return self._request_on_leader(score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
 
     def scores(self, rows: TensorDict, score: Score, asked: Asked = None) -> torch.Tensor:
         """What the servers say of the rows' tokens, [B, T].
@@ -150,9 +158,11 @@ class Experiments:
             values = torch.tensor([value for row in found for value in row])
             return {"scores": torch.zeros(mask.shape).masked_scatter(mask, values)}
 
-        return self._told(asked or self.ask_scores(rows, score), padded, "scoring rows on the servers")["scores"]
+        return self._broadcast_from_leader(
+            asked or self.ask_scores(rows, score), padded, "scoring rows on the servers"
+        )["scores"]
 
-    def answers(self, rows: TensorDict, new: bool = False) -> TensorDict:
+    def regenerate(self, rows: TensorDict, new: bool = False) -> TensorDict:
         """Let the servers answer the rows' prompts again, now: rows of fresh tokens.
 
         Args:
@@ -165,21 +175,25 @@ class Experiments:
         async def answer(seed: int, row: TensorDict) -> Trajectory:
             generated, temperature = self.compared(row), float(row["temperature"])
             prompt = row["input_ids"][: int(generated.long().argmax())].tolist()
-            most = min(ANSWER_TOKENS, int(generated.sum()))
+            most = min(COMPLETION_TOKENS, int(generated.sum()))
             generation = GenerationConfig(max_new_tokens=most, temperature=temperature, ignore_eos=True)
             request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed)
             return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
 
         questions = (answer(seed, row) for seed, row in enumerate(rows[self.compared(rows).any(-1)]))
-        made = self._told(
-            self._ask(questions), lambda found: stack(found).to_dict(), "answering prompts for the gap gate"
+        made = self._broadcast_from_leader(
+            self._request_on_leader(questions),
+            lambda found: stack(found).to_dict(),
+            "answering prompts for the gap gate",
         )
         return TensorDict(made, batch_size=made["input_ids"].shape[:1])
 
-    def gap_of_answers(self, rows: TensorDict, new: bool) -> Gap | None:
+    def gap_of_regenerated(self, rows: TensorDict, new: bool) -> LogprobGap | None:
         """Between what servers record for `answers` and what the trainer says of them; None without."""
-        made = self.attempt(self.answers, rows, new)
-        return None if made is None else self.compare(self.ours(made), made["logprobs"], made["versions"] >= 0)
+        made = self.attempt(self.regenerate, rows, new)
+        return (
+            None if made is None else self.compare(self.trainer_logprobs(made), made["logprobs"], made["versions"] >= 0)
+        )
 
     def attempt[T](self, work: Callable[..., T], *arguments: Any) -> T | None:
         """What a measurement gives; None, on every rank, where it cannot be made."""
@@ -189,13 +203,13 @@ class Experiments:
             log.info("this experiment of the gap gate was not possible: %s", error)
             return None
 
-    def _of_heads(self, mine: Tensors) -> list[Tensors]:
+    def _from_leaders(self, mine: Tensors) -> list[Tensors]:
         """What the head of each replica has, in order of dp_rank."""
         parallel = self.engine.parallel
         parts = parallel.gather_tensors(mine if parallel.is_dp_leader else {}, all_ranks=True)
         return [part for part in parts if part]
 
-    def _ask(self, questions: Iterable[Awaitable[Any]]) -> Asked:
+    def _request_on_leader(self, questions: Iterable[Awaitable[Any]]) -> Asked:
         """Heads alone make and ask the questions."""
 
         async def together() -> list[Any]:
@@ -210,20 +224,22 @@ class Experiments:
             asked.set_exception(error)
             return asked
 
-    def _told(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
+    def _broadcast_from_leader(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
         """What the head of this rank's replica got from the servers; an RLError on every rank, if one got nothing."""
         parallel, mine = self.engine.parallel, Tensors()
         with parallel.agree_on_errors(doing):
             if asked is not None:
                 mine = pack(self.loop.wait(asked, doing, self.timeout))
-        return self._of_heads(mine)[parallel.dp_rank]
+        return self._from_leaders(mine)[parallel.dp_rank]
 
-    def temperature(self, rows: TensorDict, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[float, Gap]:
+    def temperature(
+        self, rows: TensorDict, server_logprobs: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[float, LogprobGap]:
         """The one temperature, 0.1 to 10, at which the trainer comes nearest to some log-probs, and how near."""
 
-        def at(value: float) -> tuple[float, Gap]:
+        def at(value: float) -> tuple[float, LogprobGap]:
             changed = rows.clone().update({"temperature": torch.full_like(rows["temperature"], value)})
-            gap = self.compare(self.ours(changed), theirs, mask)
+            gap = self.compare(self.trainer_logprobs(changed), server_logprobs, mask)
             assert gap is not None, "asked only where there is a gap to explain"
             return value, gap
 
@@ -245,7 +261,7 @@ class Experiments:
         if able and self.engine.parallel.is_main and sent is not None and sent.checksums:
             live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
             found = max(
-                (Receipts.of(receipt, sent, before) for receipt in live or ()),
+                (Receipts.from_pair(receipt, sent, before) for receipt in live or ()),
                 key=lambda receipts: len(receipts.differing),
                 default=None,
             )

@@ -25,7 +25,7 @@ from rl_contracts.config import Settings, bounded, require
 from rl_contracts.errors import RLError, WeightUpdateError
 from rl_contracts.runtime.logging import get_logger
 from rl_trainers.weight_sync.gap.diagnosis import DTYPE, Evidence, diagnose
-from rl_trainers.weight_sync.gap.divergence import Gap, fresh_mask
+from rl_trainers.weight_sync.gap.divergence import LogprobGap, current_version_mask
 from rl_trainers.weight_sync.gap.lag import LIMIT, LagTest
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class GapConfig(Settings):
 
 
 @dataclass
-class _Look:
+class _Comparison:
     """What is compared after the commit."""
 
     rows: TensorDict
@@ -130,7 +130,7 @@ class GapGate:
         self._without_fresh = self._empty = 0
         self._told_blind = False
         self._receipts: tuple[WeightReceipt | None, WeightReceipt | None] = (None, None)
-        self._look: _Look | None = None
+        self._look: _Comparison | None = None
 
     @property
     def _own_reference(self) -> bool:
@@ -138,15 +138,15 @@ class GapGate:
         can = self.inference.capabilities
         return self.served in HALF and not (can.checksums and can.live_checksums)
 
-    def asks_before_update(self) -> bool:
+    def scores_before_update(self) -> bool:
         """Whether `before_update` asks about each batch, of servers that are awake (collective): in 16 bits, where they
         are compared with each other or with themselves. Else it wakes those that sleep when it has to ask."""
         asks = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
         self._asks = bool(self.config.rows) and bool(self.engine.parallel.broadcast_json(asks))
         return self._asks
 
-    def _awake(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._asks or self.sharing is None else self.sharing.awake()
+    def _with_servers_awake(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._asks or self.sharing is None else self.sharing.servers_awake()
 
     def before_update(self, batch: TensorDict) -> dict[str, float | None]:
         """Choose the rows and the server of this step, and compare the log-probs that were recorded for the rows' fresh
@@ -164,31 +164,31 @@ class GapGate:
             WeightUpdateError: they are off by more than `stop`, or for too long; names the cause.
         """
         if not self.config.rows:
-            return _figures("gap/fresh_", None)
+            return _gap_metrics("gap/fresh_", None)
         find = self.experiments
-        rows = _choose(batch, self.config.rows, self.engine.version, self.engine.parallel)
-        ours = find.ours(rows)
+        rows = _sample_sequences(batch, self.config.rows, self.engine.version, self.engine.parallel)
+        ours = find.trainer_logprobs(rows)
         self._look = self._prepare(rows, ours)
-        gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
+        gap = find.compare(ours, rows["logprobs"], self._is_current_version(rows))
         self._without_fresh = 0 if gap is not None else self._without_fresh + 1
         if self.config.answer_every and self._without_fresh >= self.config.answer_every:
             self._without_fresh = 0
-            with self._awake():
-                answers = find.attempt(find.answers, rows)
+            with self._with_servers_awake():
+                answers = find.attempt(find.regenerate, rows)
             if answers is not None:
-                rows, ours = answers, find.ours(answers)
-                gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
+                rows, ours = answers, find.trainer_logprobs(answers)
+                gap = find.compare(ours, rows["logprobs"], self._is_current_version(rows))
         self._empty = int(gap is None)
         if gap is not None:
             what = "the recorded log-probs of tokens that the trainer's version made"
             evidence = Evidence(self.config.warn, self.low_precision, gap, recorded=True)
 
             def examine() -> Evidence:
-                with self._awake():
-                    return self._examine_recorded(evidence, rows, ours)
+                with self._with_servers_awake():
+                    return self._diagnose_recorded(evidence, rows, ours)
 
-            self._judge(self._fresh, what, evidence, examine)
-        return {**_figures("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
+            self._raise_alarms(self._fresh, what, evidence, examine)
+        return {**_gap_metrics("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
 
     def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
         """Compare a server's scores of the same rows, at the version that was just committed, with the trainer's
@@ -209,10 +209,10 @@ class GapGate:
         look, self._look = self._look, None
         before, self._receipts = self._receipts[0], (sent, self._receipts[0])
         if look is None:
-            return {**_figures("gap/", None), "gap/lag": None, "gap/empty": 0.0}
+            return {**_gap_metrics("gap/", None), "gap/lag": None, "gap/empty": 0.0}
         same = sent is not None and before is not None and sent.checksums == before.checksums != {}
         same = self.engine.parallel.broadcast_json(same)  # rank 0's receipts are whole
-        if self._unchanged.note(same):
+        if self._unchanged.count(same):
             log.warning(
                 "version %d is the one before to the last bit, as it is served in %s, which cannot resolve so small an "
                 "update. A server that misses it cannot be told from one that does not.",
@@ -221,23 +221,23 @@ class GapGate:
             )
         find = self.experiments
         mask = find.compared(look.rows)
-        asked = find.ask_scores(look.rows, self._on(look.server))
-        ours = find.ours(look.rows)  # while the server computes its own
+        asked = find.ask_scores(look.rows, self._scorer(look.server))
+        ours = find.trainer_logprobs(look.rows)  # while the server computes its own
         theirs, why = None, "the rows have no token to compare"
         try:
-            theirs = find.scores(look.rows, self._on(look.server), asked)
+            theirs = find.scores(look.rows, self._scorer(look.server), asked)
         except (RLError, TimeoutError) as error:
             why = str(error)
         gap, lag = find.compare(ours, theirs, mask), None
-        if self._missing.note(gap is None):
+        if self._missing.count(gap is None):
             times = f"{self._missing.in_row} times in a row, the run stops at {self.config.patience}"
-            self._missing.speak(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
+            self._missing.warn(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
         if gap is not None and theirs is not None:
             lag, how = self._lag_of(look, ours, theirs, same)
             self._judge_scores(look, gap, theirs, lag, how)
-        return {**_figures("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
+        return {**_gap_metrics("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
 
-    def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Look:
+    def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Comparison:
         """With the server whose turn it is, of those that every head knows (one that joins is known to some of them
         first). In float32 the trainer is reference enough."""
         find = self.experiments
@@ -248,27 +248,29 @@ class GapGate:
         server, peer = [*sorted(names, key=lambda n: self._turns.get(n, -1)), "", ""][:2]
         self._turns[server] = 1 + max(self._turns.values(), default=0)
         wanted = self.low_precision and peer and self._asks
-        of_peer = find.attempt(find.scores, rows, self._on(peer)) if wanted else None
-        return _Look(rows, before, server, peer, of_peer, *self._by_itself(rows, before, server))
+        of_peer = find.attempt(find.scores, rows, self._scorer(peer)) if wanted else None
+        return _Comparison(rows, before, server, peer, of_peer, *self._self_reference(rows, before, server))
 
-    def _by_itself(
-        self, rows: TensorDict, ours: torch.Tensor, server: str
+    def _self_reference(
+        self, rows: TensorDict, trainer_logprobs: torch.Tensor, server: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A server's own scores and what the trainer gives with the weights as they are served, where 16 bits are all
         that there is to tell whether the server is behind."""
         find = self.experiments
         if not server or not self._own_reference:
             return None, None
-        served = self._as_served(rows, ours)
-        own = None if served is None else find.attempt(find.scores, rows, self._on(server))
-        again = None if own is None else find.attempt(find.scores, rows, self._on(server))
-        repeats = again is not None and not find.moved(rows, own, again).share
+        served = self._as_served(rows, trainer_logprobs)
+        own = None if served is None else find.attempt(find.scores, rows, self._scorer(server))
+        again = None if own is None else find.attempt(find.scores, rows, self._scorer(server))
+        repeats = again is not None and not find.logprob_change(rows, own, again).share
         return (own, served) if repeats else (None, None)
 
-    def _as_served(self, rows: TensorDict, ours: torch.Tensor) -> torch.Tensor | None:
-        return ours if self.trained == self.served else self.experiments.as_served(rows)
+    def _as_served(self, rows: TensorDict, trainer_logprobs: torch.Tensor) -> torch.Tensor | None:
+        return trainer_logprobs if self.trained == self.served else self.experiments.as_served(rows)
 
-    def _lag_of(self, look: _Look, ours: torch.Tensor, theirs: torch.Tensor, same: bool) -> tuple[float | None, str]:
+    def _lag_of(
+        self, look: _Comparison, ours: torch.Tensor, theirs: torch.Tensor, same: bool
+    ) -> tuple[float | None, str]:
         """What says most that the server is behind, and how: itself, the trainer, if it computes in the servers' dtype,
         or the peer.
 
@@ -276,21 +278,27 @@ class GapGate:
             same: the update left what is served as it was.
         """
         find, rows, tests = self.experiments, look.rows, self._lag
-        peer = None if look.peer_before is None else find.attempt(find.scores, rows, self._on(look.peer))
+        peer = None if look.peer_before is None else find.attempt(find.scores, rows, self._scorer(look.peer))
         found: list[tuple[float | None, str]] = []
         if look.own_before is not None and not same:
-            moved = find.moved(rows, look.served_before, self._as_served(rows, ours))
-            still = moved.clear and not find.moved(rows, look.own_before, theirs).share
-            found.append((tests[look.server, "itself"].look_at_itself(still), SAME))
+            moved = find.logprob_change(rows, look.served_before, self._as_served(rows, ours))
+            still = moved.is_clear and not find.logprob_change(rows, look.own_before, theirs).share
+            found.append((tests[look.server, "itself"].add_self_comparison(still), SAME))
         if self.trained == self.served:
-            found.append((tests[look.server, "trainer"].look(find.nearness(rows, theirs, ours, look.before)), NEARER))
+            found.append(
+                (tests[look.server, "trainer"].add(find.lag_statistics(rows, theirs, ours, look.before)), NEARER)
+            )
         if peer is not None and look.peer_before is not None:
-            found.append((tests[look.server, "peer"].look(find.nearness(rows, theirs, peer, look.peer_before)), NEARER))
+            found.append(
+                (tests[look.server, "peer"].add(find.lag_statistics(rows, theirs, peer, look.peer_before)), NEARER)
+            )
         said = [(z, how) for z, how in found if z is not None]
         z, how = max(said, key=lambda told: told[0], default=(None, ""))
         return tuple(self.engine.parallel.broadcast_json([z, how]))
 
-    def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None, how: str) -> None:
+    def _judge_scores(
+        self, look: _Comparison, gap: LogprobGap, server_logprobs: torch.Tensor, lag: float | None, how: str
+    ) -> None:
         find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT
         if behind:
             what += f", {how} (z={lag:.1f}),"
@@ -309,17 +317,17 @@ class GapGate:
 
         def examine() -> Evidence:
             live = receipts or find.receipts(*self._receipts, look.server)
-            return self._examine(evidence, look.rows, theirs, look.before, receipts=live)
+            return self._diagnose(evidence, look.rows, server_logprobs, look.before, receipts=live)
 
-        self._judge(self._scores[look.server], what, evidence, examine)
+        self._raise_alarms(self._scores[look.server], what, evidence, examine)
 
-    def _judge(self, alarm: Alarm, what: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
+    def _raise_alarms(self, alarm: Alarm, what: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
         """Count what was found; where something is to be said, look closer first."""
         gap, config = evidence.gap, self.config
         too_much = not gap.mean_abs <= config.stop  # nan is too much
-        if alarm.note(diagnose(evidence) is not None, too_much, certain=evidence.certain):
+        if alarm.count(diagnose(evidence) is not None, too_much, certain=evidence.certain):
             name, why = diagnose(examine()) or ("unknown", "what was looked at again agrees")
-            alarm.speak(
+            alarm.warn(
                 f"servers and trainer disagree: {what} and the trainer's differ by {gap.mean_abs:.3g} nats on average, "
                 f"{gap.max_abs:.3g} at most, over {gap.tokens} tokens at version {self.engine.version} (warn above "
                 f"{config.warn:g}, stop above {config.stop:g} or {config.patience} times in a row; this is time "
@@ -327,16 +335,16 @@ class GapGate:
                 excused=name == DTYPE,
             )
 
-    def _examine(
+    def _diagnose(
         self, evidence: Evidence, rows: TensorDict, theirs: torch.Tensor, before: torch.Tensor | None, **more: Any
     ) -> Evidence:
         """Add what experiments give."""
         find = self.experiments
-        mask = self._is_fresh(rows) if evidence.recorded else find.compared(rows)
+        mask = self._is_current_version(rows) if evidence.recorded else find.compared(rows)
         older, base = find.compare(theirs, before, mask), find.compare(theirs, find.unadapted(rows), mask)
         return replace(evidence, older=older, base=base, temperature=find.temperature(rows, theirs, mask), **more)
 
-    def _examine_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
+    def _diagnose_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
         """Scores come first: where they are wrong, what is generated is wrong as well."""
         find = self.experiments
         scored, ours = self._as_scored(rows, ours)
@@ -344,22 +352,25 @@ class GapGate:
         gap = find.compare(ours, theirs, find.compared(scored))
         if theirs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
             receipts = find.receipts(*self._receipts)
-            return self._examine(replace(evidence, gap=gap, recorded=False), scored, theirs, None, receipts=receipts)
+            return self._diagnose(replace(evidence, gap=gap, recorded=False), scored, theirs, None, receipts=receipts)
         before = find.attempt(find.scores, rows, self.inference.score_previous_weights)
-        prompts = {"seen_prompt": find.gap_of_answers(rows, False), "new_prompt": find.gap_of_answers(rows, True)}
-        return self._examine(evidence, rows, rows["logprobs"], before, **prompts)
+        prompts = {
+            "seen_prompt": find.gap_of_regenerated(rows, False),
+            "new_prompt": find.gap_of_regenerated(rows, True),
+        }
+        return self._diagnose(evidence, rows, rows["logprobs"], before, **prompts)
 
-    def _as_scored(self, rows: TensorDict, ours: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
+    def _as_scored(self, rows: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
         """Rows at a temperature at which servers can score them, and the trainer's log-probs there (collective)."""
         if self.inference.capabilities.any_score_temperature:
-            return rows, ours
+            return rows, trainer_logprobs
         rows = rows.clone().update({"temperature": rows["temperature"].new_ones(rows.batch_size)})
-        return rows, self.experiments.ours(rows)
+        return rows, self.experiments.trainer_logprobs(rows)
 
-    def _is_fresh(self, rows: TensorDict) -> torch.Tensor:
-        return fresh_mask(rows["versions"], self.engine.version)
+    def _is_current_version(self, rows: TensorDict) -> torch.Tensor:
+        return current_version_mask(rows["versions"], self.engine.version)
 
-    def _on(self, server: str) -> Score:
+    def _scorer(self, server: str) -> Score:
         return partial(self.inference.score, server=server)
 
 
@@ -371,7 +382,7 @@ class Alarm:
         self.patience, self.in_row = patience, 0
         self._too_much = self._excused = False
 
-    def note(self, off: bool, too_much: bool = False, certain: bool = False) -> bool:
+    def count(self, off: bool, too_much: bool = False, certain: bool = False) -> bool:
         """Count a comparison; whether something is to be said. What is `certain` begins anew after an excused one."""
         if not off or (certain and self._excused):
             self.in_row, self._excused = 0, False
@@ -382,7 +393,7 @@ class Alarm:
     def _stops(self) -> bool:
         return self._too_much or (self.in_row >= self.patience and not self._excused)
 
-    def speak(self, message: str, excused: bool = False) -> None:
+    def warn(self, message: str, excused: bool = False) -> None:
         """Warn.
 
         Args:
@@ -400,14 +411,14 @@ class Alarm:
         log.warning(message)
 
 
-def _choose(batch: TensorDict, count: int, version: int, parallel: ParallelContext) -> TensorDict:
+def _sample_sequences(batch: TensorDict, count: int, version: int, parallel: ParallelContext) -> TensorDict:
     """This replica's part of `count` rows (all, where there are fewer), of as many groups as there are, those with
     fresh tokens first. Groups may be spread over replicas: each begins with others."""
     from rl_contracts.batch.trajectory import select
 
-    mine = batch["group_ids"] % parallel.dp_size == parallel.dp_rank
-    fresh = fresh_mask(batch["versions"], version).any(-1)
-    order = (2 * fresh.int() + mine.int()).argsort(descending=True, stable=True)
+    is_local = batch["group_ids"] % parallel.dp_size == parallel.dp_rank
+    fresh = current_version_mask(batch["versions"], version).any(-1)
+    order = (2 * fresh.int() + is_local.int()).argsort(descending=True, stable=True)
     members: dict[int, list[int]] = defaultdict(list)
     for row, group in zip(order.tolist(), batch["group_ids"][order].tolist(), strict=True):
         members[group].append(row)
@@ -416,6 +427,6 @@ def _choose(batch: TensorDict, count: int, version: int, parallel: ParallelConte
     return select(batch, chosen[: math.ceil(count / parallel.dp_size)])
 
 
-def _figures(prefix: str, gap: Gap | None) -> dict[str, float | None]:
+def _gap_metrics(prefix: str, gap: LogprobGap | None) -> dict[str, float | None]:
     """`<prefix>mean_abs`, `<prefix>max_abs` and `<prefix>k3`, None without a gap."""
     return {prefix + name: None if gap is None else getattr(gap, name) for name in ("mean_abs", "max_abs", "k3")}

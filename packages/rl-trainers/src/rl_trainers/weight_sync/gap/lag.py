@@ -9,9 +9,9 @@ generated tokens of a group's rows,
 whatever the learning rate and the dtype. Where noise alone decides, a and b are exchangeable and x is symmetric about
 0; where the server is up to date, x is lower. So a mean of x above 0 that chance does not explain names a server that
 is behind. Each look gives Student's t over its groups as a normal quantile (Wallace, "Bounds on normal approximations
-to Student's and the chi-square distributions", 1959), cut at `MOST` because x is not normal, and the last n looks at
-the server, n = 2 to 20, their sum over sqrt(n). Groups are what is counted, because the tokens of a row, and rows of
-one prompt, share their noise.
+to Student's and the chi-square distributions", 1959), cut at `MAX_COMPARISONS` because x is not normal, and the last n
+looks at the server, n = 2 to 20, their sum over sqrt(n). Groups are what is counted, because the tokens of a row, and
+rows of one prompt, share their noise.
 
 A look speaks only where the server's distance from the middle, s - (a + b) / 2, has a direction along a - b: a |cosine|
 above `CLEAR`. Otherwise a difference between two kernels that has a direction, however small beside their noise, would
@@ -22,9 +22,9 @@ updates of a trainer that keeps float32, a healthy server *is* nearer to the ver
 In 16 bits an update may move log-probs by far less than rounding does (at lr 1e-6 by a thirtieth, in a small random
 model), and a reference with kernels of its own does not help: 20 looks of 100 tokens, each against the exact movement,
 put 1.6 standard deviations between a server that is up to date and one that is not. There a server may be its own
-reference (`look_at_itself`): one that repeats its log-probs to the last bit when it is asked twice, and gives them a
-third time after an update that changed the trainer's, did not receive it. A server whose kernels depend on what else it
-computes at the moment does not repeat itself, and that says nothing.
+reference (`add_self_comparison`): one that repeats its log-probs to the last bit when it is asked twice, and gives them
+a third time after an update that changed the trainer's, did not receive it. A server whose kernels depend on what else
+it computes at the moment does not repeat itself, and that says nothing.
 
 Simulated looks of 4 groups with 30 tokens, where the noise is the server's alone. *Named*: a server that is always one
 version behind, after 2 looks where the update moved log-probs by ten times the noise, 4 at twice, 7 at once, 23 at half
@@ -44,13 +44,13 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-LOOKS = 20
+MIN_COMPARISONS = 20
 """Looks at a server that count; what is older is forgotten."""
 LIMIT = 5.5
 """z above which a server is behind."""
 CLEAR = 0.15
 """Least |cosine| between the server's distance from the middle of a and b, and the reference's movement."""
-MOST = 4.0
+MAX_COMPARISONS = 4.0
 """z of a single look, at most: two are needed."""
 ROUNDING = 1e-6
 """Error of a mean of x where all values are the same."""
@@ -60,9 +60,9 @@ class LagTest:
     """What the looks at one server say, against one kind of reference."""
 
     def __init__(self) -> None:
-        self._looks: deque[float] = deque(maxlen=LOOKS)
+        self._looks: deque[float] = deque(maxlen=MIN_COMPARISONS)
 
-    def look(self, groups: Sequence[Sequence[float]]) -> float | None:
+    def add(self, groups: Sequence[Sequence[float]]) -> float | None:
         """One more look.
 
         Args:
@@ -77,9 +77,9 @@ class LagTest:
         middle = (after + before) / 2 - moved / 4  # sum (s - (a + b) / 2)^2
         # after - before = 2 sum (s - (a + b) / 2) (b - a)
         clear = len(values) > 1 and (after - before) ** 2 > (2 * CLEAR) ** 2 * moved * middle
-        return self._note(surprise(values) if clear else None)
+        return self._add_score(signed_z_score(values) if clear else None)
 
-    def look_at_itself(self, still: bool) -> float | None:
+    def add_self_comparison(self, still: bool) -> float | None:
         """One more look, at the server's own log-probs before and after the update.
 
         Args:
@@ -88,11 +88,11 @@ class LagTest:
         Returns:
             As `look`; None where they are not still.
         """
-        return self._note(MOST if still else None)
+        return self._add_score(MAX_COMPARISONS if still else None)
 
-    def _note(self, z: float | None) -> float | None:
+    def _add_score(self, z: float | None) -> float | None:
         """Count a look that gave z, or said nothing."""
-        self._looks.appendleft(min(z or 0.0, MOST))
+        self._looks.appendleft(min(z or 0.0, MAX_COMPARISONS))
         if z is None:
             return None
         if z <= 0:
@@ -101,7 +101,7 @@ class LagTest:
         return max((total / math.sqrt(n) for n, total in sums if n > 1), default=None)
 
 
-def surprise(values: Sequence[float]) -> float:
+def signed_z_score(values: Sequence[float]) -> float:
     """How little chance explains a mean other than 0: Student's t as a normal quantile, with the mean's sign."""
     count, mean = len(values), statistics.fmean(values)
     free, error = count - 1, math.sqrt(statistics.variance(values) / count)

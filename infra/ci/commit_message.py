@@ -1,49 +1,63 @@
-"""Whether the first line of a commit message is a Conventional Commit: `type(scope)!: what it does`.
+"""Check that commit messages are Conventional Commits: `type(scope)!: subject` of at most 72 characters.
 
-    python infra/ci/commit_message.py FILE
+    python infra/ci/commit_message.py FILE           # the hook `commit-msg`: one message
+    python infra/ci/commit_message.py --range A..B   # CI: every commit of a pull request
 
-Git gives the file to the hook `commit-msg`. What git writes by itself (merges, reverts, fixups) passes.
+Messages that git writes (merges, reverts, fixups) pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 TYPES = ("build", "chore", "ci", "docs", "feat", "fix", "perf", "refactor", "revert", "style", "test")
-LONGEST = 120
+MAX_SUBJECT = 72
 FORM = re.compile(rf"(?:{'|'.join(TYPES)})(?:\([a-z0-9-]+\))?!?: \S.*[^.\s]")
 BY_GIT = re.compile(r"(?:Merge |Revert \"|fixup! |squash! |amend! )")
 
 
-def complaint(message: str) -> str:
-    """What is wrong with a message; empty: nothing."""
+def problem(message: str) -> str:
+    """Return the rule that a message breaks, or an empty text."""
     lines = [line for line in message.splitlines() if not line.startswith("#")]
-    first = lines[0] if lines else ""
-    if BY_GIT.match(first):
+    subject = lines[0] if lines else ""
+    if BY_GIT.match(subject):
         return ""
-    if not FORM.fullmatch(first):
+    if not FORM.fullmatch(subject):
         return (
-            f"expected a first line such as 'feat(rl-rewards): partial credit' (no full stop; the type one of "
-            f"{', '.join(TYPES)}; the scope, a package, may be left out), found {first!r}."
+            f"expected a subject such as 'feat(rl-rewards): add partial credit', without a full stop, with one of the "
+            f"types {', '.join(TYPES)} and an optional scope, found {subject!r}."
         )
-    if len(first) > LONGEST:
-        return f"expected a first line of at most {LONGEST} characters, found {len(first)}. Say the rest below it."
+    if len(subject) > MAX_SUBJECT:
+        return (
+            f"expected a subject of at most {MAX_SUBJECT} characters, found {len(subject)}; move details to the body."
+        )
     if len(lines) > 1 and lines[1]:
-        return f"expected an empty line after the first, found {lines[1]!r}."
+        return f"expected an empty line after the subject, found {lines[1]!r}."
     return ""
 
 
+def messages(commits: str) -> list[str]:
+    """Return the messages of a range of commits, merges left out."""
+    command = ["git", "log", "-z", "--no-merges", "--format=%B", commits]
+    return [text for text in subprocess.check_output(command, text=True).split("\0") if text]
+
+
 def main() -> int:
-    """1 if the message is refused."""
+    """Print each problem; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="the message")
-    wrong = complaint(parser.parse_args().file.read_text())
-    if wrong:
-        print(f"commit message: {wrong}", file=sys.stderr)
-    return 1 if wrong else 0
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", help="file with one message")
+    source.add_argument("--range", metavar="A..B", help="commits to check")
+    options = parser.parse_args()
+    texts = messages(options.range) if options.range else [options.file.read_text()]
+    problems = [found for text in texts if (found := problem(text))]
+    for found in problems:
+        print(f"commit message: {found}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

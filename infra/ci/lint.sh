@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Format (also of Markdown), lint, types (strict on rl-contracts), the dependency rule, sizes of folders, public names, and that each
-# package declares what it imports, in functions and tests too. Expects the synced workspace environment.
+# Format (also of Markdown), lint, types (strict on rl-contracts), import rules, folder sizes, public names, language, and declared
+# dependencies. Expects the synced workspace environment.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -12,6 +12,7 @@ uv run --no-sync basedpyright --level error infra/ci/typed_program.py
 uv run --no-sync lint-imports
 uv run --no-sync python infra/ci/folder_sizes.py
 uv run --no-sync python infra/ci/public_api.py
+uv run --no-sync python infra/ci/lint_language.py
 uv run --no-sync zizmor --offline --quiet .github
 for package in packages/* apps; do # what is exempt, and why, stands in each pyproject.toml; tests import what is for tests
   (cd "$package" && uv run --no-sync deptry src && uv run --no-sync deptry src tests --ignore DEP002,DEP004)

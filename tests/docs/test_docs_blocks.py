@@ -157,8 +157,8 @@ def _parsed(words: list[str]) -> None:
 
 
 def _commit(words: list[str]) -> None:
-    complaint = runpy.run_path(str(ROOT / "infra" / "ci" / "commit_message.py"))["complaint"]
-    assert complaint(words[words.index("--message") + 1]) == ""
+    problem = runpy.run_path(str(ROOT / "infra" / "ci" / "commit_message.py"))["problem"]
+    assert problem(words[words.index("--message") + 1]) == ""
 
 
 def _install(words: list[str]) -> None:

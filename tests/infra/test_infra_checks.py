@@ -128,40 +128,91 @@ def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
     "message",
     [
         "feat(rl-rewards): partial credit",
-        "fix!: settings are refused when they are resolved\n\nBecause.\n# a comment of git's\n",
+        "fix!: reject settings when they are resolved\n\nBecause.\n# a comment of git's\n",
         "Merge branch 'main' into mine",
         'Revert "feat: more"',
         "fixup! feat: more",
     ],
 )
 def test_commit_message_of_the_form_passes(message):
-    assert _script("commit_message").complaint(message) == ""
+    assert _script("commit_message").problem(message) == ""
 
 
 @pytest.mark.parametrize(
-    ("message", "complaint"),
+    ("message", "problem"),
     [
         ("Fixed the build", "found 'Fixed the build'"),
         ("feature: more", "found 'feature: more'"),
-        ("feat(RL Rewards): more", "the scope, a package"),
-        ("feat: more.", "no full stop"),
+        ("feat(RL Rewards): more", "optional scope"),
+        ("feat: more.", "without a full stop"),
         ("feat:more", "found 'feat:more'"),
         ("", "found ''"),
-        ("feat: " + "x" * 120, "found 126"),
-        ("feat: more\nand more", "empty line after the first, found 'and more'"),
+        ("feat: " + "x" * 67, "found 73"),
+        ("feat: more\nand more", "empty line after the subject, found 'and more'"),
     ],
 )
-def test_commit_message_of_another_form_is_refused_with_the_form(message, complaint):
-    assert complaint in _script("commit_message").complaint(message)
+def test_commit_message_of_another_form_is_rejected(message, problem):
+    assert problem in _script("commit_message").problem(message)
 
 
-def test_commit_message_hook_ends_with_1_where_it_refuses(tmp_path):
+def test_commit_message_hook_wrong_subject_exits_1(tmp_path):
     for message, code in (("docs: how to add a reward\n", 0), ("wip\n", 1)):
         (tmp_path / "COMMIT_EDITMSG").write_text(message)
         command = [sys.executable, str(CI / "commit_message.py"), str(tmp_path / "COMMIT_EDITMSG")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == code
         assert ("found 'wip'" in done.stderr) == bool(code)
+
+
+def test_commit_message_range_checks_each_commit(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for subject in ("docs: base", "docs: good", "wip"):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
+
+    for commits, code in (("HEAD~2..HEAD~1", 0), ("HEAD~2..HEAD", 1)):
+        command = [sys.executable, str(CI / "commit_message.py"), "--range", commits]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert ("found 'wip'" in done.stderr) == bool(code)
+
+
+# ---- language
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.py", 'x = 1\n"""Number of tokens."""\n', None),
+        ("a.py", "# It is tried anew.\n", "banned word 'anew'"),
+        ("a.md", "Nobody asks.\n", "banned word 'Nobody'"),
+        ("a.py", 'x = 1\n"""What it is."""\n', "docstring begins with 'What'"),
+        ("a.py", 'def run():\n    """Of each."""\n', "docstring begins with 'Of'"),
+        ("a.py", 'def run():\n    """Offline mode."""\n', None),
+        ("a.py", f"def test_{'x' * 66}(): ...\n", "71 characters"),
+        ("a.py", f"raise ValueError(f'{'word ' * 40}{{x}}')\n", "message of 41 words"),
+        ("a.py", f"log.warning('{'word ' * 41}')\n", "message of 41 words"),
+        ("a.py", f"option(help='{'word ' * 40}')\n", None),
+        ("a.md", f"| one | {'word ' * 26}|\n", "table cell of 26 words"),
+    ],
+)
+def test_lint_language_names_the_broken_rule(name, text, problem):
+    found = [message for _, message in _script("lint_language").check(name, text)]
+
+    assert [problem in message for message in found] == ([True] if problem else [])
+
+
+def test_lint_language_banned_word_in_a_checked_folder_fails(tmp_path):
+    page = tmp_path / "packages" / "rl-contracts" / "README.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("It is tried anew.\n")
+    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+
+    command = [sys.executable, str(CI / "lint_language.py"), "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, "README.md:1: banned word 'anew'" in done.stderr) == (1, True)
 
 
 def test_every_script_is_in_the_list_of_scripts():

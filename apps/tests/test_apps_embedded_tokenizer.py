@@ -13,7 +13,7 @@ from rl_apps.embedded.warmup import _batch, chances_of_adding
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import DataError
 from rl_datasets.word_problems import ADDING, MAX_LEVEL, TAKING, WordProblems, draw_problem
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 
 TOKENIZER = word_problem_tokenizer(256)
 BYTES = trained_tokenizer(["How many clips did Natalia sell altogether in April and May?"] * 4, 512, 256)
@@ -109,7 +109,7 @@ SCHEMA = {"type": "function", "function": {"name": TOOL, "parameters": {}}}
 def test_lesson_is_what_the_chat_template_makes_of_the_conversation_that_an_agent_has(kind: str) -> None:
     tokenizer, rng, turns = word_problem_tokenizer(256, words_of(kind)), random.Random(1), set()
     renderer, tools = ChatRenderer(tokenizer), [SCHEMA] if kind == "tools" else None
-    reader = AnswerReader(tokenizer, stop_ids=renderer.stop_ids)
+    reader = MessageParser(tokenizer, stop_ids=renderer.stop_ids)
     for problem in WordProblems(seed=0, size=40).problems:
         lesson = LESSONS[kind](problem, chances_of_adding(0), rng)
         messages: list[Any] = [{"role": "user", "content": problem.question}]
@@ -137,4 +137,4 @@ def test_chat_template_shows_names_of_tools_and_reads_their_calls() -> None:
     assert renderer.text([{"role": "user", "content": "?"}], [SCHEMA, SCHEMA]) == (
         "<|system|>calculator, calculator<|user|>?<|assistant|>"
     )
-    assert AnswerReader(TOKENIZER).form == "hermes"
+    assert MessageParser(TOKENIZER).form == "hermes"

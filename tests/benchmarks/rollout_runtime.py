@@ -91,11 +91,11 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
     rollout.pause()
     rollout.loop.run(engine.pause(), 10)
     rollout.resume()
-    rollout.loop.run(rollout.head.begin_wait(), 10)
+    rollout.loop.run(rollout.scheduler.begin_wait(), 10)
     deadline = time.monotonic() + DEADLINE
-    while len(rollout.head.episodes.running) < outstanding:
+    while len(rollout.scheduler.episodes.running) < outstanding:
         if time.monotonic() > deadline:
-            raise SystemExit(f"only {len(rollout.head.episodes.running)} of {outstanding} episodes run")
+            raise SystemExit(f"only {len(rollout.scheduler.episodes.running)} of {outstanding} episodes run")
         time.sleep(0.05)
     running = resident()
     rollout.loop.run(engine.resume(), 10)
@@ -106,7 +106,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
     episodes, least = 0, outstanding
     for _ in range(batches):
         episodes += rollout.next_batch().batch_size[0]
-        least = min(least, rollout.head.manager.outstanding * GROUP)
+        least = min(least, rollout.scheduler.manager.outstanding * GROUP)
         rollout.end_step(0)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     rollout.destroy()

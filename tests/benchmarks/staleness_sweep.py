@@ -31,7 +31,7 @@ from rl_contracts.inference import InferenceEngine
 from rl_contracts.runtime.clock import Clock
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows import DistRollout, RolloutConfig, RolloutScheduler, StalenessManager
 from rl_workflows.rollout.batches import assemble
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "images" / "staleness.svg"
@@ -128,7 +128,7 @@ def simulate(max_staleness: int, steps: int) -> list[Step]:
     """The same steps on the simulated clock."""
     clock, config = SimulatedClock(), settings_for(max_staleness)
     engine = make_engine(clock)
-    head = RolloutHead(engine, Answer(), rows(), StalenessManager(BATCH, max_staleness), config, clock)
+    head = RolloutScheduler(engine, Answer(), rows(), StalenessManager(BATCH, max_staleness), config, clock)
 
     async def train() -> list[Step]:
         done = []

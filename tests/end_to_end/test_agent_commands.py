@@ -25,7 +25,7 @@ from rl_contracts.sandbox import confine
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows import AgentCommand, AgentContainer, AgentEpisodes, Ticket
+from rl_workflows import AgentCommand, AgentContainer, AgentEpisodeWorkflow, Ticket
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
@@ -71,7 +71,7 @@ async def group_of(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: in
     ids = TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False)
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     engine = NullInferenceEngine(config, answer=lambda request: ids)
-    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32), 400, deadline=deadline)
+    workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=32), 400, deadline=deadline)
     try:
         return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROW, Ticket(0, 3), size, 1)
     finally:

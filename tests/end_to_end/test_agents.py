@@ -20,7 +20,7 @@ from rl_contracts.testing.chat_formats import format_completion, make_chat_token
 from rl_contracts.workflow import AgentWorkflow
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig
 from rl_trainers.algorithms.credit import assign_credit
-from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows import AgentEpisodeWorkflow, Ticket
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
@@ -98,7 +98,7 @@ def answering() -> NullInferenceEngine:
 async def group_of(
     agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, engine: NullInferenceEngine, **more: Any
 ) -> Any:
-    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32, temperature=0.7), 400, **more)
+    workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=32, temperature=0.7), 400, **more)
     return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROW, Ticket(0, 3), 4, 1)
 
 
@@ -112,9 +112,9 @@ class TestConformance(WorkflowConformance):
         for endpoint in self.endpoints:
             await endpoint.destroy()
 
-    def make_workflow(self) -> AgentEpisodes:
+    def make_workflow(self) -> AgentEpisodeWorkflow:
         self.endpoints.append(HttpRolloutEndpoint(make_tiny_tokenizer()))
-        return AgentEpisodes(TwoTurns(), self.endpoints[-1], GenerationConfig(max_new_tokens=64), 400)
+        return AgentEpisodeWorkflow(TwoTurns(), self.endpoints[-1], GenerationConfig(max_new_tokens=64), 400)
 
     def rows(self) -> list[dict[str, Any]]:
         return [ROW, {**ROW, "prompt_id": 1}]

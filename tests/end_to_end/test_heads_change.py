@@ -22,7 +22,7 @@ from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.workflow import RolloutWorkflow
 from rl_datasets import PromptLoader
-from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows import RolloutConfig, RolloutScheduler, StalenessManager
 from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
 from rl_workflows.rollout.episode import current_episode
 
@@ -68,7 +68,7 @@ class Answers(RolloutWorkflow):
         return [from_response(response, reward=1.0, temperature=1.0)]
 
 
-def start(run: Run, count: int, concurrent: int | None) -> list[RolloutHead]:
+def start(run: Run, count: int, concurrent: int | None) -> list[RolloutScheduler]:
     """The heads of a life, with servers at the run's version."""
     config = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
     engine = NullInferenceEngine(config, ServeSpec(version=run.version), clock=run.clock)
@@ -79,22 +79,22 @@ def start(run: Run, count: int, concurrent: int | None) -> list[RolloutHead]:
         ids = {"first_id": rank, "id_stride": count}
         manager = StalenessManager(BATCH // count, run.eta, concurrent, version=run.version, **ids)
         heads.append(
-            RolloutHead(engine, Answers(run, 0 if rank else run.refused), loader, manager, settings, run.clock)
+            RolloutScheduler(engine, Answers(run, 0 if rank else run.refused), loader, manager, settings, run.clock)
         )
     for head in heads:
         _keep_account(run, head)
     return heads
 
 
-def _keep_account(run: Run, head: RolloutHead) -> None:
-    book = head._book
+def _keep_account(run: Run, head: RolloutScheduler) -> None:
+    book = head._record_group
 
     def booked(group: Any) -> None:
         if group.rejected is not None:
             run.account[group.prompt["epoch"], group.prompt["prompt_id"]] += 1
         book(group)
 
-    head._book = booked  # type: ignore[method-assign]
+    head._record_group = booked  # type: ignore[method-assign]
 
 
 async def live(run: Run, count: int, steps: int | None = None, concurrent: int | None = None) -> None:
@@ -132,7 +132,7 @@ async def live(run: Run, count: int, steps: int | None = None, concurrent: int |
         await head.close()
 
 
-async def save(run: Run, heads: list[RolloutHead]) -> None:
+async def save(run: Run, heads: list[RolloutScheduler]) -> None:
     """A recover point."""
     states = []
     for head in heads:

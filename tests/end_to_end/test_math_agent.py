@@ -17,7 +17,7 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import AgentWorkflow
 from rl_datasets.word_problems import OPERATION_OF, WordProblems
 from rl_rewards.gsm8k import gsm8k_reward_fn
-from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows import AgentEpisodeWorkflow, Ticket
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
@@ -61,7 +61,7 @@ async def solved(kind: type[AgentWorkflow]) -> Any:
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     engine, endpoint = NullInferenceEngine(config, answer=believing), HttpRolloutEndpoint(TOKENIZER)
     agent = kind(reward)  # type: ignore[call-arg]
-    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32), 256)
+    workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=32), 256)
     try:
         return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROWS[0], Ticket(0, 0), 2, 2)
     finally:

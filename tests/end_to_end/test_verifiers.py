@@ -13,7 +13,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_datasets.chat import Chat
-from rl_workflows import AgentEpisodes, VerifiersAgent
+from rl_workflows import AgentEpisodeWorkflow, VerifiersAgent
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 TASKSET = """
@@ -84,7 +84,7 @@ async def test_tasks_of_verifiers_are_rows_and_their_rewards_are_those_of_what_w
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer))
     engine = NullInferenceEngine(config, answer=lambda request: tokenizer.encode("3", add_special_tokens=False))
     endpoint = HttpRolloutEndpoint(tokenizer)
-    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=8))
+    workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=8))
     try:
         found = [await workflow.arun_episode(engine, row) for row in (rows[1], rows[2])]
     finally:

@@ -13,7 +13,7 @@ from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.testing.processes import preload
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows import RolloutConfig, RolloutScheduler, StalenessManager
 
 sys.path.insert(0, str(Path(__file__).parent))  # for modules that several test files share
 preload("tensordict", "torch.distributed")  # for rollout_process
@@ -60,7 +60,7 @@ def make_head(clock, null_engine):
     def make(rows=None, judge=None, batch_size=4, engine=None, should_accept=None, **settings):
         config = RolloutConfig(**({"group_size": 2, "max_staleness": 1, "stall_timeout": 1e6} | settings))
         manager = StalenessManager(batch_size, config.max_staleness, config.max_concurrent)
-        return RolloutHead(
+        return RolloutScheduler(
             engine or null_engine,
             Scripted(judge) if judge else Scripted(),
             endless_rows() if rows is None else rows,

@@ -145,7 +145,7 @@ def replica(rank: int, directory: Path) -> None:
     parallel = ParallelContext(rank, 2, 0, 1, is_dp_leader=rank == 0, host_group=dist.group.WORLD)
     _, rollout = make_rollout([{"prompt_id": i} for i in range(6)], batch_size=4, parallel=parallel)
     if rank:
-        rollout.head.engine = rollout.head.episodes.engine = NoClient()
+        rollout.scheduler.engine = rollout.scheduler.episodes.engine = NoClient()
     rows = [len(rollout.evaluate([{"prompt_id": 0}], GenerationConfig()))]
     with suppress(StopIteration):
         while True:

@@ -24,7 +24,7 @@ from rl_workflows import DistRollout, RolloutConfig
 from rl_workflows.rollout.episode import stage
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.runtime import GC_THRESHOLDS
-from rl_workflows.rollout.watchdog import STACKS_SHOWN, within
+from rl_workflows.rollout.watchdog import STACKS_SHOWN, run_with_timeout
 
 
 class Scored(RolloutWorkflow):
@@ -214,14 +214,14 @@ def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
     rollout = _rollout(trainer_timeout=0.4, on_stuck_trainer=on_stuck_trainer)
     try:
         rollout.next_batch()
-        outstanding = rollout.head.manager.outstanding
+        outstanding = rollout.scheduler.manager.outstanding
         assert heard.wait(20), "the planted fault: this thread is busy with something else"
         message = str(alarm[0])
         assert re.search(r"stuck stage: trainer\. It has not taken a batch for \d", message)
         assert "rollout.trainer_timeout=0.4" in message
         assert "2 accepted, 2 in the step" in message
         assert "assert heard.wait(20)" in message, "the trainer's stack"
-        assert rollout.head.manager.outstanding <= max(outstanding, 4), "admission bounds what piles up"
+        assert rollout.scheduler.manager.outstanding <= max(outstanding, 4), "admission bounds what piles up"
         rollout.end_step(0)
         with pytest.raises(StalledError, match="stuck stage: trainer"):
             rollout.next_batch()
@@ -257,11 +257,11 @@ def test_within_result_error_or_deadline(clock):
         return seconds
 
     async def main():
-        assert await within(clock, 2.0, after(1.0)) == 1.0
+        assert await run_with_timeout(clock, 2.0, after(1.0)) == 1.0
         with pytest.raises(InferenceError):
-            await within(clock, 2.0, after(1.0, InferenceError("planted")))
+            await run_with_timeout(clock, 2.0, after(1.0, InferenceError("planted")))
         with pytest.raises(TimeoutError):
-            await within(clock, 2.0, after(1000.0))
+            await run_with_timeout(clock, 2.0, after(1000.0))
 
     clock.run(main())
     assert clock.now() == pytest.approx(4.0)
@@ -353,12 +353,12 @@ def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
 def test_queue_that_nobody_drains_is_bounded_by_admission():
     rollout = _rollout(max_staleness=2)
     try:
-        rollout.loop.run(rollout.head.begin_wait(), 5)
+        rollout.loop.run(rollout.scheduler.begin_wait(), 5)
         deadline = time.monotonic() + 20
-        while rollout.head.manager.accepted < 6:
+        while rollout.scheduler.manager.accepted < 6:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert (rollout.head.manager.outstanding, rollout.head.manager.capacity) == (6, 0)
+        assert (rollout.scheduler.manager.outstanding, rollout.scheduler.manager.capacity) == (6, 0)
     finally:
         rollout.destroy()
 

@@ -23,7 +23,7 @@ from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import CHAT_FORMATS, format_completion, make_chat_tokenizer
 from rl_workflows.agents.conversation import Conversation, Prompt, Turn, tokens_to
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 
 ADD = {
     "type": "function",
@@ -47,7 +47,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self.tokenizer = make_chat_tokenizer(self.name)
         self.renderer = ChatRenderer(self.tokenizer)
-        self.reader = AnswerReader(self.tokenizer, stop_ids=self.renderer.stop_ids)
+        self.reader = MessageParser(self.tokenizer, stop_ids=self.renderer.stop_ids)
         self.conversation = Conversation(self.renderer)
         self.whole = set(self.tokenizer.added_tokens_decoder)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.testing import NullInferenceEngine
-from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager, Ticket
+from rl_workflows import DistRollout, RolloutConfig, RolloutScheduler, StalenessManager, Ticket
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup
 from rl_workflows.rollout.prompt_source import PromptSource
-from rl_workflows.rollout.resharding import deal, states_of_heads
+from rl_workflows.rollout.resharding import leader_states, reshard_groups
 
 
 def state_of(head, heads, starts=(), in_flight=(), requeued=(), version=5, budget=None):
@@ -46,7 +46,7 @@ def test_deal_any_heads_to_any_others_keeps_everything_once_and_nothing_too_old(
         flying, waiting = ([next(prompts) for _ in range(data.draw(st.integers(0, 5)))] for _ in range(2))
         states.append(state_of(head, former, starts, flying, waiting))
 
-    dealt = [deal(states, head, heads) for head in range(heads)]
+    dealt = [reshard_groups(states, head, heads) for head in range(heads)]
 
     groups = [group for state in dealt for group in state["groups"]]
     assert sorted(g.ticket for g in groups) == sorted(g.ticket for state in states for g in state["groups"])
@@ -67,7 +67,7 @@ def test_deal_groups_that_no_new_head_may_keep_are_asked_again_first():
     states = [state_of(head, 2, starts=[4, 4, 5], in_flight=[head]) for head in range(2)]
     manager = StalenessManager(1, 1)  # a batch of 1 instead of 4: of those from version 4, only one can be used
 
-    refused = manager.load_state_dict(deal(states, 0, 1)["manager"])
+    refused = manager.load_state_dict(reshard_groups(states, 0, 1)["manager"])
 
     assert [ticket.start for ticket in refused] == [4, 4, 4, 5]
     assert manager.accepted == 2
@@ -79,7 +79,7 @@ def test_deal_budgets_together_ending_with_the_latest_of_each():
         {"recent": [["c", ""]], "failed_in_row": 1, "rejected_in_row": 2},
         {},
     ]
-    dealt = deal([state_of(head, 3, budget=budget) for head, budget in enumerate(budgets)], 1, 2)
+    dealt = reshard_groups([state_of(head, 3, budget=budget) for head, budget in enumerate(budgets)], 1, 2)
 
     assert [entry and entry[0] for entry in dealt["budget"]["recent"]] == ["a", "b", None, "c"]
     budget = FailureBudget(RolloutConfig())
@@ -94,7 +94,7 @@ def test_deal_budgets_together_ending_with_the_latest_of_each():
 def test_states_of_heads_come_in_their_order_without_the_ranks_that_are_none():
     ranks = [state_of(1, 2), {"layout": {"heads": 2, "head": 1}}, state_of(0, 2), {"layout": {"heads": 2, "head": 0}}]
 
-    assert [state["layout"]["head"] for state in states_of_heads(ranks)] == [0, 1]
+    assert [state["layout"]["head"] for state in leader_states(ranks)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_states_of_heads_come_in_their_order_without_the_ranks_that_are_none():
 )
 def test_states_of_heads_that_do_not_belong_together_are_refused(states, message):
     with pytest.raises(ConfigError, match=message):
-        states_of_heads(states)
+        leader_states(states)
 
 
 class Unread:
@@ -195,7 +195,7 @@ def test_head_of_the_same_number_goes_on_by_load_state_dict(clock, null_engine):
         heads = []
         for _ in range(2):
             config = RolloutConfig(group_size=1)
-            heads.append(RolloutHead(null_engine, None, [], StalenessManager(4, 1), config, clock))
+            heads.append(RolloutScheduler(null_engine, None, [], StalenessManager(4, 1), config, clock))
         state = state_of(0, 1, starts=[4, 5], in_flight=[3]) | {"budget": {}}
         state["source"]["rows"] = None
         state["source"]["drawn"] = 0

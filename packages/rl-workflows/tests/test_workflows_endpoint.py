@@ -413,7 +413,7 @@ async def test_engine_that_raises_what_is_no_error_of_ours_is_the_sessions_failu
 async def test_stream_of_an_answer_that_takes_long_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_workflows.agents.endpoint import server
 
-    monkeypatch.setattr(server, "QUIET_SECONDS", 0.02)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.02)
     engine = ScriptedEngine("llama3", says_it, latency=0.2)
     async with served(engine) as session, aiohttp.ClientSession() as http:
         status, text = await Agent(session, http).ask(stream=True)

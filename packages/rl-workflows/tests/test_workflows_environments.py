@@ -173,7 +173,7 @@ class Lake(TextGame):
     def action(self, completion):
         return ["left", "down", "right", "up"].index(completion.split()[-1])
 
-    def shown(self, observation):
+    def format_observation(self, observation):
         return f"You are at {observation}."
 
 

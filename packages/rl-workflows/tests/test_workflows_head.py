@@ -16,7 +16,7 @@ from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.rollout.batches import assemble, groups_to_state
 from rl_workflows.rollout.episode import EpisodeContext, current_episode
-from rl_workflows.rollout.groups import FinishedGroup, dynamic_sampling, own_copy, stamped
+from rl_workflows.rollout.groups import FinishedGroup, deep_copy_data, dynamic_sampling, with_ids
 from rl_workflows.rollout.staleness import Ticket
 
 
@@ -548,7 +548,7 @@ def test_own_copy_copies_lists_and_dictionaries_at_any_depth_and_shares_the_rest
     image = np.zeros((2, 2))
     row = {"prompt_id": 3, "messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]}
 
-    copied = own_copy(row)
+    copied = deep_copy_data(row)
     copied["messages"][0]["content"][0]["type"] = "text"
     copied["messages"][0]["content"].append({})
 
@@ -573,7 +573,7 @@ def test_state_holds_json_where_a_workflow_gave_numpy_values():
 @pytest.mark.parametrize("reward", ["good", None])
 def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, reward):
     with pytest.raises((TypeError, ValueError), match="float"):
-        stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+        with_ids([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
 
 
 def test_episode_of_several_rows_has_one_reward_and_differing_ones_are_refused_by_the_workflows_name(clock):
@@ -581,8 +581,8 @@ def test_episode_of_several_rows_has_one_reward_and_differing_ones_are_refused_b
     with pytest.raises(
         DataError, match=r"Turns\.arun_episode returned 2 rows with the rewards \[0.0, 1.0\].*token_rewards"
     ):
-        stamped([_row(reward=0), _row(reward=1)], context, "Turns")
-    assert len(stamped([_row(reward=1), _row(reward=1.0)], context, "Turns")) == 2
+        with_ids([_row(reward=0), _row(reward=1)], context, "Turns")
+    assert len(with_ids([_row(reward=1), _row(reward=1.0)], context, "Turns")) == 2
 
 
 def test_rewards_of_an_episode_that_differ_fail_its_group_and_end_the_run_in_the_budget(clock, make_head):
@@ -665,7 +665,7 @@ def test_dynamic_sampling_nearly_equal_rewards_count_as_equal(rewards, expected)
 @pytest.mark.parametrize("reward", [1e39, float("nan"), float("-inf")])
 def test_reward_that_float32_cannot_hold_is_refused_where_its_episode_ends(clock, reward):
     with pytest.raises(DataError, match="float32"):
-        stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+        with_ids([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
 
 
 def test_dynamic_sampling_equal_sums_of_different_parts_are_kept():

@@ -16,7 +16,7 @@ from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import TOOL_FORMATS, format_completion, make_chat_tokenizer
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALLS = [{"name": "add", "arguments": {"a": 1, "b": [True, "</think>"]}}, {"name": "list", "arguments": {}}]
@@ -48,9 +48,9 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def _reader(name: str, **options: Any) -> AnswerReader:
+def _reader(name: str, **options: Any) -> MessageParser:
     tokenizer = make_chat_tokenizer(name)
-    return AnswerReader(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids, **options)
+    return MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids, **options)
 
 
 def _read(name: str, text: str, tools: Any = TOOLS, opening: str = "", stop: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_read_ids_of_calls_follow_from_prompt_and_answer() -> None:
 def test_reader_of_a_tokenizer_that_describes_its_answers_asks_transformers() -> None:
     tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
     tokenizer.response_template = RESPONSE_TEMPLATE
-    reader = AnswerReader(tokenizer)
+    reader = MessageParser(tokenizer)
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
 
     message = reader.message([], "", tokenizer.encode(f"say: so\ncall: {call}\ncall: {call}\n"), TOOLS)
@@ -302,7 +302,7 @@ def test_reader_of_an_unknown_format_reads_no_tools(call: str) -> None:
     _, end, rest = tokenizer.chat_template.partition("{% endmacro %}")
     tokenizer.chat_template = "{%- macro called(call) %}" + call + end + rest
 
-    reader = AnswerReader(tokenizer)
+    reader = MessageParser(tokenizer)
 
     assert (reader.form, reader.reads_tools) == ("none", False)
 
@@ -315,7 +315,7 @@ def test_reader_form_of_each_template_of_trl() -> None:
     for path in (Path(str(trl.origin)).parent / "chat_templates").glob("*.jinja"):
         tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
         tokenizer.chat_template = path.read_text()
-        forms.setdefault(AnswerReader(tokenizer).form, set()).add(path.stem.removesuffix("_training"))
+        forms.setdefault(MessageParser(tokenizer).form, set()).add(path.stem.removesuffix("_training"))
 
     del forms["none"]
     assert forms == {
@@ -332,17 +332,17 @@ def test_reader_form_of_each_template_of_trl() -> None:
 
 def test_reader_form_that_is_unknown_or_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"endpoint.tool_calls"):
-        AnswerReader(make_tiny_tokenizer(), "hermse")
+        MessageParser(make_tiny_tokenizer(), "hermse")
     with pytest.raises(ConfigError, match="no `response_template`"):
-        AnswerReader(make_tiny_tokenizer(), "transformers")
-    assert not AnswerReader(make_tiny_tokenizer()).reads_tools
+        MessageParser(make_tiny_tokenizer(), "transformers")
+    assert not MessageParser(make_tiny_tokenizer()).reads_tools
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_final_text_marks_as_special_tokens_are_found_and_left_out(special: bool) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>", "<|extra|>"], special_tokens=special)
-    reader = AnswerReader(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
+    reader = MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
     ids = tokenizer.encode("so 7</think>It is 5.<|im_end|>", add_special_tokens=False)
 
     assert reader.final_text(ids, "<think>\n") == "It is 5."
@@ -354,7 +354,7 @@ def test_final_text_special_tokens_in_the_answer_are_left_out() -> None:
     tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
     ids = tokenizer.encode("<think>7</think>It is<|extra|> 5.", add_special_tokens=False)
 
-    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+    assert MessageParser(tokenizer).final_text(ids, "") == "It is 5."
 
 
 def test_final_text_of_a_described_answer_is_its_content() -> None:
@@ -363,7 +363,7 @@ def test_final_text_of_a_described_answer_is_its_content() -> None:
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
     ids = tokenizer.encode("muse: 7\nsay: It is 5.\n", add_special_tokens=False)
 
-    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+    assert MessageParser(tokenizer).final_text(ids, "") == "It is 5."
 
 
 def test_final_text_after_empty_described_reasoning_is_the_content() -> None:
@@ -373,4 +373,4 @@ def test_final_text_after_empty_described_reasoning_is_the_content() -> None:
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
     ids = tokenizer.encode("\n</think>\n\nIt is 5.", add_special_tokens=False)
 
-    assert AnswerReader(tokenizer).final_text(ids, "<|im_start|>assistant\n<think>\n") == "It is 5."
+    assert MessageParser(tokenizer).final_text(ids, "<|im_start|>assistant\n<think>\n") == "It is 5."

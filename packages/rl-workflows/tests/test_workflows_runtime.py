@@ -212,7 +212,7 @@ def test_state_of_thousands_of_groups_does_not_hold_up_the_loop(engine):
 def _fill(rollout, groups):
     """Wait until so many groups are accepted, without taking them."""
     deadline = time.monotonic() + 20
-    while rollout.head.manager.accepted < groups:
+    while rollout.scheduler.manager.accepted < groups:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -302,14 +302,14 @@ def test_evaluate_answers_in_order_and_leaves_training_counters_alone(engine):
         rollout.next_batch()
         rollout.stats()
         rollout.pause()
-        before = rollout.head.manager.outstanding
+        before = rollout.scheduler.manager.outstanding
         answers = rollout.evaluate(rows, GenerationConfig(max_new_tokens=5, temperature=0.0), n=2)
         rollout.resume()
         assert [row.prompt_id for row in answers] == [100 + i // 2 for i in range(14)]
         assert [row.episode_id for row in answers] == [0, 1] * 7
         assert {row.temperature for row in answers} == {1.0}, "greedy log-probs are those of the undivided logits"
         assert max(len(row) for row in answers) <= 6, "the evaluation's own length limit"
-        assert rollout.head.manager.outstanding <= before
+        assert rollout.scheduler.manager.outstanding <= before
         assert rollout.stats().results()["groups/accepted"] <= 4, "training groups only"
         rollout.end_step(0)
         rollout.next_batch()
@@ -433,11 +433,11 @@ def test_destroy_twice_and_with_running_episodes_ends_quietly(engine):
     engine.faults.hang = lambda request: True
     rollout = _rollout(engine, _rows())
     rollout.evaluate([], GenerationConfig())
-    rollout.loop.run(rollout.head.begin_wait(), 5)
+    rollout.loop.run(rollout.scheduler.begin_wait(), 5)
     rollout.destroy()
     rollout.destroy()
 
-    assert not rollout.head.episodes.running
+    assert not rollout.scheduler.episodes.running
 
 
 @pytest.mark.parametrize(

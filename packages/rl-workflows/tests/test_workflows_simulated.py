@@ -21,10 +21,10 @@ from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import RLError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows import RolloutConfig, RolloutScheduler, StalenessManager
 from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
 from rl_workflows.rollout.groups import FinishedGroup
-from rl_workflows.rollout.resharding import deal
+from rl_workflows.rollout.resharding import reshard_groups
 
 LONGEST = 400.0
 """Simulated seconds of the slowest group; most take about one."""
@@ -133,14 +133,14 @@ def make_head(world, rank):
     manager = world.kind(world.share, case.eta, case.concurrent, first_id=rank, id_stride=world.heads)
     config = RolloutConfig(max_staleness=case.eta, group_size=1, failure_budget=1.0, stall_timeout=100 * LONGEST)
     engine = NullInferenceEngine(NullInferenceEngineConfig(read_weights=False), clock=world.clock)
-    head = RolloutHead(engine, Answer(), rows_of(world, rank), manager, config, world.clock)
+    head = RolloutScheduler(engine, Answer(), rows_of(world, rank), manager, config, world.clock)
     head._run = lambda prompt, ticket: timer_group(world, prompt, ticket, rank)
     return watch(world, head)
 
 
 def watch(world, head):
     """Put every admission and every end of a group into the books, and check the limits."""
-    book, run, manager = head._book, head._run, head.manager
+    book, run, manager = head._record_group, head._run, head.manager
 
     def on_group(group):
         what = "failed" if group.error is not None else "rejected" if group.rejected else "accepted"
@@ -155,7 +155,7 @@ def watch(world, head):
         assert world.case.concurrent is None or manager.running <= world.case.concurrent
         return run(prompt, ticket)
 
-    head._book, head._run = on_group, on_admission
+    head._record_group, head._run = on_group, on_admission
     return head
 
 
@@ -201,7 +201,7 @@ async def live(world, make):
 
 async def tell(world, heads):
     """What `Books` writes down."""
-    world.told += [ending for head in heads for ending in await head.take_endings()]
+    world.told += [ending for head in heads for ending in await head.take_outcomes()]
 
 
 def maybe_crash(world):
@@ -346,7 +346,9 @@ def make_real_head(world, rank):
         max_staleness=case.eta, group_size=3, min_group=2, failure_budget=1.0, stall_timeout=100 * LONGEST
     )
     accept = lambda rows: world.rng.random() >= case.bad_share  # noqa: E731 - a filter
-    return watch(world, RolloutHead(world.engine, Answer(), rows_of(world, rank), manager, config, world.clock, accept))
+    return watch(
+        world, RolloutScheduler(world.engine, Answer(), rows_of(world, rank), manager, config, world.clock, accept)
+    )
 
 
 @pytest.mark.nightly
@@ -460,21 +462,24 @@ def test_planted_fault_in_admission_is_noticed(fault, alarm):
 
 
 def _ids_begin_anew(states, head, heads):
-    dealt = deal(states, head, heads)
+    dealt = reshard_groups(states, head, heads)
     dealt["manager"]["next_id"] = head
     return dealt
 
 
 def _without_what_ran_on_the_last_head(states, head, heads):
-    return deal([*states[:-1], states[-1] | {"in_flight": []}], head, heads)
+    return reshard_groups([*states[:-1], states[-1] | {"in_flight": []}], head, heads)
 
 
 def _accepted_groups_to_every_head(states, head, heads):
-    return deal(states, head, heads) | {"groups": (dealt := deal(states, 0, 1))["groups"], "manager": dealt["manager"]}
+    return reshard_groups(states, head, heads) | {
+        "groups": (dealt := reshard_groups(states, 0, 1))["groups"],
+        "manager": dealt["manager"],
+    }
 
 
 def _without_what_was_not_told(states, head, heads):
-    return deal(states, head, heads) | {"endings": []}
+    return reshard_groups(states, head, heads) | {"endings": []}
 
 
 @pytest.mark.slow
@@ -488,7 +493,7 @@ def _without_what_was_not_told(states, head, heads):
     ],
 )
 def test_planted_fault_in_dealing_to_other_heads_is_noticed(fault, alarm, monkeypatch):
-    monkeypatch.setattr("rl_workflows.rollout.scheduler.deal", fault)
+    monkeypatch.setattr("rl_workflows.rollout.scheduler.reshard_groups", fault)
     case = Case(batch=12, eta=2, heads=(1, 2, 3), slow_share=0.2, crash_share=0.1)
     with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
         simulate(3, 1000, case)

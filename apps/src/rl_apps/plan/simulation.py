@@ -1,7 +1,7 @@
 """A run on a simulated clock: the rollout runtime itself, with servers and a trainer that take the time of their rates.
 
-Nothing here schedules. Admission, look-ahead, groups and batches are those of `rl_workflows.RolloutHead`, one for each
-data-parallel replica, as in a run.
+Nothing here schedules. Admission, look-ahead, groups and batches are those of `rl_workflows.RolloutScheduler`, one for
+each data-parallel replica, as in a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.testing import SimulatedClock
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows import RolloutConfig, RolloutScheduler, StalenessManager
 from rl_workflows.rollout.config import groups_per_replica
 
 NEVER = 1e12
@@ -144,7 +144,7 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def heads_of(setup: Setup, fleet: Fleet, clock: SimulatedClock) -> list[RolloutHead]:
+def heads_of(setup: Setup, fleet: Fleet, clock: SimulatedClock) -> list[RolloutScheduler]:
     """The rollout heads of a run, as `rl_workflows.DistRollout` makes one on each replica."""
     config = RolloutConfig(
         max_staleness=setup.max_staleness, group_size=setup.group_size, stall_timeout=NEVER, trainer_timeout=NEVER
@@ -155,7 +155,7 @@ def heads_of(setup: Setup, fleet: Fleet, clock: SimulatedClock) -> list[RolloutH
         concurrent = groups_per_replica(concurrent, setup.replicas, "rollout.max_concurrent")
     workflow, stride = Answers(setup.rates, clock), setup.replicas
     return [
-        RolloutHead(
+        RolloutScheduler(
             fleet,
             workflow,
             ({"prompt_id": number} for number in count(head, stride)),

@@ -231,7 +231,7 @@ class Parts(ExitStack):
             self.callback(lambda: loop.run(http.aclose(), CLOSE_SECONDS))
         settings, generation = rollout.endpoint, self.config.generation
         more: Any = {"per": settings.rows, "deadline": settings.session_seconds, "http_client": http}
-        return rl_workflows.AgentEpisodes(agent, endpoint, generation, self.max_length, **more)
+        return rl_workflows.AgentEpisodeWorkflow(agent, endpoint, generation, self.max_length, **more)
 
     def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
         """What keeps answers in the run directory."""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
-    from rl_workflows.agents.agent import AgentEpisodes
+    from rl_workflows.agents.agent import AgentEpisodeWorkflow
     from rl_workflows.agents.command import AgentCommand, AgentContainer
     from rl_workflows.agents.verifiers import VerifiersAgent
     from rl_workflows.rollout.config import RolloutConfig
     from rl_workflows.rollout.groups import dynamic_sampling
     from rl_workflows.rollout.runtime import DistRollout, tune_garbage_collection
-    from rl_workflows.rollout.scheduler import RolloutHead
+    from rl_workflows.rollout.scheduler import RolloutScheduler
     from rl_workflows.rollout.staleness import StalenessManager, Ticket
     from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
     from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
@@ -26,13 +26,13 @@ else:
         {
             "AgentCommand": "agents.command",
             "AgentContainer": "agents.command",
-            "AgentEpisodes": "agents.agent",
+            "AgentEpisodeWorkflow": "agents.agent",
             "DistRollout": "rollout.runtime",
             "EnvironmentWorkflow": "workflows.environments",
             "MultiTurnWorkflow": "workflows.multi_turn",
             "RLVRWorkflow": "workflows.rlvr",
             "RolloutConfig": "rollout.config",
-            "RolloutHead": "rollout.scheduler",
+            "RolloutScheduler": "rollout.scheduler",
             "StalenessManager": "rollout.staleness",
             "TextGame": "workflows.environments",
             "Ticket": "rollout.staleness",
@@ -47,13 +47,13 @@ else:
 __all__ = [
     "AgentCommand",
     "AgentContainer",
-    "AgentEpisodes",
+    "AgentEpisodeWorkflow",
     "DistRollout",
     "EnvironmentWorkflow",
     "MultiTurnWorkflow",
     "RLVRWorkflow",
     "RolloutConfig",
-    "RolloutHead",
+    "RolloutScheduler",
     "StalenessManager",
     "TextGame",
     "Ticket",

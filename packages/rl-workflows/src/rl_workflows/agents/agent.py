@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import AgentError
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
-from rl_workflows.rollout.episode import answered, stage
+from rl_workflows.rollout.episode import call_user_code, stage
 
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
 
 
-class AgentEpisodes(RolloutWorkflow):
+class AgentEpisodeWorkflow(RolloutWorkflow):
     """Runs an agent against an endpoint, and learns from what it sampled there.
 
     Args:
@@ -69,7 +69,7 @@ class AgentEpisodes(RolloutWorkflow):
 
     async def _run(self, data: dict[str, Any], base_url: str, api_key: str) -> Any:
         work = partial(self._agent.run, data, base_url=base_url, api_key=api_key, http_client=self._http_client)
-        return await answered(work, self._name, self._deadline, AgentError)
+        return await call_user_code(work, self._name, self._deadline, AgentError)
 
     def _reward(self, found: Any, reported: EpisodeReport) -> float:
         """The reward of what an agent returned, or reported while it ran; other figures are recorded."""

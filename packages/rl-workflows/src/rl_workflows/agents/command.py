@@ -80,23 +80,23 @@ class AgentCommand(AgentWorkflow):
         """Run an episode in a process, which is ended unless it gave a result and takes further episodes."""
         asked = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
         async with self._places:
-            process = self._idle.pop() if self._idle else self._made(base_url, api_key)
+            process = self._idle.pop() if self._idle else self._start_process(base_url, api_key)
             try:
                 await process.ready()
-                result = await process.ask(asked)
+                result = await process.run_episode(asked)
                 if self.long_lived:
                     self._idle.append(process)
             finally:
                 if process not in self._idle:
-                    await process.end()
+                    await process.stop()
         return await self._scored(result, data)
 
     async def close(self) -> None:
         """End all processes."""
         while self._idle:
-            await self._idle.pop().end()
+            await self._idle.pop().stop()
 
-    def started_as(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    def build_command(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         """The command of a process, and a command that is run when it has ended (nothing for none).
 
         Args:
@@ -105,13 +105,13 @@ class AgentCommand(AgentWorkflow):
         """
         return self.command, ()
 
-    def _made(self, base_url: str, api_key: str) -> _Process:
+    def _start_process(self, base_url: str, api_key: str) -> _Process:
         outside = bypass_proxies({**os.environ, **self.environment}, urlsplit(base_url).hostname or "")
         variables = {**self.environment, **outside}
         if not self.long_lived:
             for client in ("OPENAI", "ANTHROPIC"):
                 variables |= {f"{client}_BASE_URL": base_url, f"{client}_API_KEY": api_key}
-        command, after = self.started_as(f"rl-agent-{uuid.uuid4().hex}", sorted(variables))
+        command, after = self.build_command(f"rl-agent-{uuid.uuid4().hex}", sorted(variables))
         given = {name: os.environ[name] for name in self.inherited if name in os.environ} | variables
         return _Process(command, after, given, self.confined, self.shared_memory)
 
@@ -142,7 +142,7 @@ class AgentContainer(AgentCommand):
         self._inside, self.command = self.command, (self.engine,)
         super().__init__(reward)
 
-    def started_as(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    def build_command(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         """As its base says; variables go by name alone, so that no key is on a command line."""
         named = [part for variable in variables for part in ("-e", variable)]
         run = (self.engine, "run", "--rm", "-i", "--init", "--name", name, *named, *self.options, self.image)
@@ -174,11 +174,11 @@ class _Process:
                     await self._process.stdout.read(1)
             except TimeoutError:
                 return
-        await self.end()
+        await self.stop()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._directory = tempfile.mkdtemp(prefix="rl-agent-")
-        theirs, self._owner = os.pipe()
-        settings = json.dumps(self._settings | {"owner": theirs, "directory": self._directory})
+        child_end, self._owner = os.pipe()
+        settings = json.dumps(self._settings | {"owner": child_end, "directory": self._directory})
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", reaper.__file__, settings),
@@ -186,14 +186,14 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._errors,
                 env={"HOME": self._directory, "TMPDIR": self._directory} | self._environment,
-                pass_fds=(theirs,),
+                pass_fds=(child_end,),
                 start_new_session=True,
                 limit=_LONGEST_RESULT,
             )
         finally:
-            os.close(theirs)
+            os.close(child_end)
 
-    async def ask(self, line: str) -> Any:
+    async def run_episode(self, line: str) -> Any:
         """Its result of an episode.
 
         Raises:
@@ -207,21 +207,21 @@ class _Process:
             streams.stdin.write(f"{line}\n".encode())
             await streams.stdin.drain()
         try:
-            said = await streams.stdout.readline()
+            reply_line = await streams.stdout.readline()
         except ValueError:
             raise AgentError(f"{self._name}: its result has more than {_LONGEST_RESULT:,} bytes.") from None
-        if not said:
+        if not reply_line:
             code = await streams.wait()
             raise AgentError(f"{self._name} ended with exit code {code} before its result.{self._last_lines()}")
         try:
-            return json.loads(said)
+            return json.loads(reply_line)
         except ValueError:
             raise AgentError(
-                f"{self._name}: expected its result as a line of JSON on stdout, found {said[:200]!r}; what it logs "
+                f"{self._name}: expected its result as a line of JSON on stdout, found {reply_line[:200]!r}; what it logs "
                 f"goes to stderr.{self._last_lines()}"
             ) from None
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """End it with all that it started, and remove its directory; nothing where it does not run."""
         if self._owner is None:
             return

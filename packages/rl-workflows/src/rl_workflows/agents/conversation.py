@@ -179,21 +179,21 @@ class Conversation:
 
         if isinstance(given, str):
             require_utf8(given)
-        said = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
+        content = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
         hashed, done, parent, length = blake2b(digest_size=16), 0, None, 0
         for end in sorted(self._lengths):
-            if end >= len(said):
+            if end >= len(content):
                 break
-            hashed.update(said[done:end])
+            hashed.update(content[done:end])
             done = end
             if turns := self._by_key.get(hashed.digest()):
                 parent, length = turns[-1], end
-        rest = said[length:]
+        rest = content[length:]
         if isinstance(given, str):
             added = self.renderer.encode(rest.decode(), begins=parent is None)
         else:
             added = np.frombuffer(rest, np.int64).tolist()
-        return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=said)
+        return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=content)
 
     def add(
         self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float, learn: bool = True
@@ -242,15 +242,15 @@ class Conversation:
                 turn.before = length, _digest(text[:length])
             self._by_key.setdefault(_next(prompt.key, message), []).append(turn)
         else:
-            self._say(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
+            self._index_turn(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
             if response.output_ids[-1] not in self.renderer.stop_ids:
-                self._say(prompt.key + message["content"].encode(), turn)
+                self._index_turn(prompt.key + message["content"].encode(), turn)
         self.turns.append(turn)
         return turn
 
-    def _say(self, said: bytes, turn: Turn) -> None:
-        self._lengths.add(len(said))
-        self._by_key.setdefault(blake2b(said, digest_size=16).digest(), []).append(turn)
+    def _index_turn(self, content: bytes, turn: Turn) -> None:
+        self._lengths.add(len(content))
+        self._by_key.setdefault(blake2b(content, digest_size=16).digest(), []).append(turn)
 
     def _end(self, turn: Turn, text: str) -> int | None:
         """Where an answer ends in the text of a conversation that goes on from it; None where that shows the answer, or
@@ -265,10 +265,10 @@ class Conversation:
         if text.startswith(opening, length) and answer.startswith(said):  # nearly always; it spares the template once
             return len(text) - len(answer) + len(said)
         if turn.shown is _UNKNOWN:
-            turn.shown = self._shown(turn, length, digest)
+            turn.shown = self._find_rendered(turn, length, digest)
         return turn.shown[0] if turn.shown and _digest(text[: turn.shown[0]]) == turn.shown[1] else None
 
-    def _shown(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
+    def _find_rendered(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
         """How the template shows an answer, in other words than were sampled, but with all that it says."""
         renderer, message = self.renderer, turn.message
         messages = [each for before in turn.path() for each in (*before.asked, before.message)]
@@ -394,19 +394,19 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
         temperature=temperatures.pop(),
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,
-        info={"turns": len(path), "conversation": _told(path)},
+        info={"turns": len(path), "conversation": branch_messages(path)},
     )
 
 
-def _told(path: list[Turn]) -> list[dict[str, Any]]:
+def branch_messages(path: list[Turn]) -> list[dict[str, Any]]:
     """A branch for people: its messages, and with each answer what it earned and the versions that made it."""
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
         figures = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
         figures |= {} if turn.learn else {"learned": False}
-        told += [*map(dict, turn.asked), {**turn.message, **figures}]
-    return told
+        messages += [*map(dict, turn.asked), {**turn.message, **figures}]
+    return messages
 
 
 def _digest(text: str) -> bytes:

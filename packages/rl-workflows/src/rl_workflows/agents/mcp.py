@@ -36,7 +36,7 @@ class McpServer:
         self._loop = LoopThread(f"mcp {self.name}")
         listed: Future[list[Any]] = Future()
         life = self._loop.submit(self._live(list(command), dict(environment or {}), listed))
-        life.add_done_callback(partial(_tell, listed))
+        life.add_done_callback(partial(_unwrap_error, listed))
         try:
             self.tools = [McpTool(self, tool) for tool in listed.result(seconds)]
         except Exception as error:
@@ -61,9 +61,9 @@ class McpServer:
             raise TaskEnvironmentError(
                 f"the MCP server {self.name!r} is gone; its last words are in the log."
             ) from error
-        told = _plain(found)
-        text = "\n".join(part.get("text", f"[{part['type']}]") for part in told["content"])
-        if told["isError"]:
+        result = _plain(found)
+        text = "\n".join(part.get("text", f"[{part['type']}]") for part in result["content"])
+        if result["isError"]:
             raise RuntimeError(text)
         return text
 
@@ -90,9 +90,13 @@ class McpServer:
 class McpTool(Tool):
     """One tool of a server."""
 
-    def __init__(self, server: McpServer, told: dict[str, Any]) -> None:
+    def __init__(self, server: McpServer, description: dict[str, Any]) -> None:
         self._server = server
-        function = {"name": told["name"], "description": told["description"] or "", "parameters": told["inputSchema"]}
+        function = {
+            "name": description["name"],
+            "description": description["description"] or "",
+            "parameters": description["inputSchema"],
+        }
         self.schema = {"type": "function", "function": function}
 
     async def call(self, **arguments: Any) -> str:
@@ -104,7 +108,7 @@ def _plain(message: Any) -> dict[str, Any]:
     return dict(message.model_dump(by_alias=True))
 
 
-def _tell(listed: Future[list[Any]], life: Future[None]) -> None:
+def _unwrap_error(listed: Future[list[Any]], life: Future[None]) -> None:
     """Why a connection ended, to who waits for its tools: the first error of a group."""
     error = None if life.cancelled() else life.exception()
     while isinstance(error, BaseExceptionGroup):

@@ -24,7 +24,7 @@ CALL_ID_LENGTH = 9
 """Letters and digits; templates of Mistral refuse other ids."""
 
 
-class AnswerReader:
+class MessageParser:
     """Reads the answers of one model.
 
     Args:

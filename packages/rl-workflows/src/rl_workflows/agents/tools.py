@@ -78,8 +78,8 @@ class PythonTool(FunctionTool):
             code: the program. It has the standard library, no network, and no files but its own.
         """
         run = self._sandbox.run(code)
-        told = (run.output, run.errors, run.stopped and f"error: {run.stopped}.")
-        return "\n".join(filter(None, told)) or "(it printed nothing)"
+        outputs = (run.output, run.errors, run.stopped and f"error: {run.stopped}.")
+        return "\n".join(filter(None, outputs)) or "(it printed nothing)"
 
 
 def tools_of(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:

@@ -223,7 +223,7 @@ class EpisodeEngine(InferenceEngine):
     pause = resume = sleep = wake = destroy = _refuse
 
 
-async def answered[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:
+async def call_user_code[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:
     """What code of the user's gives.
 
     Args:

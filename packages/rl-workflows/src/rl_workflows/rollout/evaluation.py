@@ -11,7 +11,7 @@ from rl_contracts.runtime.logging import get_logger
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, run_group
 from rl_workflows.rollout.staleness import Ticket
-from rl_workflows.rollout.watchdog import Watch, within
+from rl_workflows.rollout.watchdog import Watchdog, run_with_timeout
 
 if TYPE_CHECKING:
     from rl_workflows.rollout.config import RolloutConfig
@@ -23,7 +23,7 @@ CLOSE_SECONDS = 10.0
 """Time that episodes have to end once they are cancelled."""
 
 
-async def answer_held_out(
+async def evaluate_held_out(
     episodes: Episodes, rows: Sequence[dict[str, Any]], first: int, n: int, version: int, config: RolloutConfig
 ) -> list[FinishedGroup]:
     """Answer each row `n` times: one group per row, in order.
@@ -54,7 +54,7 @@ async def answer_held_out(
         for index, row in left:
             finished[index] = await run_group(episodes, row, Ticket(version, index), n, needed=0)
             episodes.touch()
-            _hold_against(budget, finished[index], n)
+            _check_failures(budget, finished[index], n)
 
     def stop(error: BaseException) -> None:
         stalled.append(error)
@@ -62,7 +62,7 @@ async def answer_held_out(
             task.cancel()
 
     tasks = [asyncio.create_task(work()) for _ in range(min(len(rows), max(config.eval_concurrent // n, 1)))]
-    watch = Watch(
+    watch = Watchdog(
         episodes,
         lambda: f"evaluation: {len(rows) - len(finished)} rows left, {len(episodes.running)} episodes running",
         stop,
@@ -75,7 +75,7 @@ async def answer_held_out(
         watch.stop()
         for task in tasks:
             task.cancel()
-        await _end(episodes)
+        await _await_cancelled(episodes)
     for error in [*stalled, *(task.exception() for task in done if not task.cancelled())]:
         if error is not None:
             raise error
@@ -85,7 +85,7 @@ async def answer_held_out(
     return groups
 
 
-def _hold_against(budget: FailureBudget, group: FinishedGroup, n: int) -> None:
+def _check_failures(budget: FailureBudget, group: FinishedGroup, n: int) -> None:
     for error in group.failures:
         budget.failed(error)
     for _ in range(group.declined):
@@ -99,12 +99,12 @@ def _hold_against(budget: FailureBudget, group: FinishedGroup, n: int) -> None:
         budget.accepted()
 
 
-async def _end(episodes: Episodes) -> None:
+async def _await_cancelled(episodes: Episodes) -> None:
     """Wait for episodes that were cancelled, though not for ever."""
     tasks = list(episodes.running.values())
     try:
         if tasks:
-            await within(episodes.clock, CLOSE_SECONDS, asyncio.wait(tasks))
+            await run_with_timeout(episodes.clock, CLOSE_SECONDS, asyncio.wait(tasks))
     except TimeoutError:
         log.error("evaluation: %d episodes ignore their cancellation and are left behind", len(episodes.running))
 

@@ -75,7 +75,7 @@ class _Members:
         self.succeeded: dict[int, list[Trajectory]] = {}
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def ended(self, sample: int, trajectories: list[Trajectory] | None, error: BaseException | None) -> None:
+    def on_member_done(self, sample: int, trajectories: list[Trajectory] | None, error: BaseException | None) -> None:
         """One member ended. Whatever comes after the decision is too late."""
         if self.decided.done():
             return
@@ -140,8 +140,8 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
     trajectories: list[Trajectory] | None = None
     error: Exception | None = None
     try:
-        found = await episodes.workflow.arun_episode(EpisodeEngine(episodes, context), own_copy(group.prompt))
-        trajectories = stamped(found, context, type(episodes.workflow).__name__)
+        found = await episodes.workflow.arun_episode(EpisodeEngine(episodes, context), deep_copy_data(group.prompt))
+        trajectories = with_ids(found, context, type(episodes.workflow).__name__)
     except asyncio.CancelledError as killed:
         if members.decided.done():
             raise
@@ -154,7 +154,7 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
         error = caught
     finally:
         del episodes.running[context]
-    members.ended(sample, trajectories, error)
+    members.on_member_done(sample, trajectories, error)
     del group, members, task, error  # the error's traceback holds this frame, which would hold the error
 
 
@@ -180,7 +180,7 @@ def prompt_id_of(prompt: dict[str, Any]) -> int:
     raise DataError(f"data row: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(prompt)}.")
 
 
-def own_copy(prompt: dict[str, Any]) -> dict[str, Any]:
+def deep_copy_data(prompt: dict[str, Any]) -> dict[str, Any]:
     """A copy for one episode, lists and dictionaries in it copied as well: members must not see each other's edits, and
     a prompt that is saved while it runs must be as it came. Arrays, tensors and images are shared."""
     return {key: _copied(value) for key, value in prompt.items()}
@@ -192,7 +192,7 @@ def _copied(value: Any) -> Any:
     return [_copied(entry) for entry in value] if isinstance(value, list) else value
 
 
-def stamped(
+def with_ids(
     trajectories: list[Trajectory] | None, context: EpisodeContext, workflow: str = "the workflow"
 ) -> list[Trajectory] | None:
     """What a workflow returned, with the ids of its episode.

@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
-MOST_DROPPED = 1_000_000
+MAX_DROPPED = 1_000_000
 """Rows that are read to say which they were."""
 
 
@@ -42,7 +42,7 @@ class PromptSource:
         """Whether the last row was handed out."""
         return self._exhausted and not self._requeued
 
-    def take(self) -> Row | None:
+    def next_row(self) -> Row | None:
         """The next row; None at the end."""
         if self._requeued:
             return self._requeued.popleft()
@@ -52,8 +52,8 @@ class PromptSource:
         return row
 
     def drop_rest(self) -> list[Row]:
-        """Hand out no more; the rows that there were still (up to `MOST_DROPPED`, where there is no end)."""
-        rest = list(islice(self._iterator, MOST_DROPPED))
+        """Hand out no more; the rows that there were still (up to `MAX_DROPPED`, where there is no end)."""
+        rest = list(islice(self._iterator, MAX_DROPPED))
         left = [*self._requeued, *rest]
         self._requeued.clear()
         self._drawn, self._exhausted = self._drawn + len(rest), True
@@ -84,7 +84,7 @@ class PromptSource:
             self._drawn = int(state["drawn"])
         else:
             for number in range(int(state["drawn"])):
-                if self.take() is None:
+                if self.next_row() is None:
                     raise DataError(
                         f"resuming: {state['drawn']} rows were drawn before, but the data ends after {number}. "
                         "Resume with the data set of the saved run."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl_workflows.rollout.groups import FinishedGroup
 
 
-def states_of_heads(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def leader_states(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The states of all heads of a saved run in order of head, out of those of all its ranks.
 
     Raises:
@@ -36,11 +36,11 @@ def states_of_heads(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [heads[head] for head in range(count)]
 
 
-def deal(states: Sequence[dict[str, Any]], head: int, heads: int) -> dict[str, Any]:
+def reshard_groups(states: Sequence[dict[str, Any]], head: int, heads: int) -> dict[str, Any]:
     """One head's state, but for the data's, out of those of all former heads.
 
     Args:
-        states: of `RolloutHead.state_dict`, of all former heads.
+        states: of `RolloutScheduler.state_dict`, of all former heads.
         head: which of the new heads this is.
         heads: how many there are.
     """
@@ -48,17 +48,17 @@ def deal(states: Sequence[dict[str, Any]], head: int, heads: int) -> dict[str, A
     groups: list[FinishedGroup] = sorted((g for state in states for g in state["groups"]), key=lambda g: g.ticket)
     again = [prompt for state in states for prompt in state["in_flight"]]
     again += [prompt for state in states for prompt in state["source"]["requeued"]]
-    mine = groups[head::heads]
+    shard = groups[head::heads]
     return {
         "manager": {
             "version": managers[0]["version"],
             "steps": managers[0]["steps"],
             "next_id": max(int(manager["next_id"]) for manager in managers) + head,
-            "accepted": [list(group.ticket) for group in mine],
+            "accepted": [list(group.ticket) for group in shard],
         },
         "budget": _merged([state.get("budget", {}) for state in states]),
         "in_flight": again[(head - len(groups)) % heads :: heads],
-        "groups": mine,
+        "groups": shard,
         "endings": [] if head else [ending for state in states for ending in state.get("endings", ())],
     }
 

@@ -1,6 +1,6 @@
 """The rollout runtime as a training loop sees it: blocking calls, collective over all ranks.
 
-Each data-parallel head runs a `RolloutHead` on an event loop of its own; the other ranks only take part in the
+Each data-parallel head runs a `RolloutScheduler` on an event loop of its own; the other ranks only take part in the
 exchange. Ranks meet at short intervals while they wait, so that one head's failure ends the wait of all within a
 second.
 """
@@ -23,8 +23,8 @@ from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_contracts.runtime.metrics import Metrics, record_all
 from rl_workflows.rollout.config import RolloutConfig, groups_per_replica
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, dynamic_sampling
-from rl_workflows.rollout.resharding import states_of_heads
-from rl_workflows.rollout.scheduler import OnAnswers, RolloutHead
+from rl_workflows.rollout.resharding import leader_states
+from rl_workflows.rollout.scheduler import OnCompletions, RolloutScheduler
 from rl_workflows.rollout.staleness import StalenessManager
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DistRollout(RolloutRuntime):
         minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
         should_accept: filter of complete groups, besides `config.dynamic_sampling`.
         on_answers: told of this head's answers, for example to write them to disk; see
-            `rl_workflows.rollout.scheduler.OnAnswers`.
+            `rl_workflows.rollout.scheduler.OnCompletions`.
         clock: all time; the real one unless a simulated one is given.
         loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
             `destroy` then closes the engine as well.
@@ -94,7 +94,7 @@ class DistRollout(RolloutRuntime):
         parallel: ParallelContext | None = None,
         minibatches: int = 1,
         should_accept: ShouldAccept | None = None,
-        on_answers: OnAnswers | None = None,
+        on_answers: OnCompletions | None = None,
         clock: Clock | None = None,
         loop: LoopThread | None = None,
         version: int = 0,
@@ -119,14 +119,14 @@ class DistRollout(RolloutRuntime):
         )
         self._owns_loop = loop is None
         self.loop = loop or LoopThread(f"rollout-{self.parallel.rank}")
-        self.head = RolloutHead(
+        self.scheduler = RolloutScheduler(
             engine,
             workflow,
             prompts,
             manager,
             self.config,
             clock or SystemClock(),
-            _all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
+            _accept_all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
             on_answers,
             on_stuck_trainer,
         )
@@ -139,53 +139,53 @@ class DistRollout(RolloutRuntime):
         from rl_contracts.batch.redistribution import redistribute
         from rl_workflows.rollout.batches import assemble
 
-        with self.head.watch.visit():
-            begin = self.head.clock.now()
+        with self.scheduler.watchdog.trainer_call():
+            begin = self.scheduler.clock.now()
             total = self._wait_for_all()
-            self._wait_seconds += self.head.clock.now() - begin
+            self._wait_seconds += self.scheduler.clock.now() - begin
             if not total:
                 raise StopIteration
             with self.parallel.agree_on_errors("assembling the batch"):
-                groups = self._call(self.head.take()) if self.parallel.is_dp_leader else []
-                batch = assemble(groups, self.head.manager.version)
+                groups = self._call(self.scheduler.take()) if self.parallel.is_dp_leader else []
+                batch = assemble(groups, self.scheduler.manager.version)
                 if self.parallel.world_size > 1 and "multi_modal" in batch:
                     raise DataError(
                         "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
                     )
                 if total < self.batch_size and self.parallel.is_dp_leader:
-                    self._call(self.head.end())
+                    self._call(self.scheduler.finish())
             # only the last batch of a finite data set is smaller
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
 
     def return_batch(self) -> None:
         if self.parallel.is_dp_leader:
-            self._call(self.head.return_batch())
+            self._call(self.scheduler.return_batch())
 
     def end_step(self, version: int) -> None:
-        self._free_cycles()
+        self._collect_garbage()
         if self.parallel.is_dp_leader:
-            self._call(self.head.end_step(version))
+            self._call(self.scheduler.end_step(version))
 
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
-        from rl_workflows.rollout.evaluation import answer_held_out
+        from rl_workflows.rollout.evaluation import evaluate_held_out
 
         part = even_ranges(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
         groups: list[FinishedGroup] = []
         with self.parallel.agree_on_errors("evaluating"):
             if self.parallel.is_dp_leader:
-                episodes = replace(self.head.episodes, label="eval", generation=generation, running={}, tokens=0)
-                version, rows = self.head.manager.version, data[part.start : part.stop]
-                groups = self._wait(answer_held_out(episodes, rows, part.start, n, version, self.config))
+                episodes = replace(self.scheduler.episodes, label="eval", generation=generation, running={}, tokens=0)
+                version, rows = self.scheduler.manager.version, data[part.start : part.stop]
+                groups = self._wait(evaluate_held_out(episodes, rows, part.start, n, version, self.config))
         for group in groups:
             record_all(group.figures)
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     def pause(self) -> None:
-        self._call(self.head.set_paused(True))
+        self._call(self.scheduler.set_paused(True))
 
     def resume(self) -> None:
-        self._call(self.head.set_paused(False))
+        self._call(self.scheduler.set_paused(False))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; see the contract. Call it between `end_step` and `next_batch`.
@@ -197,7 +197,7 @@ class DistRollout(RolloutRuntime):
 
         state: dict[str, Any] = {"layout": self._layout}
         if self.parallel.is_dp_leader:
-            state |= self._call(self.head.state_dict())
+            state |= self._call(self.scheduler.state_dict())
             state |= groups_to_state(state["groups"])
         return state
 
@@ -213,7 +213,7 @@ class DistRollout(RolloutRuntime):
                 "trainer replicas, give the states of all ranks to load_states."
             )
         if self.parallel.is_dp_leader:
-            self._call(self.head.load_state_dict(_with_groups(state)))
+            self._call(self.scheduler.load_state_dict(_with_groups(state)))
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue from the states of all ranks of a run, in order of rank, whatever their number and layout were. No
@@ -227,8 +227,8 @@ class DistRollout(RolloutRuntime):
         if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_leader):
             self.load_state_dict(own)
         elif self.parallel.is_dp_leader:
-            saved = [_with_groups(state) for state in states_of_heads(states)]
-            self._call(self.head.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
+            saved = [_with_groups(state) for state in leader_states(states)]
+            self._call(self.scheduler.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -245,23 +245,23 @@ class DistRollout(RolloutRuntime):
         """
         if not self.parallel.is_dp_leader:
             return Metrics()
-        figures = self._call(self.head.stats(of_servers=self.parallel.dp_rank == 0))
+        figures = self._call(self.scheduler.stats(of_servers=self.parallel.dp_rank == 0))
         figures.add("groups/wait_seconds", self._wait_seconds, kind="sum")
         self._wait_seconds = 0.0
         return figures
 
     def outcomes(self) -> list[dict[str, Any]]:
-        return self._call(self.head.take_endings()) if self.parallel.is_dp_leader else []
+        return self._call(self.scheduler.take_outcomes()) if self.parallel.is_dp_leader else []
 
     def destroy(self) -> None:
         if self._destroyed:
             return
         self._destroyed = True
         if self.parallel.is_dp_leader:
-            self.loop.run(self.head.close(), CALL_SECONDS)
+            self.loop.run(self.scheduler.close(), CALL_SECONDS)
         if self._owns_loop:
             if self.parallel.is_dp_leader:
-                self.loop.run(self.head.engine.destroy(), CALL_SECONDS)
+                self.loop.run(self.scheduler.engine.destroy(), CALL_SECONDS)
             self.loop.close()
 
     def _wait_for_all(self) -> int:
@@ -273,9 +273,9 @@ class DistRollout(RolloutRuntime):
             with self.parallel.agree_on_errors("collecting rollouts"):
                 if self.parallel.is_dp_leader:
                     if not begun:
-                        self._call(self.head.begin_wait())
+                        self._call(self.scheduler.begin_wait())
                         begun = True
-                    groups = self._wait(self.head.fill(poll))
+                    groups = self._wait(self.scheduler.fill(poll))
             asked = self._stop is not None and self._stop()
             everywhere, stops = zip(*self.parallel.gather_json([groups, asked]), strict=True)
             if any(stops):
@@ -283,7 +283,7 @@ class DistRollout(RolloutRuntime):
             if None not in everywhere:
                 return int(sum(everywhere))
 
-    def _free_cycles(self) -> None:
+    def _collect_garbage(self) -> None:
         began = time.monotonic()
         if began < self._collect_from:
             return
@@ -298,7 +298,7 @@ class DistRollout(RolloutRuntime):
     def _wait[T](self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run something on the loop. What waits for episodes is ended by the watch there; here only the loop is
         watched."""
-        with self.head.watch.visit():
+        with self.scheduler.watchdog.trainer_call():
             return self.loop.run(coroutine, timeout, blocked=self.config.stall_timeout)
 
 
@@ -309,7 +309,7 @@ def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"groups": groups_from_state(state)}
 
 
-def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:
+def _accept_all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:
     active = [f for f in filters if f is not None]
     if not active:
         return None

@@ -15,9 +15,9 @@ from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.rollout.prompt_source import PromptSource, Row
-from rl_workflows.rollout.resharding import deal
+from rl_workflows.rollout.resharding import reshard_groups
 from rl_workflows.rollout.staleness import StalenessManager, Ticket
-from rl_workflows.rollout.watchdog import Watch, figures_of_servers
+from rl_workflows.rollout.watchdog import Watchdog, server_metrics
 
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = get_logger("workflows")
 
-ADMISSIONS_PER_TURN = 64
+MAX_ADMISSIONS_PER_TURN = 64
 """Groups that start in one turn of the loop, so that answers are taken in between."""
 
 DESCRIBED_TOGETHER = 1024
@@ -36,12 +36,12 @@ DESCRIBED_TOGETHER = 1024
 else that ends it."""
 
 
-OnAnswers = Callable[[int, Sequence["Trajectory"], str | None], None]
+OnCompletions = Callable[[int, Sequence["Trajectory"], str | None], None]
 """`(step, trajectories, why they are not trained on)`. Of the batch that leaves for a step the reason is None; of a
 group that is rejected or fails, the step is that of the next batch. Called on the event loop, so it must be quick."""
 
 
-class RolloutHead:
+class RolloutScheduler:
     """Admits prompts, runs their groups, keeps the accepted ones and hands out batches.
 
     Args:
@@ -52,7 +52,7 @@ class RolloutHead:
         config: settings of the runtime.
         clock: all time.
         should_accept: filter of complete groups.
-        on_answers: told of each batch, and of groups that are not trained on; see `OnAnswers`.
+        on_answers: told of each batch, and of groups that are not trained on; see `OnCompletions`.
         on_stuck_trainer: told, beside whoever waits next, when the trainer does not come back.
     """
 
@@ -65,14 +65,14 @@ class RolloutHead:
         config: RolloutConfig,
         clock: Clock,
         should_accept: ShouldAccept | None = None,
-        on_answers: OnAnswers | None = None,
+        on_answers: OnCompletions | None = None,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
         self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
         self.source = PromptSource(prompts)
         self.episodes = Episodes(workflow, engine, clock, config.seed)
         self.budget = FailureBudget(config)
-        self.watch = Watch(
+        self.watchdog = Watchdog(
             self.episodes,
             manager.describe,
             self.fail,
@@ -82,16 +82,16 @@ class RolloutHead:
         )
         self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
-        self.endings: list[dict[str, Any]] = []
+        self.outcomes: list[dict[str, Any]] = []
         """What became of prompts, as far as nobody was told; see `RolloutRuntime.outcomes`."""
         self._finished: list[Trajectory] = []
         self._taken: list[FinishedGroup] = []
         self._ids: deque[int] = deque()
         """Ids of the groups that a stopped run had in flight, which are admitted again first."""
-        self.figures = Metrics()
+        self.metrics = Metrics()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
-        self._count_ages([])
+        self._count_staleness([])
         self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
         self._started = self._paused = self._pump_is_due = False
         self._error: RLError | None = None
@@ -111,10 +111,10 @@ class RolloutHead:
 
     async def begin_wait(self) -> None:
         """Somebody waits for a batch from now on: prompts are admitted, and nothing moving counts as a stall."""
-        self.watch.begin_wait()
+        self.watchdog.begin_wait()
         if not self._started:
             self._started = True
-            self._pump()
+            self._admit_groups()
 
     async def fill(self, timeout: float | None = None) -> int | None:
         """Wait until a batch may leave.
@@ -137,15 +137,15 @@ class RolloutHead:
             return None
         if self._error is not None:
             raise self._error
-        self.watch.end_wait()
+        self.watchdog.end_wait()
         return min(self.manager.accepted, self.manager.batch_size)
 
     async def take(self) -> list[FinishedGroup]:
         """The groups of the batch that `fill` found ready, oldest first."""
         tickets = self.manager.take_batch(self.source.exhausted)
-        self._count_ages([self.manager.version - ticket.start for ticket in tickets])
+        self._count_staleness([self.manager.version - ticket.start for ticket in tickets])
         groups = self._taken = [self.accepted.pop(ticket.group_id) for ticket in tickets]
-        self.endings += [_ending(group.prompt, group.ticket.group_id, "trained") for group in groups]
+        self.outcomes += [_outcome(group.prompt, group.ticket.group_id, "trained") for group in groups]
         self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
         return groups
 
@@ -158,9 +158,9 @@ class RolloutHead:
         groups, self._taken = self._taken, []
         self.manager.return_batch([group.ticket for group in groups])
         self.accepted |= {group.ticket.group_id: group for group in groups}
-        self.endings = [
+        self.outcomes = [
             ending
-            for ending in self.endings
+            for ending in self.outcomes
             if not (ending["ending"] == "trained" and ending["group_id"] in self.accepted)
         ]
 
@@ -168,9 +168,9 @@ class RolloutHead:
         """Free the places of the batch and admit more."""
         self._taken = []
         self.manager.end_step(version)
-        self._pump()
+        self._admit_groups()
 
-    async def end(self) -> None:
+    async def finish(self) -> None:
         """The batch that was taken is the last: the data of a head are over. What is left is counted and dropped."""
         held = {group_id: group.prompt for group_id, group in self.accepted.items()}
         held |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
@@ -181,8 +181,8 @@ class RolloutHead:
             log.warning(
                 "the data of a head are over, so the run ends: %d prompts of this head are left over", len(left)
             )
-        self.endings += [
-            _ending(prompt, group_id, "left_over", "the data of a head were over") for prompt, group_id in left
+        self.outcomes += [
+            _outcome(prompt, group_id, "left_over", "the data of a head were over") for prompt, group_id in left
         ]
         for _, task in self.running.values():
             task.remove_done_callback(self._group_ended)
@@ -194,15 +194,15 @@ class RolloutHead:
         self.running.clear()
         self.accepted.clear()
 
-    async def take_endings(self) -> list[dict[str, Any]]:
+    async def take_outcomes(self) -> list[dict[str, Any]]:
         """What became of prompts since the last call."""
-        endings, self.endings = self.endings, []
+        endings, self.outcomes = self.outcomes, []
         return endings
 
     async def set_paused(self, paused: bool) -> None:
         """Stop or go on admitting."""
         self._paused = paused
-        self._pump()
+        self._admit_groups()
 
     async def stats(self, of_servers: bool = True) -> Metrics:
         """Counters since the last call, what episodes recorded, and the servers' own.
@@ -211,12 +211,12 @@ class RolloutHead:
         the servers; each further one gives what they said to the call before, and asks them again meanwhile.
         """
         self._describe()
-        self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
-        self.figures.add("tokens/generated", self.episodes.tokens, kind="sum")
+        self.metrics.add("groups/outstanding", self.manager.outstanding, kind="sum")
+        self.metrics.add("tokens/generated", self.episodes.tokens, kind="sum")
         self.episodes.tokens = 0
-        figures = self.figures.drain()
+        figures = self.metrics.drain()
         if of_servers and (self._asking is None or self._asking.done()):
-            before, self._asking = self._asking, asyncio.create_task(figures_of_servers(self.episodes))
+            before, self._asking = self._asking, asyncio.create_task(server_metrics(self.episodes))
             self._last_servers = await (before or self._asking)
         for name, value in self._last_servers.items():
             figures.add(f"server/{name}", value)
@@ -233,7 +233,7 @@ class RolloutHead:
             "in_flight": [prompt for prompt, _ in self.running.values()],
             "in_flight_ids": [*self.running],
             "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
-            "endings": list(self.endings),
+            "endings": list(self.outcomes),
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ class RolloutHead:
         self.source.load_state_dict(state["source"])
         self.source.requeue_first(again)
 
-    async def load_states(self, states: Sequence[dict[str, Any]], head: int, heads: int) -> None:
+    async def load_states(self, states: Sequence[dict[str, Any]], leader: int, leaders: int) -> None:
         """Continue as one of `heads` heads from the states of all heads of a run, in their order, before `begin_wait`.
         With the same number this is `load_state_dict` of this head's; else see `rl_workflows.rollout.resharding`.
 
@@ -254,10 +254,10 @@ class RolloutHead:
             RLError: prompts were admitted already.
             ConfigError: the data cannot be divided anew.
         """
-        if len(states) == heads:
-            await self.load_state_dict(states[head])
+        if len(states) == leaders:
+            await self.load_state_dict(states[leader])
             return
-        again = self._load(deal(states, head, heads))
+        again = self._load(reshard_groups(states, leader, leaders))
         self.source.load_states([state["source"] for state in states])
         self.source.requeue_first(again)
 
@@ -267,7 +267,7 @@ class RolloutHead:
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.budget.load_state_dict(state.get("budget", {}))
-        self.endings = list(state.get("endings", ()))  # which points of earlier commits do not have, nor the next
+        self.outcomes = list(state.get("endings", ()))  # which points of earlier commits do not have, nor the next
         if "in_flight_ids" in state:  # those of a batch stand in the order of their ids
             self._ids.extend([*sorted(refused), *state["in_flight_ids"]])
         prompts = {group.ticket.group_id: group.prompt for group in groups}
@@ -275,7 +275,7 @@ class RolloutHead:
 
     async def close(self) -> None:
         """Cancel all episodes and wait until they have ended."""
-        self.watch.stop()
+        self.watchdog.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
         if self._asking is not None:
             self._asking.cancel()
@@ -286,14 +286,14 @@ class RolloutHead:
         if tasks:
             await asyncio.wait(tasks)  # not gather, which a caller with a deadline could not leave
 
-    def _pump(self) -> None:
+    def _admit_groups(self) -> None:
         """Admit while there are places and prompts, a slice per turn of the loop."""
         self._pump_is_due = False
         if self._paused or not self._started or self._error is not None:
             return
         try:
-            for _ in range(min(self.manager.capacity, ADMISSIONS_PER_TURN)):
-                prompt = self.source.take()
+            for _ in range(min(self.manager.capacity, MAX_ADMISSIONS_PER_TURN)):
+                prompt = self.source.next_row()
                 if prompt is None:
                     self._changed.set()
                     return
@@ -306,17 +306,17 @@ class RolloutHead:
             self.fail(error)
             return
         if self.manager.capacity:
-            self._pump_soon()
+            self._schedule_admission()
 
     def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
         """The group of a prompt that was admitted; simulations put another one in its place."""
         size, needed = self.config.group_size, self.config.needed
         return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
 
-    def _pump_soon(self) -> None:
+    def _schedule_admission(self) -> None:
         if not self._pump_is_due:
             self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump, context=self._context)
+            asyncio.get_running_loop().call_soon(self._admit_groups, context=self._context)
 
     def _group_ended(self, task: asyncio.Task[FinishedGroup]) -> None:
         try:
@@ -324,25 +324,25 @@ class RolloutHead:
             if group.error is not None and (gone := _no_servers(group.failures)):
                 raise gone  # other prompts would fail, too: this one stays in flight
             del self.running[group.ticket.group_id]
-            self._book(group)
+            self._record_group(group)
         except asyncio.CancelledError:
             self.fail(RLError("the task of a group was cancelled, but not by the runtime; by a workflow?"))
         except Exception as error:  # noqa: BLE001 - next_batch raises it
             self.fail(error)
 
-    def _book(self, group: FinishedGroup) -> None:
+    def _record_group(self, group: FinishedGroup) -> None:
         """Say what became of a group to admission, figures and budget, and admit more.
 
         Raises:
             RLError: too many failed or were rejected.
         """
         self.episodes.touch()
-        self.figures.merge(group.figures)
+        self.metrics.merge(group.figures)
         self._finished += group.trajectories
         if len(self._finished) >= DESCRIBED_TOGETHER:
             self._describe()
         for failure in group.failures:
-            self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
+            self.metrics.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
         group.failures.clear()  # which hold the frames of their episodes
         group_id = group.ticket.group_id
         if group.error is not None:
@@ -352,14 +352,14 @@ class RolloutHead:
             self._count(f"failed/{boundary}")
             prompt, why = group.prompt["prompt_id"], str(group.error).partition("\n")[0]
             log.warning("prompt %d (group %d) failed (%s): %s", prompt, group_id, boundary, group.error)
-            self.endings.append(_ending(group.prompt, group_id, "failed", f"{boundary}: {why}"))
+            self.outcomes.append(_outcome(group.prompt, group_id, "failed", f"{boundary}: {why}"))
             self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
             self.budget.failed(group.error)
         elif group.rejected is not None:
             self.manager.reject(group.ticket)
             self._count("rejected")
             self._count(f"rejected/{group.rejected}")
-            self.endings.append(_ending(group.prompt, group_id, "rejected", group.rejected))
+            self.outcomes.append(_outcome(group.prompt, group_id, "rejected", group.rejected))
             self._report(self.manager.steps + 1, group.trajectories, group.rejected)
             self.budget.rejected()
         else:
@@ -367,16 +367,16 @@ class RolloutHead:
             self.accepted[group_id] = group
             self._count("accepted")
             self.budget.accepted()
-        if self.watch.waited_for and self.manager.ready(self.source.exhausted):
+        if self.watchdog.waited_for and self.manager.ready(self.source.exhausted):
             self._changed.set()
-        self._pump_soon()
+        self._schedule_admission()
 
     def _report(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
         if self._on_answers is not None and trajectories:
             self._on_answers(step, trajectories, reason)
 
     def _count(self, ending: str, groups: int = 1) -> None:
-        self.figures.add(f"groups/{ending}", groups, kind="sum")
+        self.metrics.add(f"groups/{ending}", groups, kind="sum")
 
     def _describe(self) -> None:
         """Take the answers of finished groups into the figures, whether they are trained on or not."""
@@ -386,14 +386,14 @@ class RolloutHead:
         weight = len(answers)
         if weight:
             length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
-            self.figures.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
-            self.figures.add("finished/length_mean", length / weight, weight)
-            self.figures.add("finished/truncated_fraction", sum(a.truncated for a in answers) / weight, weight)
+            self.metrics.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
+            self.metrics.add("finished/length_mean", length / weight, weight)
+            self.metrics.add("finished/truncated_fraction", sum(a.truncated for a in answers) / weight, weight)
 
-    def _count_ages(self, versions: Sequence[int]) -> None:
+    def _count_staleness(self, versions: Sequence[int]) -> None:
         groups = len(versions)
-        self.figures.add("groups/staleness_mean", sum(versions) / max(groups, 1), groups)
-        self.figures.add("groups/staleness_max", max(versions, default=0), groups, kind="max")
+        self.metrics.add("groups/staleness_mean", sum(versions) / max(groups, 1), groups)
+        self.metrics.add("groups/staleness_max", max(versions, default=0), groups, kind="max")
 
     def _trainer_is_stuck(self, error: StalledError) -> None:
         self.fail(error)
@@ -406,7 +406,7 @@ def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
     return next((each for error in failures for each in causes(error) if isinstance(each, NoServersError)), None)
 
 
-def _ending(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
+def _outcome(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
     """What became of a prompt, as `RolloutRuntime.outcomes` tells it."""
     epoch = int(prompt.get("epoch", 0))
     return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}

@@ -33,7 +33,7 @@ AWAITED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", 
 """Where coroutines, generators and asynchronous generators keep their frame, and what they wait for."""
 
 
-class Watch:
+class Watchdog:
     """One task on the loop. While somebody waits for episodes, something must move; while nobody does, the trainer must
     come back before long: admission bounds what piles up meanwhile, this bounds the time.
 
@@ -71,7 +71,7 @@ class Watch:
         self._served_tokens = None
         self._episodes.touch()
         if self._task is None:
-            self._task = asyncio.create_task(self._watch(), name="rollout-watch")
+            self._task = asyncio.create_task(self._run_checks(), name="rollout-watch")
             self._task.add_done_callback(self._died)
 
     def end_wait(self) -> None:
@@ -80,7 +80,7 @@ class Watch:
         self._trainer_left = self._clock.now()
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
+    def trainer_call(self) -> Iterator[None]:
         """The trainer, in this thread, is inside of a call of the runtime. One thread at a time."""
         self._thread = threading.current_thread().name
         self._visits += 1
@@ -104,7 +104,7 @@ class Watch:
         elif (error := task.exception()) is not None:
             self._on_stall(error)
 
-    async def _watch(self) -> None:
+    async def _run_checks(self) -> None:
         """Until the first alarm."""
         while True:
             await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS)
@@ -119,7 +119,7 @@ class Watch:
                     self._on_stall(StalledError(self._nothing_moved(idle)))
                     return
             elif away >= self._trainer_timeout and not self._visits:
-                self._on_stuck_trainer(self._trainer_is_away(away))
+                self._on_stuck_trainer(self._trainer_is_idle(away))
                 return
 
     async def _sleep(self, seconds: float) -> None:
@@ -133,7 +133,7 @@ class Watch:
 
     async def _servers_moved(self) -> bool:
         """Whether the servers generated since this was last asked: a long answer is no stall."""
-        stats = await figures_of_servers(self._episodes)
+        stats = await server_metrics(self._episodes)
         if not stats:
             return False
         before, self._served_tokens = self._served_tokens, float(stats.get("generated_tokens", 0.0))
@@ -158,7 +158,7 @@ class Watch:
             f"{self._stall_timeout:g}). {stuck}. {self._describe()}."
         ) + ("" if task is None else f" It waits here:\n{stack_of_task(task)}")
 
-    def _trainer_is_away(self, away: float) -> StalledError:
+    def _trainer_is_idle(self, away: float) -> StalledError:
         error = StalledError(
             f"stuck stage: trainer. It has not taken a batch for {away:.1f} s (rollout.trainer_timeout="
             f"{self._trainer_timeout:g}). {self._describe()}. Its thread {self._thread!r} is here:\n"
@@ -168,16 +168,16 @@ class Watch:
         return error
 
 
-async def figures_of_servers(episodes: Episodes) -> dict[str, float]:
+async def server_metrics(episodes: Episodes) -> dict[str, float]:
     """What the engine's servers say of themselves; nothing, with a warning, where they do not answer."""
     try:
-        return await within(episodes.clock, STATS_TIMEOUT, episodes.engine.stats())
+        return await run_with_timeout(episodes.clock, STATS_TIMEOUT, episodes.engine.stats())
     except (RLError, TimeoutError, OSError) as error:
         log.warning("the servers give no figures: %s", error)
         return {}
 
 
-async def within[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+async def run_with_timeout[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
     """The coroutine's result, if it has one before `seconds` of the clock have passed.
 
     Raises:

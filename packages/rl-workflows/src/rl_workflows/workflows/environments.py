@@ -15,7 +15,7 @@ from rl_contracts.runtime.aio import run_in_thread
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import Environment
 from rl_workflows.agents.conversation import Conversation
-from rl_workflows.rollout.episode import answered, stage
+from rl_workflows.rollout.episode import call_user_code, stage
 from rl_workflows.workflows.multi_turn import MultiTurnWorkflow
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
         """One conversation; never rejects."""
         talk, environment = Conversation(self._renderer), self._make()
         try:
-            messages = self._valid(list(await self._asked(environment, "reset", dict(data))))
+            messages = self._valid(list(await self._call_environment(environment, "reset", dict(data))))
             while len(talk.turns) < self._turns:
                 answer = await self._ask(engine, talk, messages)
                 if answer is None:
                     break
-                told, answer.reward, done = await self._asked(environment, "step", answer.message["content"])
+                told, answer.reward, done = await self._call_environment(environment, "step", answer.message["content"])
                 if not math.isfinite(answer.reward):
                     raise TaskEnvironmentError(
                         f"{type(environment).__name__}.step gave the reward {answer.reward}; expected a finite number."
@@ -67,14 +67,14 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
                     break
                 messages += [answer.message, *self._valid(list(told))]
         finally:
-            await self._asked(environment, "close")
+            await self._call_environment(environment, "close")
         record("conversation/turns", len(talk.turns))
         return self._rows(talk, 0.0, data, credit=self._credit, discount=self._discount)
 
-    async def _asked(self, environment: Environment, what: str, *given: Any) -> Any:
+    async def _call_environment(self, environment: Environment, what: str, *given: Any) -> Any:
         with stage("environment"):
             name, work = f"{type(environment).__name__}.{what}", partial(getattr(environment, what), *given)
-            return await answered(work, name, self._seconds, TaskEnvironmentError)
+            return await call_user_code(work, name, self._seconds, TaskEnvironmentError)
 
 
 class TextGame(Environment):
@@ -93,18 +93,18 @@ class TextGame(Environment):
         """What an answer does in the game."""
         return completion.strip()
 
-    def shown(self, observation: Any) -> str:
+    def format_observation(self, observation: Any) -> str:
         """An observation as a text."""
         return str(observation)
 
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
         self._game = await _in_thread(self.make, data)
         observation, _ = await _in_thread(self._game.reset, seed=data.get("seed"))
-        return [self._message("\n\n".join(filter(None, (self.instructions, self.shown(observation)))))]
+        return [self._message("\n\n".join(filter(None, (self.instructions, self.format_observation(observation)))))]
 
     async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
         observation, reward, terminated, truncated, _ = await _in_thread(self._game.step, self.action(completion))
-        return [self._message(self.shown(observation))], float(reward), bool(terminated or truncated)
+        return [self._message(self.format_observation(observation))], float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
         if hasattr(self, "_game"):

@@ -13,7 +13,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.runtime.metrics import record
 from rl_workflows.agents.conversation import Conversation, Turn
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 from rl_workflows.agents.tools import Tool, tools_of
 from rl_workflows.rollout.episode import stage
 from rl_workflows.workflows.rlvr import RLVRWorkflow
@@ -38,7 +38,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         feedback: what is said after an answer that is not good enough.
         enough: reward with which no further turn is asked for.
         discount: per turn, in (0, 1].
-        form: how the model writes tool calls; see `rl_workflows.agents.message_parsing.AnswerReader`.
+        form: how the model writes tool calls; see `rl_workflows.agents.message_parsing.MessageParser`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         require(turns >= 1, "workflow.turns", "at least 1", turns)
         require(0 < discount <= 1, "workflow.discount", "in (0, 1]", discount)
         self._turns, self._feedback, self._enough, self._discount = turns, feedback, enough, discount
-        self._reader = AnswerReader(self._tokenizer, form, self._renderer.stop_ids)
+        self._reader = MessageParser(self._tokenizer, form, self._renderer.stop_ids)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One conversation; never rejects."""
@@ -65,7 +65,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
             answer = await self._ask(engine, talk, messages, data.get("tools"))
             if answer is None:
                 break
-            reward = await self._scored(messages, answer, data)
+            reward = await self._score_conversation(messages, answer, data)
             messages += [answer.message, {"role": "user", "content": self._feedback}]
             if reward >= self._enough:
                 break
@@ -94,7 +94,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         message = self._reader.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
         return talk.add(prompt, response, message, self.generation.temperature)
 
-    async def _scored(self, messages: Sequence[Any], answer: Turn, data: dict[str, Any]) -> float:
+    async def _score_conversation(self, messages: Sequence[Any], answer: Turn, data: dict[str, Any]) -> float:
         """Reward of an answer; its prompt is the text of the conversation before it."""
         before = answer.parent.path() if answer.parent else []
         ids = [token for turn in before for part in (turn.prompt, turn.output) for token in part.tolist()]
@@ -177,7 +177,7 @@ class ToolWorkflow(MultiTurnWorkflow):
             )
         assert last is not None  # an episode has at least one turn
         record("conversation/turns", len(talk.turns))
-        return self._rows(talk, await self._scored(messages, last, data), data)
+        return self._rows(talk, await self._score_conversation(messages, last, data), data)
 
     async def _call(self, function: dict[str, Any]) -> str:
         """What the model is told of a call."""

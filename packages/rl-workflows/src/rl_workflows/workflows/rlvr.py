@@ -12,7 +12,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.reward import RESERVED_KEYS, CompositeReward, is_valid_reward, takes_final_text
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 from rl_workflows.rollout.episode import group_cache, stage
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
         self._reads_final_text = takes_final_text(reward)
         self._renderer = ChatRenderer(tokenizer, template_options)
-        self._reader = AnswerReader(tokenizer, stop_ids=self._renderer.stop_ids)
+        self._reader = MessageParser(tokenizer, stop_ids=self._renderer.stop_ids)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
         self.generation = replace(generation, stop_token_ids=list(stops))
 

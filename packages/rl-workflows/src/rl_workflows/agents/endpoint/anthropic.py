@@ -12,10 +12,10 @@ from msgspec import Meta
 
 from rl_workflows.agents.conversation import Prompt
 from rl_workflows.agents.endpoint import request_parsing
-from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 
-class Messages(request_parsing.Asked):
+class Messages(request_parsing.ApiRequest):
     """`POST /v1/messages`, and `/v1/messages/count_tokens`."""
 
     messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
@@ -40,12 +40,12 @@ class Messages(request_parsing.Asked):
         return Call(
             messages=messages,
             system=request_parsing.text_of(self.system, "system"),
-            tools=request_parsing.choose(tools, self.tool_choice) or None,
+            tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or (),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         answer = answers[0]
         content: list[request_parsing.Names] = []
         if reasoning := answer.message.get("reasoning_content"):
@@ -57,7 +57,7 @@ class Messages(request_parsing.Asked):
             content.append(
                 {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
             )
-        ended = "stop_sequence" if answer.stop else "max_tokens" if answer.cut else "end_turn"
+        ended = "stop_sequence" if answer.stop else "max_tokens" if answer.is_truncated else "end_turn"
         before, after = request_parsing.usage(prompt, answers)
         return {
             "id": f"msg_{token_hex(12)}",
@@ -89,7 +89,7 @@ class Messages(request_parsing.Asked):
                     {"input": {}},
                     "input_json_delta",
                     "partial_json",
-                    request_parsing.written(block.get("input") or {}),
+                    request_parsing.arguments_text(block.get("input") or {}),
                 ),
             }
             begun, name, delta, text = found[kind]
@@ -134,7 +134,7 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
             made.append(
                 {
                     "role": "tool",
-                    "tool_call_id": request_parsing.told(block.get("tool_use_id"), where),
+                    "tool_call_id": request_parsing.required_text(block.get("tool_use_id"), where),
                     "content": said or "",
                 }
             )

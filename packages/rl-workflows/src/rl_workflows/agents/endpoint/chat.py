@@ -12,12 +12,12 @@ from msgspec import Meta
 
 from rl_workflows.agents.conversation import Prompt
 from rl_workflows.agents.endpoint import request_parsing
-from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-class _OpenAI(request_parsing.Asked):
+class _OpenAI(request_parsing.ApiRequest):
     """What both have."""
 
     n: request_parsing.Many | None = None
@@ -39,7 +39,7 @@ class _OpenAI(request_parsing.Asked):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def _reply(
-        self, kind: str, prefix: str, prompt: Prompt, answers: Sequence[Answer], choices: list[Any]
+        self, kind: str, prefix: str, prompt: Prompt, answers: Sequence[GeneratedMessage], choices: list[Any]
     ) -> request_parsing.Names:
         before, after = request_parsing.usage(prompt, answers)
         return {
@@ -100,14 +100,14 @@ class ChatCompletion(_OpenAI):
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
-            tools=request_parsing.choose(tools, self.tool_choice) or None,
+            tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stops,
             schema=request_parsing.schema(form, "response_format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         choices = []
         for index, answer in enumerate(answers):
             message = {
@@ -123,12 +123,12 @@ class ChatCompletion(_OpenAI):
                         **call,
                         "function": {
                             **call["function"],
-                            "arguments": request_parsing.written(call["function"]["arguments"]),
+                            "arguments": request_parsing.arguments_text(call["function"]["arguments"]),
                         },
                     }
                     for call in answer.calls
                 ]
-            finish = "tool_calls" if answer.calls else "length" if answer.cut else "stop"
+            finish = "tool_calls" if answer.calls else "length" if answer.is_truncated else "stop"
             logprobs = (
                 {"content": request_parsing.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
             )
@@ -176,7 +176,7 @@ class Completion(_OpenAI):
         )
         return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         choices = []
         for index, answer in enumerate(answers):
             told: request_parsing.Names | None = None
@@ -188,7 +188,7 @@ class Completion(_OpenAI):
                     "top_logprobs": None,
                     "text_offset": None,
                 }
-            finish = "length" if answer.cut else "stop"
+            finish = "length" if answer.is_truncated else "stop"
             text = answer.message["content"]
             choices.append({"index": index, "text": text, "logprobs": told, "finish_reason": finish})
         return self._reply("text_completion", "cmpl", prompt, answers, choices)
@@ -221,7 +221,7 @@ def _message(message: request_parsing.Names, where: str) -> request_parsing.Name
     if role == "tool":
         return {
             "role": "tool",
-            "tool_call_id": request_parsing.told(message.get("tool_call_id"), where),
+            "tool_call_id": request_parsing.required_text(message.get("tool_call_id"), where),
             "content": text,
         }
     request_parsing.refuse(

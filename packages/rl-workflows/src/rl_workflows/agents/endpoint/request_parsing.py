@@ -11,14 +11,14 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from rl_workflows.agents.conversation import Prompt
-from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Many = Annotated[int, Meta(ge=1, le=128)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
-FigureName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
+MetricName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
 Names = dict[str, Any]
 """An object whose entries are looked at one by one."""
 
@@ -34,7 +34,7 @@ class Rewards(Struct, forbid_unknown_fields=True):
     """The `id` of a reply."""
     index: Annotated[int, Meta(ge=0)] = 0
     """Which of its answers."""
-    figures: dict[FigureName, Reward] = {}
+    figures: dict[MetricName, Reward] = {}
     """Recorded as `agent/NAME`."""
 
 
@@ -45,7 +45,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Asked(Struct, forbid_unknown_fields=True):
+class ApiRequest(Struct, forbid_unknown_fields=True):
     """A request. What it says of sampling is read and does not count: the run samples as it is trained.
 
     A subclass is one API: `call` says what is asked for, `answered` what the reply is, and `events` the same as a
@@ -68,7 +68,7 @@ class Asked(Struct, forbid_unknown_fields=True):
         """
         raise NotImplementedError
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> Names:
+    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> Names:
         """The reply.
 
         Args:
@@ -126,14 +126,18 @@ def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], 
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {"id": told(key, where), "type": "function", "function": {"name": told(name, where), "arguments": read}}
+            {
+                "id": required_text(key, where),
+                "type": "function",
+                "function": {"name": required_text(name, where), "arguments": read},
+            }
             for key, name, arguments in calls
             for read in [_arguments(arguments, where)]
         ]
     return message
 
 
-def told(value: Any, where: str) -> str:
+def required_text(value: Any, where: str) -> str:
     """A text that must be there.
 
     Raises:
@@ -156,7 +160,7 @@ def _arguments(given: Any, where: str) -> Names:
 def function(name: Any, description: Any, parameters: Any) -> Names:
     """A tool in the form that chat templates know."""
     refuse(not isinstance(parameters or {}, dict), "tools", "expected parameters that are a JSON schema.")
-    described: Names = {"name": told(name, "tools"), "description": text_of(description, "tools")}
+    described: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
     return {
         "type": "function",
         "function": {**described, "parameters": parameters or {"type": "object", "properties": {}}},
@@ -191,7 +195,7 @@ def schema(form: Names, name: str) -> Names | None:
     return objects([form.get("schema")], f"{name}.schema")[0]
 
 
-def choose(tools: list[Names] | None, choice: Any, name: str = "tool_choice") -> list[Names] | None:
+def offered_tools(tools: list[Names] | None, choice: Any, name: str = "tool_choice") -> list[Names] | None:
     """The tools that the model is shown.
 
     Raises:
@@ -206,12 +210,12 @@ def choose(tools: list[Names] | None, choice: Any, name: str = "tool_choice") ->
     return None if kind == "none" else tools
 
 
-def written(arguments: Mapping[str, Any]) -> str:
+def arguments_text(arguments: Mapping[str, Any]) -> str:
     """Arguments of a tool call as agents get them."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def logprobs(answer: Answer, tokenizer: Any) -> list[Names]:
+def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[Names]:
     """One entry per sampled token, the one that ended the answer included."""
     entries = []
     for token, logprob in zip(answer.response.output_ids, answer.response.logprobs, strict=True):
@@ -242,7 +246,7 @@ def _byte_table() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def usage(prompt: Prompt, answers: Sequence[Answer]) -> tuple[int, int]:
+def usage(prompt: Prompt, answers: Sequence[GeneratedMessage]) -> tuple[int, int]:
     """Tokens of the prompt, and of all answers."""
     return len(prompt.ids), sum(len(answer.response.output_ids) for answer in answers)
 

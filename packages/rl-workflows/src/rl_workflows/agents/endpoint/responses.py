@@ -9,13 +9,13 @@ from typing import Any
 
 from rl_workflows.agents.conversation import Prompt
 from rl_workflows.agents.endpoint import request_parsing
-from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 """What may be included. Of encrypted reasoning there is none: all of it is in the open."""
 
 
-class Responses(request_parsing.Asked):
+class Responses(request_parsing.ApiRequest):
     """`POST /v1/responses`. Responses are stored with their session, unless `store` is false."""
 
     previous_response_id: str | None = None
@@ -51,14 +51,14 @@ class Responses(request_parsing.Asked):
             self.instructions or "",
             self.previous_response_id or "",
             keep=self.store is not False,
-            tools=request_parsing.choose(tools, self.tool_choice) or None,
+            tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             max_tokens=self.max_output_tokens,
             schema=request_parsing.schema(form, "text.format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         answer = answers[0]
-        status = "incomplete" if answer.cut else "completed"
+        status = "incomplete" if answer.is_truncated else "completed"
         output: list[request_parsing.Names] = []
         if reasoning := answer.message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": reasoning}]
@@ -70,7 +70,7 @@ class Responses(request_parsing.Asked):
             said = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
             output.append({**said, "status": status})
         for call in answer.calls:
-            name, arguments = call["function"]["name"], request_parsing.written(call["function"]["arguments"])
+            name, arguments = call["function"]["name"], request_parsing.arguments_text(call["function"]["arguments"])
             called = {"type": "function_call", "id": f"fc_{token_hex(12)}", "call_id": call["id"], "name": name}
             output.append({**called, "arguments": arguments, "status": "completed"})
         before, after = request_parsing.usage(prompt, answers)
@@ -81,7 +81,7 @@ class Responses(request_parsing.Asked):
             "model": self.model,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if answer.is_truncated else None,
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "metadata": self.metadata or {},
@@ -170,7 +170,11 @@ def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]
         elif kind == "function_call_output":
             output = request_parsing.text_of(item.get("output"), where)
             made.append(
-                {"role": "tool", "tool_call_id": request_parsing.told(item.get("call_id"), where), "content": output}
+                {
+                    "role": "tool",
+                    "tool_call_id": request_parsing.required_text(item.get("call_id"), where),
+                    "content": output,
+                }
             )
         elif said is not None and kind == "reasoning":
             said["reasoning"] += request_parsing.text_of(item.get("content"), where)

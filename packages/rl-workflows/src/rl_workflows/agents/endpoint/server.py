@@ -31,10 +31,10 @@ from rl_workflows.agents.endpoint.anthropic import Messages
 from rl_workflows.agents.endpoint.anthropic import error as anthropic_error
 from rl_workflows.agents.endpoint.chat import ChatCompletion, Completion
 from rl_workflows.agents.endpoint.config import EndpointConfig
-from rl_workflows.agents.endpoint.request_parsing import Asked, Rewards
+from rl_workflows.agents.endpoint.request_parsing import ApiRequest, Rewards
 from rl_workflows.agents.endpoint.responses import Responses
 from rl_workflows.agents.endpoint.session import CallError, Model, Prepared, Session
-from rl_workflows.agents.message_parsing import AnswerReader
+from rl_workflows.agents.message_parsing import MessageParser
 
 __all__ = ["HttpRolloutEndpoint"]
 
@@ -42,13 +42,13 @@ logger = get_logger("inference.endpoint")
 
 BODY_SECONDS = 30.0
 """Within which a request's body must have come."""
-QUIET_SECONDS = 5.0
+IDLE_SECONDS = 5.0
 """After which a stream whose answer is not there yet shows that it lives."""
-MAX_FIGURES = 64
+MAX_METRICS = 64
 """Names of an episode."""
 PREPARING_THREADS = 2
 """Threads that render and tokenize prompts. A session uses one at most, so that it cannot delay the others."""
-ROUTES: dict[str, type[Asked]] = {
+ROUTES: dict[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/responses": Responses,
@@ -84,7 +84,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     ) -> None:
         self.config, self._invalid_text = config or EndpointConfig(), invalid_text
         renderer = ChatRenderer(tokenizer, template_options)
-        reader = AnswerReader(tokenizer, self.config.tool_calls, renderer.stop_ids)
+        reader = MessageParser(tokenizer, self.config.tool_calls, renderer.stop_ids)
         self._model = Model(tokenizer, renderer, reader, self.config)
         self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -233,7 +233,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             finally:
                 task.cancel()
 
-    async def _prepare(self, session: Session, asked: Asked) -> Prepared:
+    async def _prepare(self, session: Session, asked: ApiRequest) -> Prepared:
         """Render and tokenize a call's prompt in a thread, so that other sessions' calls are not held up."""
         loop = asyncio.get_running_loop()
         await session.preparing.acquire()
@@ -242,25 +242,25 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
         return await asyncio.wrap_future(job)
 
-    async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
+    async def _reply(self, session: Session, asked: ApiRequest) -> dict[str, Any]:
         prepared = await self._prepare(session, asked)
         answers = await session.answer(prepared)
         reply = asked.answered(prepared.prompt, answers, self._model.tokenizer)
-        session.answered(reply["id"], prepared.call, answers)
+        session.remember_reply(reply["id"], prepared.call, answers)
         return reply
 
     async def _stream(
-        self, request: web.Request, asked: Asked, task: asyncio.Task[dict[str, Any]]
+        self, request: web.Request, asked: ApiRequest, task: asyncio.Task[dict[str, Any]]
     ) -> web.StreamResponse:
         """The answer as server-sent events, once it is whole; what fails before the first of them has a status."""
-        await asyncio.wait({task}, timeout=QUIET_SECONDS)
+        await asyncio.wait({task}, timeout=IDLE_SECONDS)
         if task.done():
             task.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         while not task.done():
             await response.write(b": the answer is not there yet\n\n")
-            await asyncio.wait({task}, timeout=QUIET_SECONDS)
+            await asyncio.wait({task}, timeout=IDLE_SECONDS)
         try:
             reply = await task
         except RLError as error:
@@ -281,22 +281,22 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _reward(self, request: web.Request) -> web.Response:
         """What an agent says of an answer, or of its episode."""
         session = self._session(request)
-        said = await self._read(request, Rewards)
+        body = await self._read(request, Rewards)
         if session.closed:  # while its body came
             raise CallError("the session was closed before its reward was there.", 401, "invalid_api_key")
-        if said.reward is None and not said.figures:
+        if body.reward is None and not body.figures:
             raise CallError("expected a `reward`, or `figures`.")
-        figures = session.figures | said.figures
-        if len(figures) > MAX_FIGURES:
+        figures = session.figures | body.figures
+        if len(figures) > MAX_METRICS:
             raise CallError(
-                f"figures: expected at most {MAX_FIGURES} names of an episode, and these make {len(figures)}."
+                f"figures: expected at most {MAX_METRICS} names of an episode, and these make {len(figures)}."
             )
-        if said.call_id is None:
-            session.outcome = session.outcome if said.reward is None else said.reward
-        elif said.reward is not None:
-            session.earn(said.call_id, said.index, said.reward)
+        if body.call_id is None:
+            session.outcome = session.outcome if body.reward is None else body.reward
+        elif body.reward is not None:
+            session.add_reward(body.call_id, body.index, body.reward)
         session.figures = figures
-        return web.json_response({"object": "reward", "call_id": said.call_id, "reward": said.reward})
+        return web.json_response({"object": "reward", "call_id": body.call_id, "reward": body.reward})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)

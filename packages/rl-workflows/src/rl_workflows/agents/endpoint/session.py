@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl_contracts.config import GenerationConfig
     from rl_contracts.inference import InferenceEngine
     from rl_workflows.agents.endpoint.config import EndpointConfig
-    from rl_workflows.agents.message_parsing import AnswerReader
+    from rl_workflows.agents.message_parsing import MessageParser
 
 RENDERED_CHARACTERS = 1 << 16
 """Characters of a request that are always rendered, because a template may leave out parts of tools and messages."""
@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedMessage:
     """One answer to a call."""
 
     message: Message
@@ -79,7 +79,7 @@ class Answer:
         return list(self.message.get("tool_calls") or ())
 
     @property
-    def cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether it was ended by a limit of length."""
         return self.response.stop_reason == StopReason.LENGTH
 
@@ -101,7 +101,7 @@ class Model:
 
     tokenizer: Any
     renderer: ChatRenderer
-    reader: AnswerReader
+    reader: MessageParser
     config: EndpointConfig
 
     @cached_property
@@ -174,7 +174,7 @@ class Session(RolloutSession):
     def report(self) -> EpisodeReport:
         return EpisodeReport(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
 
-    def earn(self, call_id: str, index: int, reward: float) -> None:
+    def add_reward(self, call_id: str, index: int, reward: float) -> None:
         """An answer's own reward, instead of one that it had.
 
         Raises:
@@ -207,7 +207,7 @@ class Session(RolloutSession):
         for task in self._running:
             task.cancel()
 
-    def whole(self, call: Call) -> Call:
+    def with_history(self, call: Call) -> Call:
         """The call with all messages of its conversation.
 
         Raises:
@@ -220,7 +220,7 @@ class Session(RolloutSession):
             )
         return replace(call, messages=[*self.kept.get(call.after, ()), *call.messages])
 
-    def answered(self, reply_id: str, call: Call, answers: Sequence[Answer]) -> None:
+    def remember_reply(self, reply_id: str, call: Call, answers: Sequence[GeneratedMessage]) -> None:
         """A reply gets an id, by which later calls may speak of it."""
         self.calls[reply_id] = [answer.turn for answer in answers]
         if call.keep:
@@ -232,7 +232,7 @@ class Session(RolloutSession):
         Raises:
             CallError: see `whole` and `prompt`.
         """
-        call = self.whole(own)
+        call = self.with_history(own)
         known = call.tools == self._tools
         call = replace(call, tools=self._tools) if known else call
         prompt = self.prompt(call)
@@ -294,7 +294,7 @@ class Session(RolloutSession):
         if characters > most:
             raise _too_long(longest, f"more ({characters} characters)")
 
-    async def answer(self, prepared: Prepared) -> list[Answer]:
+    async def answer(self, prepared: Prepared) -> list[GeneratedMessage]:
         """Generate the answers to a call, and remember them.
 
         Raises:
@@ -330,7 +330,7 @@ class Session(RolloutSession):
             message, stop = self._read(call, prompt, response)
             turn = self.conversation.add(prompt, response, message, self.generation.temperature, call.schema is None)
             self._tokens += len(turn.prompt) + len(turn.output)
-            answers.append(Answer(message, response, stop, turn))
+            answers.append(GeneratedMessage(message, response, stop, turn))
         return answers
 
     def admit(self, added: int = 0, answers: int = 1, memory: int = 0) -> None:

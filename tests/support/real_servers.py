@@ -178,7 +178,7 @@ async def aborted_and_resumed(engine: Any) -> ModelResponse:
             task = asyncio.create_task(engine.agenerate(long))
             while not task.done() and (await engine.stats())["running"] < 1:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.002)
-            await engine._transport.ask(server, engine._protocol.abort("mine/"))
+            await engine._transport.call_until_evicted(server, engine._protocol.abort("mine/"))
             response = await task
             if response.resubmissions:
                 return response

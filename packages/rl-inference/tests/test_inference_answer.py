@@ -20,7 +20,7 @@ from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities
 from rl_inference import EmbeddedEngine
 from rl_inference.backends.embedded.protocol import EmbeddedProtocol
-from rl_inference.client.completion import PartialAnswer
+from rl_inference.client.completion import PartialCompletion
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, ServerProtocol, as_object, expand, ignored
 from rl_inference.client.stop_strings import StopStrings, completed, tokenizer_of
 
@@ -110,21 +110,21 @@ def asked(**generation: Any) -> ModelRequest:
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1.0}])
 def test_next_call_what_would_change_the_log_probs_is_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(InferenceError, match=rf"{next(iter(setting))}={next(iter(setting.values()))}\. Leave"):
-        PartialAnswer(asked(**setting), "mine").next_call(Limited(truncated_logprobs=True))
-    PartialAnswer(asked(**setting), "mine").next_call(Limited())
+        PartialCompletion(asked(**setting), "mine").next_call(Limited(truncated_logprobs=True))
+    PartialCompletion(asked(**setting), "mine").next_call(Limited())
 
 
 def test_next_call_penalties_of_servers_that_forget_them_are_refused() -> None:
     with pytest.raises(InferenceError, match=r"expected no penalties.*repetition_penalty=1\.2"):
-        PartialAnswer(asked(repetition_penalty=1.2), "mine").next_call(Limited(resumes_completions=False))
-    PartialAnswer(asked(top_k=5), "mine").next_call(Limited(resumes_completions=False))
+        PartialCompletion(asked(repetition_penalty=1.2), "mine").next_call(Limited(resumes_completions=False))
+    PartialCompletion(asked(top_k=5), "mine").next_call(Limited(resumes_completions=False))
 
 
 def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() -> None:
     request = replace(asked(), schema={"type": "boolean"})
     with pytest.raises(InferenceError, match=r"keep no answer to a schema.*allocation=vllm"):
-        PartialAnswer(request, "mine").next_call(Limited())
-    answer = PartialAnswer(request, "mine")
+        PartialCompletion(request, "mine").next_call(Limited())
+    answer = PartialCompletion(request, "mine")
     for _ in range(2):
         body = answer.next_call(Limited(schemas=True)).body
         assert body is not None
@@ -147,7 +147,7 @@ async def test_score_at_another_temperature_than_servers_can_is_refused_before_t
 
 def test_next_call_seed_of_a_later_attempt_is_another_where_numbers_begin_anew() -> None:
     def seeds(protocol: ServerProtocol) -> list[int]:
-        answer, found = PartialAnswer(asked(), "mine"), []
+        answer, found = PartialCompletion(asked(), "mine"), []
         for _ in range(3):
             body = answer.next_call(protocol).body
             assert body is not None
@@ -164,7 +164,7 @@ def test_next_call_seed_of_a_later_attempt_is_another_where_numbers_begin_anew()
 
 
 def test_next_call_attempt_that_brought_no_token_leaves_the_seed_as_it_was() -> None:
-    protocol, answer = Limited(seeds_by_position=False), PartialAnswer(asked(), "mine")
+    protocol, answer = Limited(seeds_by_position=False), PartialCompletion(asked(), "mine")
 
     found = [answer.next_call(protocol).body for _ in range(3)]  # the first two were busy
 
@@ -174,7 +174,7 @@ def test_next_call_attempt_that_brought_no_token_leaves_the_seed_as_it_was() -> 
 def test_attempt_id_begins_no_other() -> None:
     ids = []
     for rid in ("train-7-0-1", "train-7-0-10", "train-7-0"):
-        answer = PartialAnswer(asked(), rid)
+        answer = PartialCompletion(asked(), rid)
         for _ in range(12):
             answer.next_call(Limited())
             ids.append(answer.attempt_id)
@@ -183,7 +183,7 @@ def test_attempt_id_begins_no_other() -> None:
 
 
 def test_add_stamps_in_the_last_message_replace_the_oldest_possible_version() -> None:
-    answer = PartialAnswer(asked(), "mine")
+    answer = PartialCompletion(asked(), "mine")
     answer.next_call(Limited(version_stamps_at_end=True))
     answer.add(GenerationChunk([5, 6], [-1.0, -1.0], [], None), 3)
     answer.next_call(Limited(version_stamps_at_end=True))  # lost: what it had made counts as old as it can be
@@ -215,8 +215,8 @@ def test_look_minimum_length_leaves_an_earlier_string_where_it_is(tiny_tokenizer
 
     first, held = (StopStrings(["ab"], least, tiny_tokenizer) for least in (0, 8))
 
-    assert first.look(ids)
-    assert held.look(ids)
+    assert first.update(ids)
+    assert held.update(ids)
     assert (first.end, held.end) == (5, len(ids))
 
 

@@ -16,7 +16,7 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine
-from rl_inference.client.completion import PartialAnswer
+from rl_inference.client.completion import PartialCompletion
 from rl_inference.client.protocol import GenerationChunk
 from rl_inference.client.transport import Server, ServerEndedError
 
@@ -68,13 +68,13 @@ async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_
 ) -> None:
     asked, complete = [], asyncio.Event()
 
-    def add(answer: PartialAnswer, chunk: GenerationChunk, version: int) -> None:
+    def add(answer: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
         original(answer, chunk, version)
         if answer.done:
             complete.set()
 
-    original = PartialAnswer.add
-    monkeypatch.setattr(PartialAnswer, "add", add)
+    original = PartialCompletion.add
+    monkeypatch.setattr(PartialCompletion, "add", add)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         asked.append((await request.json())["input_ids"])
@@ -101,12 +101,12 @@ async def test_agenerate_of_a_server_that_ended_goes_on_elsewhere_with_the_token
 ) -> None:
     asked, arrived = [], asyncio.Event()
 
-    def add(answer: PartialAnswer, chunk: GenerationChunk, version: int) -> None:
+    def add(answer: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
         original(answer, chunk, version)
         arrived.set()
 
-    original = PartialAnswer.add
-    monkeypatch.setattr(PartialAnswer, "add", add)
+    original = PartialCompletion.add
+    monkeypatch.setattr(PartialCompletion, "add", add)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -443,6 +443,6 @@ async def test_hold_against_counts_each_life_of_a_server_once(lives: tuple[str, 
     for life, expected in zip(lives, (contextlib.nullcontext(), given_up if deaths == 2 else None), strict=True):
         server.instance = life
         with expected or contextlib.nullcontext():
-            await engine._hold_against("a request", ended, server, server.life, error)
+            await engine._record_failure("a request", ended, server, server.life, error)
 
     assert len(ended) == deaths

@@ -166,7 +166,7 @@ def test_stage_that_hangs_is_given_up_and_what_comes_late_changes_nothing(
         run_in_thread(lambda: weights.stage(meta))
         assert began.wait(60)
     monkeypatch.undo()
-    monkeypatch.setattr("rl_inference.embedded_server.weights.GIVEN_UP_SECONDS", 0.1)
+    monkeypatch.setattr("rl_inference.embedded_server.weights.ABANDONED_SECONDS", 0.1)
 
     found = weights.stage(meta, 60.0)
     go_on.set()

@@ -34,7 +34,7 @@ def addresses(router: Router) -> list[str]:
 def test_take_new_name_is_added_and_out_until_it_is_readmitted() -> None:
     router, discovery = following()
 
-    assert discovery.take(FIRST | {NAMES[2]: ADDRESSES[2]})
+    assert discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
     new = router.servers[-1]
     assert (new.address, new.name, new.live, new.well, new.vetted) == (ADDRESSES[2], NAMES[2], False, False, False)
@@ -42,18 +42,18 @@ def test_take_new_name_is_added_and_out_until_it_is_readmitted() -> None:
     router.readmit(new, 3)
     assert len(router.live) == 3
     assert router.rejoins == 0, "it was never lost"
-    assert not discovery.take(FIRST | {NAMES[2]: ADDRESSES[2]})
+    assert not discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
 
 def test_take_name_that_is_gone_twice_in_a_row_is_let_go_and_forgotten() -> None:
     router, discovery = following()
     second = {NAMES[1]: ADDRESSES[1]}
     for found in (FIRST, second, FIRST, second):  # a flapping name
-        discovery.take(found)
+        discovery.apply(found)
     assert addresses(router) == list(FIRST.values())
     gone = router.servers[0]
 
-    discovery.take(second)
+    discovery.apply(second)
 
     assert addresses(router) == [ADDRESSES[1]]
     assert (gone.live, gone.failures) == (False, 0)
@@ -63,9 +63,9 @@ def test_take_name_that_is_gone_twice_in_a_row_is_let_go_and_forgotten() -> None
 
 def test_take_name_with_another_address_forgets_the_old_one_at_once_and_counts_as_a_rejoin() -> None:
     router, discovery = following()
-    discovery.take(FIRST)
+    discovery.apply(FIRST)
 
-    discovery.take(FIRST | {NAMES[0]: ADDRESSES[4]})
+    discovery.apply(FIRST | {NAMES[0]: ADDRESSES[4]})
 
     assert addresses(router) == [ADDRESSES[1], ADDRESSES[4]]
     router.readmit(router.servers[-1], 1)
@@ -76,7 +76,7 @@ def test_take_servers_that_exchange_their_addresses_stay() -> None:
     router, discovery = following()
     before = list(router.servers)
 
-    discovery.take({NAMES[0]: ADDRESSES[1], NAMES[1]: ADDRESSES[0]})
+    discovery.apply({NAMES[0]: ADDRESSES[1], NAMES[1]: ADDRESSES[0]})
 
     assert router.servers == before
     assert [server.name for server in before] == [NAMES[1], NAMES[0]]
@@ -87,11 +87,11 @@ def test_take_last_live_server_stays_until_another_takes_part() -> None:
     router.evict(router.servers[1], "is gone")
     found = {NAMES[2]: ADDRESSES[2]}
     for _ in range(5):
-        discovery.take(found)
+        discovery.apply(found)
 
     assert addresses(router) == [ADDRESSES[0], ADDRESSES[2]], "the lost one is forgotten, the last one is not"
     router.readmit(router.servers[1], 0)
-    discovery.take(found)
+    discovery.apply(found)
     assert addresses(router) == [ADDRESSES[2]]
 
 
@@ -106,7 +106,7 @@ def test_take_any_readings_keep_a_live_server_and_end_at_what_is_named(
     router, discovery = following()
     for found, ill, joins in steps:
         before = {server.address: server.name for server in router.live}
-        discovery.take(found)
+        discovery.apply(found)
         known = addresses(router)
         assert len(known) == len(set(known))
         assert set(found.values()) <= set(known)
@@ -122,7 +122,7 @@ def test_take_any_readings_keep_a_live_server_and_end_at_what_is_named(
         for server in router.servers:
             if not server.live:
                 router.readmit(server, 0)
-        discovery.take(last)
+        discovery.apply(last)
 
     if last:
         assert set(addresses(router)) == set(last.values())
@@ -149,16 +149,16 @@ async def test_remove_answers_end_at_once_and_steps_of_an_update_get_a_moment() 
 def test_add_up_figures_never_go_down_and_count_nothing_twice() -> None:
     router, discovery = following()
     first, second = router.servers
-    router.add_up(first, {"tokens": 10.0})
-    router.add_up(second, {"tokens": 5.0})
-    router.add_up(second, {"tokens": 2.0})  # it was started anew
+    router.update_counters(first, {"tokens": 10.0})
+    router.update_counters(second, {"tokens": 5.0})
+    router.update_counters(second, {"tokens": 2.0})  # it was started anew
     assert router.sums["tokens"] == 17
-    discovery.take({NAMES[1]: ADDRESSES[1], NAMES[2]: ADDRESSES[2]})
+    discovery.apply({NAMES[1]: ADDRESSES[1], NAMES[2]: ADDRESSES[2]})
     new = router.servers[-1]
-    router.add_up(new, {"tokens": 1000.0})  # made for whoever had it before
-    router.add_up(new, {"tokens": 1003.0})
+    router.update_counters(new, {"tokens": 1000.0})  # made for whoever had it before
+    router.update_counters(new, {"tokens": 1003.0})
     for _ in range(2):
-        discovery.take({NAMES[1]: ADDRESSES[1]})
+        discovery.apply({NAMES[1]: ADDRESSES[1]})
 
     assert router.sums["tokens"] == 20
 

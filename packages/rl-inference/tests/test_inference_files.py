@@ -81,13 +81,13 @@ async def client(address: str, **config: float):
 async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
     server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probed, look = asyncio.Semaphore(0), ServerMonitor._look
+    probed, look = asyncio.Semaphore(0), ServerMonitor._check
 
     async def counted(self: ServerMonitor, *arguments: Any) -> None:
         await look(self, *arguments)
         probed.release()
 
-    monkeypatch.setattr(ServerMonitor, "_look", counted)
+    monkeypatch.setattr(ServerMonitor, "_check", counted)
     async with client(server.address, probe_interval=0.02) as engine:
         with caplog.at_level(logging.WARNING, logger="rl"), no_file_left() as fill:
             for _ in range(3):

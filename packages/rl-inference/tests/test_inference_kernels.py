@@ -47,7 +47,7 @@ def test_attention_of_single_tokens_any_layout_equals_the_whole_sequence(
     pages = PageTable(8, 4 * PAGE, torch.device("cpu"))
     pages.reset(33)
     for slot in range(8):
-        pages.give(slot, [1 + slot, 9 + slot])
+        pages.assign(slot, [1 + slot, 9 + slot])
     layers: list[SlotLayer] = [TorchLayer(pages), KernelLayer(pages)]
 
     last: dict[int, torch.Tensor] = {}

@@ -44,7 +44,7 @@ def run(table: SlotTable, jobs: list[GenerationJob]) -> int:
     while waiting or table.jobs:
         table.admit(waiting)
         table.step()
-        lost = table.take_lost()
+        lost = table.take_evicted()
         waiting.extendleft(lost)
         given_up += len(lost)
     return given_up
@@ -244,9 +244,9 @@ def test_score_in_parts_equals_the_whole(model_path: Path, dtype: str) -> None:
         parts += table.model.score_part(row, start, count, 0.7)
 
     assert parts == pytest.approx(whole, abs=2e-5 if dtype == "float32" else 0.1)
-    lost = table.take_lost()
+    lost = table.take_evicted()
     assert lost == [answers[1]]  # one of five pages was left for it
-    table.model.cache.pages.give(2, [])
+    table.model.cache.pages.assign(2, [])
     run(table, lost)
     if dtype == "float32":
         check(model_path, answers)

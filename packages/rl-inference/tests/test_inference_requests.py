@@ -103,7 +103,7 @@ def test_stop_string_counts_where_new_text_completes_it_after_the_minimum_length
     job.finish({"type": "stop", "matched": matched})
 
     assert resumed + len(job.output_ids) == len("abXYcdefghXY")
-    assert job.told(0, tokenizer, 0, False)["text"] == "abXYcdefgh"[resumed:]
+    assert job.to_reply(0, tokenizer, 0, False)["text"] == "abXYcdefgh"[resumed:]
 
 
 @pytest.mark.slow

@@ -36,10 +36,10 @@ def test_choose_without_group_takes_the_least_busy(router: Router) -> None:
 def test_by_load_the_least_busy_comes_first_and_ties_are_spread(router: Router) -> None:
     router.servers[1].open = 2
 
-    firsts = {router.by_load()[0].address for _ in range(60)}
+    firsts = {router.sorted_by_load()[0].address for _ in range(60)}
 
     assert firsts == {"http://s0", "http://s2"}
-    assert router.by_load()[-1] is router.servers[1]
+    assert router.sorted_by_load()[-1] is router.servers[1]
 
 
 def test_choose_heads_that_know_nothing_of_each_other_use_all_servers() -> None:

@@ -37,7 +37,7 @@ def check_program(kind: str, config: Any, spec: ServeSpec, own: Sequence[str]) -
     embedded = "embedded servers, which give the same bits"
     require(not spec.deterministic, f"deterministic with allocation={kind}", embedded, True)
     require(not (config.quantization and on_cpu(spec)), "server.quantization", "none on CPUs", config.quantization)
-    taken = overriding(config.arguments, own)
+    taken = overridden_arguments(config.arguments, own)
     require(
         not taken,
         "server.arguments",
@@ -59,20 +59,20 @@ def program_job(config: Any, spec: ServeSpec, command: Sequence[str], environmen
     """
     config.check(spec)
     require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
-    told = {
+    variables = {
         "RL_WEIGHTS_DIR": str(Path(spec.weights_dir).resolve()) if spec.weights_dir else "",
         "RL_WEIGHT_VERSION": str(spec.version),
         "RL_SERVER_NAME": "rollout-{index}",
     }
     if Path(spec.model_path).is_dir():
-        told["HF_HUB_OFFLINE"] = "1"
+        variables["HF_HUB_OFFLINE"] = "1"
     return JobSpec(
         role="rollout",
         command=(*command, *config.arguments),
         count=spec.strategy.data,
         cpus=max(spec.cpus, 1),
         gpus=spec.gpus,
-        env={**told, **environment},
+        env={**variables, **environment},
         needs_port=True,
         ready_path="/health",
         ready_timeout=config.ready_timeout,
@@ -83,7 +83,7 @@ def program_job(config: Any, spec: ServeSpec, command: Sequence[str], environmen
     )
 
 
-def overriding(arguments: Iterable[str], own: Iterable[str]) -> list[str]:
+def overridden_arguments(arguments: Iterable[str], own: Iterable[str]) -> list[str]:
     """Those of `arguments` that name one of `own`, as command lines are read: with `_` for `-`, with a value after `=`,
     or cut short."""
     own = tuple(own)

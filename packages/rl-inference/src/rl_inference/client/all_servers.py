@@ -19,7 +19,7 @@ class AllLostError(WeightUpdateError):
     """No server is left, but some may come back."""
 
 
-class Fleet:
+class AllServers:
     """The servers of a client, for whoever changes what all of them do."""
 
     def __init__(self, router: Router, transport: Transport) -> None:
@@ -30,7 +30,7 @@ class Fleet:
         # between a pause and its end lie a commit and the longest answers to all three
         self.lease = 3 * transport.config.progress_timeout
 
-    async def everywhere(
+    async def call_all(
         self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
     ) -> list[Any]:
         """Do something on all live servers at once (or on `servers`); those that fail are evicted.
@@ -69,11 +69,11 @@ class Fleet:
         """Ask for it once; one that answers only when it stands still is watched meanwhile."""
         exchange = self.protocol.pause(mode, self.lease)
         if self.protocol.capabilities.heartbeats:
-            return await self.transport.ask(server, exchange)
-        asked = self.transport.ask(server, exchange, FOREVER)
-        return await self.watched(server, asked, self.config.progress_timeout, self._stuck(server))
+            return await self.transport.call_until_evicted(server, exchange)
+        asked = self.transport.call_until_evicted(server, exchange, FOREVER)
+        return await self.await_progress(server, asked, self.config.progress_timeout, self._stuck(server))
 
-    async def watched[T](
+    async def await_progress[T](
         self, server: Server, work: Coroutine[Any, Any, T], patience: float, error: ServerLostError
     ) -> T:
         """Await what may take as long as the server makes tokens; raise `error` where it made none for `patience`
@@ -81,7 +81,9 @@ class Fleet:
         task, before = asyncio.create_task(work), -1.0
         try:
             while not (await asyncio.wait({task}, timeout=patience))[0]:
-                stats = await self.transport.ask(server, self.protocol.stats(), self.config.probe_timeout)
+                stats = await self.transport.call_until_evicted(
+                    server, self.protocol.stats(), self.config.probe_timeout
+                )
                 if stats.generated_tokens == before:
                     raise error
                 before = stats.generated_tokens

@@ -15,7 +15,7 @@ from rl_inference.client.stop_strings import StopStrings
 
 
 @dataclass
-class PartialAnswer:
+class PartialCompletion:
     """Whichever server goes on gets prompt plus tokens so far. Where the randomness of a sampled token depends on the
     seed and on its position alone, it draws what the first one would have drawn."""
 
@@ -105,9 +105,9 @@ class PartialAnswer:
 
     def stopped(self) -> bool:
         """Whether a stop string is complete that the servers do not look for."""
-        return self.stops is not None and self.stops.look(self.output_ids)
+        return self.stops is not None and self.stops.update(self.output_ids)
 
-    def cut(self) -> None:
+    def truncate_at_stop(self) -> None:
         """End it at the token that completed such a stop string, if one did."""
         if self.stops is not None and self.stops.end is not None:
             for values in (self.output_ids, self.logprobs, self.versions):

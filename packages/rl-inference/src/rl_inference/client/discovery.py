@@ -15,9 +15,9 @@ from rl_inference.client.router import Router
 
 logger = get_logger("inference.client")
 
-_READINGS = 2
+_MIN_READINGS = 2
 """Readings in a row without its name after which a server is let go: a reader may see a directory half written."""
-_ALARMED = 1.0
+_WARN_AFTER = 1.0
 """Seconds between two readings, at most, while something is amiss."""
 _PATIENCE = 10.0
 """Seconds that a step of an update has on a server that is let go."""
@@ -42,7 +42,7 @@ class Discovery:
     async def watch(self, added: Callable[[], object]) -> None:
         """Until it is cancelled; `added` is called where there is a new server to ask."""
         while True:
-            if self.take(await self._read()):
+            if self.apply(await self._read()):
                 added()
             await self._router.clock.sleep(self._interval * random.uniform(0.5, 1.5))
 
@@ -50,31 +50,31 @@ class Discovery:
     def _interval(self) -> float:
         """Seconds to the next reading: few where one is lost or was not named, however many clients read."""
         calm = not self._missed and all(server.live for server in self._router.servers)
-        return self._config.discover_interval if calm else min(self._config.discover_interval, _ALARMED)
+        return self._config.discover_interval if calm else min(self._config.discover_interval, _WARN_AFTER)
 
     async def _read(self) -> dict[str, str]:
         """What the source says, address by name; nothing where that cannot be used. It is asked in a thread, because a
         shared file system may take its time, or for ever."""
         reading = asyncio.wrap_future(run_in_thread(lambda: dict(self._source())))
         while not (await asyncio.wait({reading}, timeout=self._config.probe_timeout))[0]:
-            self._tell(f"it has not answered for {self._config.probe_timeout:g} s (client.probe_timeout)")
+            self._log_change(f"it has not answered for {self._config.probe_timeout:g} s (client.probe_timeout)")
         try:
             found = {name: checked_address(address) for name, address in reading.result().items()}
         except Exception as error:  # noqa: BLE001 - somebody else's code, whose errors change nothing but are told
-            self._tell(f"{type(error).__name__}: {error}")
+            self._log_change(f"{type(error).__name__}: {error}")
             return {}
         if found:
             self._told = ""
         elif any(server.name for server in self._router.servers):
-            self._tell("it names none")
+            self._log_change("it names none")
         return found
 
-    def _tell(self, problem: str) -> None:
+    def _log_change(self, problem: str) -> None:
         if problem != self._told:
             logger.warning("which inference servers there are cannot be read, so they stay as they are: %s", problem)
         self._told = problem
 
-    def take(self, found: dict[str, str]) -> bool:
+    def apply(self, found: dict[str, str]) -> bool:
         """Follow one reading, address by name; whether servers were added."""
         if not found:
             return False
@@ -92,7 +92,7 @@ class Discovery:
                 self._missed[server.address] = self._missed.get(server.address, 0) + 1
         for server in list(router.servers):
             others = (other for other in router.live if other.address in names)
-            if self._missed.get(server.address, 0) >= _READINGS and (not server.live or any(others)):
+            if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.live or any(others)):
                 logger.info("server %s is let go: nothing names it any more", server.address)
                 self._missed.pop(server.address)
                 router.remove(server, "was let go", _PATIENCE)

@@ -15,7 +15,7 @@ from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason
 from rl_contracts.errors import ConfigError, InferenceError, NoServersError
 from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig, ServerSource
 from rl_contracts.runtime.clock import Clock, SystemClock
-from rl_inference.client.completion import PartialAnswer
+from rl_inference.client.completion import PartialCompletion
 from rl_inference.client.discovery import Discovery, checked_address
 from rl_inference.client.file_limit import raise_file_limit
 from rl_inference.client.health import ServerMonitor
@@ -88,7 +88,7 @@ class HttpEngine(InferenceEngine):
     def follow_discovery(self, source: ServerSource) -> bool:
         """Take in servers that `source` names, and let those go that it names no more."""
         self._monitor.discovery = Discovery(source, self._router, self.config)
-        return self._monitor.on
+        return self._monitor.is_enabled
 
     def stop_waiting_for_servers(self) -> None:
         """Updates and scores fail from now on where no server is left; who waits for one hears of it at the next look
@@ -114,13 +114,13 @@ class HttpEngine(InferenceEngine):
     async def describe(self, server: str) -> ServedModel | None:
         """What one of the servers says of itself."""
         asked = self._router.named(server)
-        return await self._transport.ask(asked, self._protocol.describe(), self.config.probe_timeout)
+        return await self._transport.call_until_evicted(asked, self._protocol.describe(), self.config.probe_timeout)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Generate one answer, through interruptions and lost servers, to its end."""
         self._monitor.start()
         started = self._clock.now()
-        answer = PartialAnswer(
+        answer = PartialCompletion(
             request, request.request_id or secrets.token_hex(8), await self._stops(request.generation)
         )
         server = await self._finish(answer, self._router.group(request.group) if request.group else None)
@@ -143,7 +143,7 @@ class HttpEngine(InferenceEngine):
         tokenizer = await asyncio.to_thread(tokenizer_of, self.spec.model_path)
         return StopStrings(generation.stop, generation.min_new_tokens, tokenizer)
 
-    async def _finish(self, answer: PartialAnswer, group: Group | None) -> Server:
+    async def _finish(self, answer: PartialCompletion, group: Group | None) -> Server:
         """Ask servers until the answer is complete.
 
         Returns:
@@ -166,7 +166,7 @@ class HttpEngine(InferenceEngine):
                 self._router.succeeded(server)
             except ServerLostError as error:
                 if not answer.done:
-                    await self._hold_against(f"request {answer.rid}", answer.ended, server, life, error)
+                    await self._record_failure(f"request {answer.rid}", answer.ended, server, life, error)
             except ServerBusyError:
                 pass
             if answer.done:  # even if the server was lost right after the last token
@@ -182,7 +182,7 @@ class HttpEngine(InferenceEngine):
                 await self._clock.sleep(min(delay, _LONGEST_RETRY))
                 delay *= 2
 
-    async def _hold_against(
+    async def _record_failure(
         self, request: str, ended: list[tuple[str, str]], server: Server, life: str, error: ServerLostError
     ) -> None:
         """Note whether a server ended, or failed by its own word, while it worked on a request.
@@ -218,7 +218,7 @@ class HttpEngine(InferenceEngine):
                 f"might too. {'; '.join(how for _, how in ended)}. See their logs."
             ) from error
 
-    def _pick(self, answer: PartialAnswer, group: Group | None) -> Server:
+    def _pick(self, answer: PartialCompletion, group: Group | None) -> Server:
         if self._router.ended is not None:
             raise InferenceError(
                 f"nobody looks after the servers any more: {self._router.ended!r}"
@@ -228,20 +228,20 @@ class HttpEngine(InferenceEngine):
             raise NoServersError(self._give_up(answer, 0.0))
         return server
 
-    def _note(self, server: Server, error: InferenceError) -> None:
+    def _handle_failure(self, server: Server, error: InferenceError) -> None:
         """Draw the consequence of a failure: one that is gone is out, one that may be ill is looked at."""
         if server.let_go:
             return
         server.last_error = str(error)
-        if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.on):
+        if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.is_enabled):
             self._router.evict(server, f"is gone: {error}")
         elif isinstance(error, ServerLostError):
             self._router.failed(server, str(error))
-            self._monitor.hurry()
+            self._monitor.check_now()
         else:
             self._router.busy(server)
 
-    def _give_up(self, answer: PartialAnswer, waited: float) -> str:
+    def _give_up(self, answer: PartialCompletion, waited: float) -> str:
         return (
             f"request {answer.rid}: no server goes on with it ({len(answer.output_ids)} tokens so far, "
             f"{waited:.0f} s without progress). Last errors: {self._router.reasons}. See their logs."
@@ -253,12 +253,12 @@ class HttpEngine(InferenceEngine):
         try:
             return await server.run(work)
         except (ServerLostError, ServerBusyError) as error:
-            self._note(server, error)
+            self._handle_failure(server, error)
             raise
         finally:
             server.open -= 1
 
-    async def _read(self, server: Server, answer: PartialAnswer) -> None:
+    async def _read(self, server: Server, answer: PartialCompletion) -> None:
         """Let a server go on with an answer. Where silence says nothing, it is asked how it is."""
         if self.capabilities.heartbeats:
             return await self._gather(server, answer)
@@ -269,7 +269,7 @@ class HttpEngine(InferenceEngine):
                     lines, vain, made = answer.lines, 0, -1.0
                     continue
                 try:
-                    before, made = made, await self._look(server)
+                    before, made = made, await self._check_progress(server)
                     if made == before:
                         raise ServerLostError(
                             f"{server.address}: says that it is well and not paused, but has made no token for "
@@ -288,7 +288,7 @@ class HttpEngine(InferenceEngine):
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def _look(self, server: Server) -> float:
+    async def _check_progress(self, server: Server) -> float:
         """Ask a silent server how it is; how many tokens it has made, nan where that says nothing."""
         await self._transport.call(server, self._protocol.health(), self.config.probe_timeout)
         if not self._protocol.counts_tokens:
@@ -296,27 +296,27 @@ class HttpEngine(InferenceEngine):
         stats = await self._transport.call(server, self._protocol.stats(), self.config.probe_timeout)
         return nan if stats.paused else stats.generated_tokens
 
-    async def _gather(self, server: Server, answer: PartialAnswer) -> None:
+    async def _gather(self, server: Server, answer: PartialCompletion) -> None:
         committed, call = server.version, answer.next_call(self._protocol)
-        chunks, told = self._transport.stream(server, call), False
+        chunks, started = self._transport.stream(server, call), False
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     answer.lines += 1
                     if chunk is None:
                         continue
-                    self._take(server, answer, chunk, committed)
-                    if answer.stopped() and answer.finish is None and not told:
+                    self._add_chunk(server, answer, chunk, committed)
+                    if answer.stopped() and answer.finish is None and not started:
                         if not self.capabilities.version_stamps_at_end:
                             break
                         await self._transport.call(server, self._protocol.abort(answer.attempt_id))
-                        told = True
+                        started = True
         finally:
-            answer.cut()
+            answer.truncate_at_stop()
         if answer.finish is None:
             raise ServerLostError(f"{server.address}: the stream ended before the answer")
 
-    def _take(self, server: Server, answer: PartialAnswer, chunk: GenerationChunk, committed: int) -> None:
+    def _add_chunk(self, server: Server, answer: PartialCompletion, chunk: GenerationChunk, committed: int) -> None:
         """Add what a server sent, which had committed a version when it was asked, unless it cannot be right: one that
         is behind those before it, which another client updated, is out until it has caught up."""
         if chunk.error is not None:
@@ -350,12 +350,12 @@ class HttpEngine(InferenceEngine):
         begin, ended = self._clock.now(), list[tuple[str, str]]()
         while await self._router.wait_live(self.config.rejoin_timeout, in_vain=False):
             await self._router.wait_open()
-            for server in self._router.by_load():
+            for server in self._router.sorted_by_load():
                 life = server.life
                 try:
                     return await self._work(server, self._transport.call(server, question()))
                 except ServerLostError as error:
-                    await self._hold_against("a score", ended, server, life, error)
+                    await self._record_failure("a score", ended, server, life, error)
                 except ServerBusyError:
                     pass
             if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
@@ -368,16 +368,19 @@ class HttpEngine(InferenceEngine):
         if not self.capabilities.checksums:
             return await super().live_receipts(server)
         asked = self._router.live if server is None else [self._router.named(server)]
-        answers = await self._ask_all(asked, self._protocol.receipt, self.config.update_timeout)
+        answers = await self._call_all(asked, self._protocol.receipt, self.config.update_timeout)
         found = [answer for answer in answers if isinstance(answer, WeightReceipt)]
         if not found:
             raise InferenceError(f"no live server gave a receipt: {answers or self._router.reasons}")
         return found
 
-    async def _ask_all(self, servers: list[Server], question: Callable[[], Exchange[Any]], timeout: float) -> list[Any]:
+    async def _call_all(
+        self, servers: list[Server], question: Callable[[], Exchange[Any]], timeout: float
+    ) -> list[Any]:
         """Each server's answer, or its error."""
         return await asyncio.gather(
-            *(self._transport.ask(server, question(), timeout) for server in servers), return_exceptions=True
+            *(self._transport.call_until_evicted(server, question(), timeout) for server in servers),
+            return_exceptions=True,
         )
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
@@ -414,10 +417,10 @@ class HttpEngine(InferenceEngine):
     async def stats(self) -> dict[str, float]:
         """Sums over the servers that answer, of what grows over all that there have been, and `rejoins`, servers taken
         back so far. Also learns the version of servers that another client updated."""
-        found = await self._ask_figures(self._router.live)
+        found = await self._request_stats(self._router.live)
         await self._learn_version(found)
         for server, stats in found.items():
-            self._router.add_up(server, {name: getattr(stats, name) for name in _GROWING})
+            self._router.update_counters(server, {name: getattr(stats, name) for name in _GROWING})
         now = {name: float(sum(getattr(stats, name) for stats in found.values())) for name in ("running", "waiting")}
         grown = {name: float(self._router.sums[name]) for name in _GROWING}
         return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **now, **grown}
@@ -434,13 +437,13 @@ class HttpEngine(InferenceEngine):
             self._router.evict(server, f"has not shown version {version}, which another client committed")
         self._router.version = max(self._router.version, version)
 
-    async def _ask_figures(self, servers: list[Server]) -> dict[Server, Stats]:
+    async def _request_stats(self, servers: list[Server]) -> dict[Server, Stats]:
         """The figures of those that answer."""
         versions = [server.version for server in servers]
-        answers = await self._ask_all(servers, self._protocol.stats, self.config.probe_timeout)
+        answers = await self._call_all(servers, self._protocol.stats, self.config.probe_timeout)
         failed = dict(failures(servers, answers))
         for server, error in failed.items():
-            self._note(server, error)
+            self._handle_failure(server, error)
         found: dict[Server, Stats] = {}
         for server, version, value in zip(servers, versions, answers, strict=True):
             if server not in failed:
@@ -454,14 +457,14 @@ class HttpEngine(InferenceEngine):
         client: it is out until it has caught up."""
         newest = max((server.version for server in self._router.live), default=self._router.version)
         behind = [server for server in self._router.live if server.version < newest]
-        in_update = self._updates.under_way or any(stats.paused for stats in found.values())
+        in_update = self._updates.is_in_progress or any(stats.paused for stats in found.values())
         if behind and not in_update:
-            again = await self._ask_figures(behind)  # the update may have come between two answers
-            in_update = self._updates.under_way or any(stats.paused for stats in again.values())
+            again = await self._request_stats(behind)  # the update may have come between two answers
+            in_update = self._updates.is_in_progress or any(stats.paused for stats in again.values())
             for server in behind:
                 if server.version < newest and not in_update:
                     self._router.evict(server, f"serves version {server.version} while others serve {newest}")
-        if self._router.live and not self._updates.under_way:
+        if self._router.live and not self._updates.is_in_progress:
             self._router.version = max(self._router.version, min(server.version for server in self._router.live))
 
     def _check_version(self, server: Server, found: int, committed: int) -> None:
@@ -472,8 +475,8 @@ class HttpEngine(InferenceEngine):
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""
         await self._monitor.stop()
-        self._updates.let_go()
-        self._router.end(InferenceError("the client was closed"))
+        self._updates.end_lease()
+        self._router.stop_waiting(InferenceError("the client was closed"))
         tasks = [task for server in self._router.servers for task in server.tasks]
         for task in tasks:
             task.cancel()

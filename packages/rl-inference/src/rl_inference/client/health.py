@@ -17,7 +17,7 @@ from rl_inference.client.weight_update import WeightUpdates
 
 logger = get_logger("inference.client")
 
-LOOKS = 4
+CHECKS_BEFORE_EVICTION = 4
 """How many times as often as the others the servers are asked that are away, and may be waited for."""
 
 
@@ -43,17 +43,17 @@ class ServerMonitor:
         """What says which servers there are; None: those of the start."""
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether servers are asked at all."""
         return self._transport.config.probe_interval > 0
 
     def start(self) -> None:
         """Begin, in the running loop. Further calls do nothing."""
-        if self._task is None and self.on:
+        if self._task is None and self.is_enabled:
             self._task = asyncio.create_task(self._watch(), name="server-monitor")
             self._task.add_done_callback(self._ended)
 
-    def hurry(self) -> None:
+    def check_now(self) -> None:
         """Something failed: ask now."""
         self._hurry.set()
 
@@ -67,17 +67,17 @@ class ServerMonitor:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("the monitor of the inference servers died", exc_info=error)
-        self._router.end(error or asyncio.CancelledError("the client was closed"))
+        self._router.stop_waiting(error or asyncio.CancelledError("the client was closed"))
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as returns:  # an error that a return does not expect ends the monitor
             if self.discovery is not None:
-                returns.create_task(self.discovery.watch(self.hurry), name="discovery")
+                returns.create_task(self.discovery.watch(self.check_now), name="discovery")
             for look in count():
                 away = [server for server in self._router.servers if not server.live]
-                hurry = await self._pause(1 / LOOKS if away else 1.0)
-                everybody = hurry or not away or look % LOOKS == 0
-                await asyncio.gather(*(self._look(s, returns) for s in (self._router.servers if everybody else away)))
+                hurry = await self._pause(1 / CHECKS_BEFORE_EVICTION if away else 1.0)
+                everybody = hurry or not away or look % CHECKS_BEFORE_EVICTION == 0
+                await asyncio.gather(*(self._check(s, returns) for s in (self._router.servers if everybody else away)))
                 self._router.give_up_after(self._transport.config.rejoin_timeout)
 
     async def _pause(self, share: float) -> bool:
@@ -97,7 +97,7 @@ class ServerMonitor:
         self._hurry.clear()
         return hurry
 
-    async def _look(self, server: Server, returns: asyncio.TaskGroup) -> None:
+    async def _check(self, server: Server, returns: asyncio.TaskGroup) -> None:
         """Ask one server, and draw the consequence."""
         if server in self._returning:
             return
@@ -112,7 +112,7 @@ class ServerMonitor:
             server.last_error = str(error)
             return
         except InferenceError as error:
-            self._unwell(server, error)
+            self._on_unhealthy(server, error)
             return
         if server.let_go:  # meanwhile
             return
@@ -124,9 +124,9 @@ class ServerMonitor:
         state = (server.instance, health.version, self._router.version)
         if not server.live and self._refused.get(server) != state:
             self._returning.add(server)
-            returns.create_task(self._return(server, state), name=f"rejoin {server.address}")
+            returns.create_task(self._readmit(server, state), name=f"rejoin {server.address}")
 
-    def _unwell(self, server: Server, error: InferenceError) -> None:
+    def _on_unhealthy(self, server: Server, error: InferenceError) -> None:
         server.well = False
         if not server.live:
             server.instance = ""  # whoever answers next may be another process
@@ -139,7 +139,7 @@ class ServerMonitor:
         elif server.failures or silent >= self._transport.config.progress_timeout:
             self._router.evict(server, f"does not answer any more: {error}")
 
-    async def _return(self, server: Server, state: tuple[str, int | None, int]) -> None:
+    async def _readmit(self, server: Server, state: tuple[str, int | None, int]) -> None:
         """Try to take a server back; one that holds the wrong weights is not asked again in the same state."""
         try:
             await self._updates.rejoin(server)

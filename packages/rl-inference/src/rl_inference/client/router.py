@@ -108,7 +108,7 @@ class Router:
             return False
         return await self._open.wait()
 
-    def by_load(self) -> list[Server]:
+    def sorted_by_load(self) -> list[Server]:
         """Live servers, the least busy first."""
         return sorted(self.live, key=_busyness)
 
@@ -176,7 +176,7 @@ class Router:
         for task in server.tasks - server.steps if patience else list(server.tasks):
             task.cancel()
 
-    def add_up(self, server: Server, figures: dict[str, float]) -> None:
+    def update_counters(self, server: Server, figures: dict[str, float]) -> None:
         """Take what has grown at a server since it was last asked, or began anew, into `sums`."""
         before = figures if server.counted is None else server.counted
         for name, value in figures.items():
@@ -208,7 +208,7 @@ class Router:
         if self.final or self.clock.now() - self._dark_since > timeout:
             self._news.set()
 
-    def end(self, error: BaseException) -> None:
+    def stop_waiting(self, error: BaseException) -> None:
         """Nobody looks for returning servers any more: whoever waits for one, now or later, waits in vain."""
         self.ended = error
         self._news.set()

@@ -27,7 +27,7 @@ def completed(strings: Sequence[str], ids: Sequence[int], tokenizer: Any) -> str
         ids: an answer, or its end: `reach(strings)` tokens are enough.
         tokenizer: of the model.
     """
-    tail = list(ids[-reach(strings) :])
+    tail = list(ids[-longest_stop_length(strings) :])
     text = tokenizer.decode(tail, skip_special_tokens=False)
     found = [stop for stop in strings if stop in text]
     if not found:
@@ -39,7 +39,7 @@ def completed(strings: Sequence[str], ids: Sequence[int], tokenizer: Any) -> str
     return next((stop for stop in found if text.rfind(stop) + len(stop) > old), None)
 
 
-def reach(strings: Sequence[str]) -> int:
+def longest_stop_length(strings: Sequence[str]) -> int:
     """Tokens at the end of an answer that say whether one of the strings is complete."""
     return max(len(text.encode()) for text in strings) + _MARGIN
 
@@ -58,13 +58,13 @@ class StopStrings:
     """Tokens of the answer with the one that ends it; None while it goes on."""
     _looked: int = field(default=0, init=False)
 
-    def look(self, output_ids: list[int]) -> bool:
+    def update(self, output_ids: list[int]) -> bool:
         """Look at what is new in an answer; whether it is complete."""
         if self.end is None and self._looked < len(output_ids):
-            tail = output_ids[max(self._looked - reach(self.strings), 0) :]
+            tail = output_ids[max(self._looked - longest_stop_length(self.strings), 0) :]
             text = self.tokenizer.decode(tail, skip_special_tokens=False)
             if any(string in text for string in self.strings):
-                self._look_closer(output_ids)
+                self._find_completing_token(output_ids)
             self._looked = len(output_ids)
         return self.end is not None
 
@@ -72,10 +72,10 @@ class StopStrings:
         """The answer was cut to so many tokens; look at what comes after them anew."""
         self.end, self._looked = None, min(self._looked, length)
 
-    def _look_closer(self, output_ids: list[int]) -> None:
+    def _find_completing_token(self, output_ids: list[int]) -> None:
         """Find the new token that completes a string, if there is one."""
         for length in range(max(self._looked + 1, self.least), len(output_ids) + 1):
-            tail = output_ids[max(length - reach(self.strings), 0) : length]
+            tail = output_ids[max(length - longest_stop_length(self.strings), 0) : length]
             if completed(self.strings, tail, self.tokenizer) is not None:
                 self.end = length
                 return

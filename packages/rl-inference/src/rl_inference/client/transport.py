@@ -154,7 +154,7 @@ class Transport:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
+    async def call_until_evicted[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
         """As `call`, for as long as the server is not evicted meanwhile."""
         return await server.run(self.call(server, exchange, timeout), step=True)
 

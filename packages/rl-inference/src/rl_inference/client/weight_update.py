@@ -12,14 +12,14 @@ from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdate
 from rl_contracts.inference import Canary, ServerProgram
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, with_rank
-from rl_inference.client.all_servers import AllLostError, Fleet
+from rl_inference.client.all_servers import AllLostError, AllServers
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerBusyError, ServerLostError, Transport, failures
-from rl_inference.client.weight_loading import Beside, InPlace
+from rl_inference.client.weight_loading import InPlaceLoad, StagedLoad
 
 logger = get_logger("inference.client")
 
-_FAREWELL = 5.0
+_SHUTDOWN_SECONDS = 5.0
 """Seconds within which servers pass on that the trainer broke off."""
 _PATIENCE = 10.0
 """Seconds for which an update waits for a server that is coming back."""
@@ -40,8 +40,8 @@ class WeightUpdates:
         self._program = program
         self._router = router
         self._transport = transport
-        self._fleet = Fleet(router, transport)
-        loading = Beside if transport.protocol.capabilities.staged_load else InPlace
+        self._fleet = AllServers(router, transport)
+        loading = StagedLoad if transport.protocol.capabilities.staged_load else InPlaceLoad
         self._loading = loading(self._fleet, spec.model_path)
         self._lock = asyncio.Lock()
         self._held = self._asleep = self._owns = False
@@ -53,7 +53,7 @@ class WeightUpdates:
         self._rejoining: Server | None = None
 
     @property
-    def under_way(self) -> bool:
+    def is_in_progress(self) -> bool:
         """Whether this client is changing what servers serve, or is about to."""
         return self._lock.locked() or self._staged is not None or self._asleep
 
@@ -102,15 +102,15 @@ class WeightUpdates:
         fleet, loading = self._fleet, self._loading
         try:
             slept = await self._wake_all()
-            await loading.begin(version, canary, self._held or slept)
+            await loading.before_pause(version, canary, self._held or slept)
             begin = self._router.clock.now()
             await self._renew(interrupt)
-            await fleet.everywhere(lambda s: fleet.pause(s, interrupt), f"pause for version {version}")
-            await fleet.everywhere(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
+            await fleet.call_all(lambda s: fleet.pause(s, interrupt), f"pause for version {version}")
+            await fleet.call_all(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
             await self._admit_joining(version)
         except AllLostError:
             if self._staged is not None and self._staged.version == version:
-                self._settle(version)
+                self._set_committed(version)
             raise
         except BaseException:
             self._staged = None
@@ -118,17 +118,17 @@ class WeightUpdates:
             with contextlib.suppress(WeightUpdateError):
                 await self._resume_all()
             raise
-        self._settle(version)
-        if self._held and not loading.proves:
+        self._set_committed(version)
+        if self._held and not loading.needs_proof:
             return 0.0
         stood = await self._resume_all(held=False)
         try:
             await loading.prove(version)
         finally:
             if self._held:
-                await fleet.everywhere(lambda s: fleet.pause(s, "keep"), "pause again")
-        said = [seconds for seconds in stood if seconds is not None]
-        return max(said) if said and not loading.proves else self._router.clock.now() - begin
+                await fleet.call_all(lambda s: fleet.pause(s, "keep"), "pause again")
+        pause_seconds = [seconds for seconds in stood if seconds is not None]
+        return max(pause_seconds) if pause_seconds and not loading.needs_proof else self._router.clock.now() - begin
 
     async def rejoin(self, server: Server) -> None:
         """Take an evicted server back that answers again, or a new one in, once it holds what is committed. Does
@@ -138,14 +138,14 @@ class WeightUpdates:
             WeightUpdateError: it holds something else and could not be brought to what it should hold.
             InferenceError: it does not answer; or nobody can say yet what it should hold.
         """
-        if self.under_way:
+        if self.is_in_progress:
             return
         async with self._lock:
             if server.live or self._staged is not None:
                 return
             self._rejoining = server
             try:
-                await self._take_back(server)
+                await self._readmit(server)
             finally:
                 self._rejoining = None
 
@@ -157,20 +157,20 @@ class WeightUpdates:
             logger.warning("server %s takes too long to come back: an update goes first", server.address)
             self._router.interrupt(server)
 
-    async def _take_back(self, server: Server) -> None:
+    async def _readmit(self, server: Server) -> None:
         """Bring it to what is committed, compare, and let it take part."""
         server.instance = ""
-        known = self._known()
+        known = self._committed_weights()
         version = self._router.version
         if server.name:
-            await self._vet(server, known)
-        health = await self._transport.ask(server, self._transport.protocol.health())
+            await self._check_identity(server, known)
+        health = await self._transport.call_until_evicted(server, self._transport.protocol.health())
         if self._owns and self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
-            await self._transport.ask(server, self._transport.protocol.wake())
+            await self._transport.call_until_evicted(server, self._transport.protocol.wake())
         if health.version != version:
-            await self._bring_up(server, known, f"version {health.version}")
-        elif not self._loading.whole(server):
-            await self._bring_up(server, known, "what is left of a load that failed")
+            await self._load_committed(server, known, f"version {health.version}")
+        elif not self._loading.is_complete(server):
+            await self._load_committed(server, known, "what is left of a load that failed")
         if known is not None:
             await self._loading.check(server, known)
         elif version != self._spec.version:
@@ -178,10 +178,10 @@ class WeightUpdates:
         protocol = self._transport.protocol
         if self._owns:  # who has not paused a server does not let it go on: its owner may be in the middle of an update
             exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
-            await self._transport.ask(server, exchange)
+            await self._transport.call_until_evicted(server, exchange)
         self._router.readmit(server, version)
 
-    async def _vet(self, server: Server, known: CommittedWeights | None) -> None:
+    async def _check_identity(self, server: Server, known: CommittedWeights | None) -> None:
         """Ask what it is: its address may be another server's by now.
 
         Raises:
@@ -189,10 +189,10 @@ class WeightUpdates:
         """
         server.vetted = False
         try:
-            said = await self._transport.ask(server, self._transport.protocol.describe())
-            if said is not None:
+            description = await self._transport.call_until_evicted(server, self._transport.protocol.describe())
+            if description is not None:
                 stored = known is not None and known.readable
-                await asyncio.to_thread(said.check, self._spec, self._program, stored)
+                await asyncio.to_thread(description.check, self._spec, self._program, stored)
         except (ServerBusyError, ServerLostError):
             raise
         except InferenceError as error:
@@ -204,7 +204,7 @@ class WeightUpdates:
         async with self._lock:
             self._held = self._owns = True
             await self._renew("keep")
-            await self._fleet.everywhere(lambda server: self._fleet.pause(server, "keep"), "pause")
+            await self._fleet.call_all(lambda server: self._fleet.pause(server, "keep"), "pause")
 
     async def resume(self) -> None:
         """Undo `pause`."""
@@ -220,28 +220,28 @@ class WeightUpdates:
             self._asleep = self._owns = True
             try:
                 await self._renew("recompute")
-                await self._fleet.everywhere(lambda s: self._fleet.pause(s, "recompute"), "pause")
-                ask, protocol = self._transport.ask, self._fleet.protocol
-                return sum(await self._fleet.everywhere(lambda s: ask(s, protocol.sleep()), "sleep"))
+                await self._fleet.call_all(lambda s: self._fleet.pause(s, "recompute"), "pause")
+                ask, protocol = self._transport.call_until_evicted, self._fleet.protocol
+                return sum(await self._fleet.call_all(lambda s: ask(s, protocol.sleep()), "sleep"))
             except BaseException:
                 with contextlib.suppress(WeightUpdateError):  # what went wrong first is what counts
-                    await self._go_on()
+                    await self._resume_after_update()
                 raise
 
     async def wake(self) -> None:
         """Undo `sleep`, where no commit has."""
         async with self._lock:
             if self._asleep:
-                await self._go_on()
+                await self._resume_after_update()
 
-    async def _go_on(self) -> None:
+    async def _resume_after_update(self) -> None:
         """Wake all, and let them generate unless their owner holds them paused; who does not wake is out."""
         fleet = self._fleet
         try:
             await self._wake_all()
             await self._resume_all(held=False)
             if self._held:
-                await fleet.everywhere(lambda s: fleet.pause(s, "keep"), "pause again")
+                await fleet.call_all(lambda s: fleet.pause(s, "keep"), "pause again")
         except BaseException as error:
             for server in self._router.live:
                 self._router.evict(server, f"could not wake: {error}")
@@ -254,11 +254,11 @@ class WeightUpdates:
     async def _wake_all(self) -> bool:
         """Whether servers slept: they have their memory again, and generate nothing yet."""
         if self._asleep:
-            ask, protocol = self._transport.ask, self._fleet.protocol
-            await self._fleet.everywhere(lambda s: ask(s, protocol.wake()), "wake")
+            ask, protocol = self._transport.call_until_evicted, self._fleet.protocol
+            await self._fleet.call_all(lambda s: ask(s, protocol.wake()), "wake")
         return self._asleep
 
-    def let_go(self) -> None:
+    def end_lease(self) -> None:
         """Renew the lease of a pause no more."""
         if self._renewing is not None:
             self._renewing.cancel()
@@ -267,7 +267,7 @@ class WeightUpdates:
         """Keep the servers paused as `mode` says for as long as this client lives; empty: no more. Returns when none of
         the earlier kind is under way, so that it cannot come after a resume."""
         async with self._leases:
-            self.let_go()
+            self.end_lease()
             self._renewing = asyncio.create_task(self._renewals(mode), name="pause") if mode else None
 
     async def _renewals(self, mode: str) -> None:
@@ -276,19 +276,21 @@ class WeightUpdates:
             await self._router.clock.sleep(lease / 3)
             async with self._leases:
                 asked = (
-                    transport.ask(s, transport.protocol.pause(mode, lease), transport.config.probe_timeout)
+                    transport.call_until_evicted(
+                        s, transport.protocol.pause(mode, lease), transport.config.probe_timeout
+                    )
                     for s in self._router.live
                 )
                 await asyncio.gather(*asked, return_exceptions=True)
 
-    def _settle(self, version: int) -> None:
+    def _set_committed(self, version: int) -> None:
         """`version` is what counts from now on."""
         if self._staged is not None and self._staged.version == version:
             self._committed = self._staged
         self._staged = None
         self._router.version = max(self._router.version, version)
 
-    def _known(self) -> CommittedWeights | None:
+    def _committed_weights(self) -> CommittedWeights | None:
         """What the committed version holds: as staged by this client, or as recorded by the trainer of another one.
         Where no server is left to learn a later version from, the record tells that too; one from before this run
         began does not count.
@@ -306,7 +308,7 @@ class WeightUpdates:
                 router.version = max(router.version, found.version)
         return found if found is not None and found.version == router.version else None
 
-    async def _bring_up(self, server: Server, known: CommittedWeights | None, found: str) -> None:
+    async def _load_committed(self, server: Server, known: CommittedWeights | None, found: str) -> None:
         """Stage and commit the committed version on a server that came back with something else."""
         version = self._router.version
         if known is None or known is not self._committed:  # another client publishes, and will bring it up
@@ -316,7 +318,7 @@ class WeightUpdates:
                 f"{server.address}: serves {found}, committed is {version}; route {known.meta.route} leaves "
                 "nothing to read, so it takes part again from the next update on."
             )
-        await self._loading.bring_up(server, known)
+        await self._loading.load_committed(server, known)
 
     async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
@@ -332,7 +334,7 @@ class WeightUpdates:
         if meta.route in RENDEZVOUS_ROUTES:
             receipts = await self._stage_together(servers, meta)
         else:
-            receipts = await self._fleet.everywhere(
+            receipts = await self._fleet.call_all(
                 lambda s: self._stage(s, meta), f"stage version {meta.version}", servers
             )
         self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
@@ -352,7 +354,7 @@ class WeightUpdates:
             errors = [task.exception() if task.done() else None for task in tasks]
             if any(errors) and not any(isinstance(error, ServerLostError) for error in errors):
                 # The trainer broke off, for a reason that it told all of them; who does not pass it on is not there.
-                await asyncio.wait(tasks, timeout=_FAREWELL)
+                await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
                 errors = [task.exception() if task.done() else ServerLostError("did not answer") for task in tasks]
             if not any(errors):
                 return [task.result() for task in tasks]
@@ -402,4 +404,4 @@ class WeightUpdates:
             return []
         await self._renew("")
         protocol = self._transport.protocol
-        return await self._fleet.everywhere(lambda s: self._transport.ask(s, protocol.resume()), "resume")
+        return await self._fleet.call_all(lambda s: self._transport.call_until_evicted(s, protocol.resume()), "resume")

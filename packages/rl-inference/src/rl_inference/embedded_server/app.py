@@ -274,7 +274,7 @@ class ServerApp:
         return response
 
     def _answer(self, job: GenerationJob, start: int, logprobs: bool) -> dict[str, Any]:
-        return job.told(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
+        return job.to_reply(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
 
     async def abort_request(self, request: web.Request) -> web.Response:
         """End a request or a batch (`rid`), or all (`abort_all`); they answer with the tokens they have."""

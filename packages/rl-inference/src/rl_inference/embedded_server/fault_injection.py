@@ -28,7 +28,7 @@ def fault() -> str:
     return Path(os.environ["FAULT_FILE"]).read_text().strip()
 
 
-def plant_in_weights() -> None:
+def inject_into_weights() -> None:
     """`weights not sent`: a commit changes the version only. `one behind`: it brings the weights of the commit before.
     `one tensor`: after the receipt one tensor changes."""
     commit = ServedWeights.commit
@@ -54,7 +54,7 @@ def plant_in_weights() -> None:
     ServedWeights.commit = faulty_commit  # type: ignore[method-assign]
 
 
-def plant_in_adapters() -> None:
+def inject_into_adapters() -> None:
     """`adapter not applied`: what is staged, acknowledged and served is the base."""
     merged = adapters.merged
 
@@ -64,7 +64,7 @@ def plant_in_adapters() -> None:
     adapters.merged = faulty_merged
 
 
-def plant_in_model() -> None:
+def inject_into_model() -> None:
     """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
     load = loading.load_model
 
@@ -78,7 +78,7 @@ def plant_in_model() -> None:
     loading.load_model = faulty_load  # type: ignore[assignment]
 
 
-def plant_in_sampling() -> None:
+def inject_into_sampling() -> None:
     """`temperature`: everything is sampled at 0.7. `truncated`: log-probs are those of the 8 likeliest tokens."""
     sample = SamplingBatch.sample
 
@@ -93,7 +93,7 @@ def plant_in_sampling() -> None:
     SamplingBatch.sample = faulty_sample  # type: ignore[method-assign]
 
 
-def plant_in_cache() -> None:
+def inject_into_cache() -> None:
     """`stale prefix`: keys and values of known prompts are used on, whatever is committed."""
     clear = SlotTable._clear_prefixes
 
@@ -104,7 +104,7 @@ def plant_in_cache() -> None:
     SlotTable._clear_prefixes = faulty_clear  # type: ignore[method-assign]
 
 
-def plant_in_stamps() -> None:
+def inject_into_version_stamps() -> None:
     """`stamped late`: tokens get the version that is served when the answer is read, which is the next one."""
     version_spans = GenerationJob.version_spans
 
@@ -117,12 +117,12 @@ def plant_in_stamps() -> None:
 
 if __name__ == "__main__":
     for plant in (
-        plant_in_weights,
-        plant_in_adapters,
-        plant_in_model,
-        plant_in_sampling,
-        plant_in_cache,
-        plant_in_stamps,
+        inject_into_weights,
+        inject_into_adapters,
+        inject_into_model,
+        inject_into_sampling,
+        inject_into_cache,
+        inject_into_version_stamps,
     ):
         plant()
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rl_contracts.config import GenerationConfig
-from rl_inference.client.stop_strings import completed, reach
+from rl_inference.client.stop_strings import completed, longest_stop_length
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class GenerationJob:
             first = last
         return spans
 
-    def told(self, start: int, tokenizer: Any | None, version: int, logprobs: bool) -> dict[str, Any]:
+    def to_reply(self, start: int, tokenizer: Any | None, version: int, logprobs: bool) -> dict[str, Any]:
         """What is new since token `start`; the whole answer for 0.
 
         Args:
@@ -138,6 +138,6 @@ class GenerationJob:
         before the minimum length stays where it is."""
         if len(self.output_ids) < self.generation.min_new_tokens:
             return None
-        window = reach(self.generation.stop)
+        window = longest_stop_length(self.generation.stop)
         earlier = self.prompt[len(self.prompt) - min(self.resumed, window) :]
         return completed(self.generation.stop, earlier + self.output_ids[-window:], tokenizer)

@@ -203,7 +203,7 @@ class DecodeLoop:
                 self._isolate(error)
             spent = time.perf_counter() - started
             self._owed -= min(spent, self._owed)  # answers get as much time as the score before took
-        self._waiting.extendleft(self.table.take_lost())
+        self._waiting.extendleft(self.table.take_evicted())
         self.busy_seconds += spent
 
     def _admit(self) -> None:

@@ -61,7 +61,7 @@ class ScoreQueue:
         except Exception as error:  # noqa: BLE001 - handed to the caller
             failure = error
         self.waiting.popleft()  # before the result: a client that has it no longer finds the job in the stats
-        self._model.cache.pages.give(self._model.cache.slots, [])
+        self._model.cache.pages.assign(self._model.cache.slots, [])
         if not job.done.set_running_or_notify_cancel():
             return
         if failure is None:

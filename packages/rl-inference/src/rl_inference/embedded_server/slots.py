@@ -144,7 +144,7 @@ class SlotTable:
     @torch.inference_mode()
     def make_room(self, slot: int, tokens: int) -> None:
         """Have pages for so many positions in a slot, if need be those of the jobs that joined last (see
-        `take_lost`), perhaps of the slot's own."""
+        `take_evicted`), perhaps of the slot's own."""
         while not self._grow(slot, tokens):
             job = self._reading.pop() if self._reading else self._writing.pop()
             self._vacate(job.slot)
@@ -153,7 +153,7 @@ class SlotTable:
             if job.slot == slot:
                 break
 
-    def take_lost(self) -> list[GenerationJob]:
+    def take_evicted(self) -> list[GenerationJob]:
         """Jobs that gave up their slots for want of memory, to be admitted again; the youngest first."""
         lost, self._lost = self._lost, []
         return lost
@@ -170,7 +170,7 @@ class SlotTable:
         """What is in a slot is not needed any more."""
         self._idle.pop(slot, None)
         self._prefixes.forget(slot)
-        self.model.cache.pages.give(slot, [])
+        self.model.cache.pages.assign(slot, [])
         heapq.heappush(self._empty, slot)
 
     def _clear_prefixes(self) -> None:
@@ -301,7 +301,7 @@ class SlotTable:
         for job in jobs:
             self._vacate(job.slot)
         self._writing, self._reading, self._rows = [], deque(), None
-        return [*jobs, *reversed(self.take_lost())]
+        return [*jobs, *reversed(self.take_evicted())]
 
     def forget_prefixes(self) -> None:
         """The weights changed: nothing that was read before, by running jobs either, may be used by another job."""

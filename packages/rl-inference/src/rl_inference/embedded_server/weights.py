@@ -29,7 +29,7 @@ from rl_inference.embedded_server.requests import STAGE_SECONDS
 
 logger = get_logger("inference.server")
 
-GIVEN_UP_SECONDS = 10.0
+ABANDONED_SECONDS = 10.0
 """For which a version waits for one before whose client is gone."""
 OVERTAKEN_SECONDS = 60.0
 """How long `restore` tries again while newer versions are committed faster than they are read."""
@@ -131,7 +131,7 @@ class ServedWeights:
             WeightUpdateError: a path outside the weights directory, unknown or missing parameters, wrong
         shapes or dtypes, numbers that are not finite, not there in time."""
         self._attempt = attempt = object()
-        if self._staging.acquire(timeout=min(GIVEN_UP_SECONDS, seconds)):
+        if self._staging.acquire(timeout=min(ABANDONED_SECONDS, seconds)):
             self._staging.release()
         else:
             self._abandon()
@@ -206,12 +206,12 @@ class ServedWeights:
     def receipt(self) -> WeightReceipt:
         """What is served now: checksums of the live tensors under every name that they have, and of an adapter's
         matrices where the weight still is what was made with them. Between two forward passes."""
-        told = {name: self.places[name] for name in self._told}
+        placed = {name: self.places[name] for name in self._told}
         sums = {
             place.where: checksum(place.part.slice_of(self._live[place.key].contiguous()).contiguous())
-            for place in {place.where: place for place in told.values()}.values()
+            for place in {place.where: place for place in placed.values()}.values()
         }
-        found = {name: sums[place.where] for name, place in told.items()}
+        found = {name: sums[place.where] for name, place in placed.items()}
         for name, (matrices, value) in self._adapter.items():
             found |= matrices if sums[self.places[name].where] == value else {}
         return WeightReceipt(self.holder, self.version, found)
@@ -265,7 +265,7 @@ class ServedWeights:
                 plan.targets[spec.name] = torch.empty(spec.shape, dtype=dtype_of(spec), device=self._device)
                 continue
             place = self._check(meta.version, spec.name, spec.shape, getattr(torch, spec.dtype, spec.dtype))
-            target = place.part.slice_of(self._beside(place.key, plan.spare))
+            target = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
             if plan.told.setdefault(place.where, spec.name) == spec.name:
                 plan.targets[spec.name] = target
                 covered[place.key] += target.numel()
@@ -297,9 +297,9 @@ class ServedWeights:
             if plan.told.setdefault(place.where, name) == name:
                 covered[place.key] += torch.Size(place.part.shape).numel()
                 if place.key in changed or place.key not in self._as_loaded:
-                    plan.made[name] = place.part.slice_of(self._beside(place.key, plan.spare))
+                    plan.made[name] = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
 
-    def _beside(self, key: str, spare: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _staging_tensor(self, key: str, spare: dict[str, torch.Tensor]) -> torch.Tensor:
         """The tensor beside a served one; that of the last version but one, where there is one."""
         if key not in spare:
             kept, live = self._spare.get(key), self._live[key]

@@ -217,8 +217,8 @@ class _Process:
             return json.loads(reply_line)
         except ValueError:
             raise AgentError(
-                f"{self._name}: expected its result as a line of JSON on stdout, found {reply_line[:200]!r}; what it logs "
-                f"goes to stderr.{self._last_lines()}"
+                f"{self._name}: expected its result as a line of JSON on stdout, found {reply_line[:200]!r}; "
+                f"what it logs goes to stderr.{self._last_lines()}"
             ) from None
 
     async def stop(self) -> None:

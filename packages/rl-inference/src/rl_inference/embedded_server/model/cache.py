@@ -58,7 +58,7 @@ class SlotLayer(ABC):
         """
 
     @abstractmethod
-    def clean(self, pages: torch.Tensor) -> None:
+    def reset_pages(self, pages: torch.Tensor) -> None:
         """Make pages, int64 [pages], fit for a new sequence."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class SlotLayer(ABC):
         if self._like is None:
             self._like = key[:, :, :0].clone(), value[:, :, :0].clone()
             self.allocate()
-            self.clean(torch.arange(self.pages.count, device=key.device))
+            self.reset_pages(torch.arange(self.pages.count, device=key.device))
         rows = span.scratch.get(("rows", 0))
         if rows is None:  # of a store whose pages lie end to end
             rows = self.pages.table[span.slots, span.positions // PAGE] * PAGE + span.positions % PAGE
@@ -125,7 +125,7 @@ class TorchLayer(SlotLayer):
 
         self.keys, self.values = store(keys), store(values)
 
-    def clean(self, pages: torch.Tensor) -> None:
+    def reset_pages(self, pages: torch.Tensor) -> None:
         # zeros, not what was there: attention multiplies masked values by 0, and 0 * nan is nan
         for store in (self.keys, self.values):
             store[:, pages] = 0
@@ -193,7 +193,7 @@ class KernelLayer(SlotLayer):
         self._arrays = (self.keys.numpy(), self.values.numpy())
         self._table = self.pages.table.numpy()
 
-    def clean(self, pages: torch.Tensor) -> None:
+    def reset_pages(self, pages: torch.Tensor) -> None:
         """Nothing to do: each token reads its own positions alone."""
 
     def copy_page(self, source: int, target: int) -> None:
@@ -259,7 +259,7 @@ class SlotCache:
         self.slots = slots
         self.pages = PageTable(slots + 1, max(context_length, _TRIAL), torch.device(device))
         self.pages.reset(1 + pages_of(_TRIAL))
-        self.pages.give(0, list(range(1, self.pages.count)))
+        self.pages.assign(0, list(range(1, self.pages.count)))
         self.layers = [layer(self.pages) for _ in range(layers)]
 
     @property
@@ -286,9 +286,9 @@ class SlotCache:
             return False
         if lacking > 0:
             new = [free.pop() for _ in range(lacking)]
-            self.pages.give(slot, mine + new)
+            self.pages.assign(slot, mine + new)
             for layer in self.layers:
-                layer.clean(torch.tensor(new, device=self.pages.table.device))
+                layer.reset_pages(torch.tensor(new, device=self.pages.table.device))
         return True
 
     def copy(self, source: int, slot: int, length: int) -> None:
@@ -299,4 +299,4 @@ class SlotCache:
             copied, pages[-1] = pages[-1], self.pages.free.pop()
             for layer in self.layers:
                 layer.copy_page(copied, pages[-1])
-        self.pages.give(slot, pages)
+        self.pages.assign(slot, pages)

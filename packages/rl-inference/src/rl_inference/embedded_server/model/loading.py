@@ -187,7 +187,7 @@ def check_numbers(model: SlotModel) -> None:
 def _compare(model: SlotModel, name: str, ids: torch.Tensor) -> None:
     try:
         found = _over_slots(model, ids)
-        expected = _by_itself(model, ids)
+        expected = _reference_logprobs(model, ids)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{name} cannot be run over the slots of the embedded server ({type(error).__name__}: {error}). Use "
@@ -223,7 +223,7 @@ def _over_slots(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(torch.cat(parts).float(), -1)
 
 
-def _by_itself(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
+def _reference_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
     """Log-probs [tokens, vocab] with the model's own attention and no cache."""
     model.model.set_attn_implementation("eager")
     try:

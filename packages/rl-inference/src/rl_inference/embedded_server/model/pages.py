@@ -37,7 +37,7 @@ class PageTable:
         self.of = [[] for _ in self.of]
         self.table.zero_()
 
-    def give(self, slot: int, pages: list[int]) -> None:
+    def assign(self, slot: int, pages: list[int]) -> None:
         """Let a slot have these pages, in the order of its positions, and no others. What nobody has is free."""
         before, self.of[slot] = self.of[slot], pages
         for page in pages:

@@ -157,7 +157,7 @@ class SlotModel:
         self.cache.grow(0, 1)
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.run(nothing, TokenPass(nothing, nothing, longest=1, singles=1))
-        self.cache.pages.give(0, [])
+        self.cache.pages.assign(0, [])
 
     def run(self, tokens: torch.Tensor, span: TokenPass) -> torch.Tensor:
         """One forward pass over tokens of many sequences.

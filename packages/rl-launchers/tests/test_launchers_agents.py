@@ -18,8 +18,8 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import Node
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster import node_agents as module
-from rl_launchers.cluster.messages import Wire, called
-from rl_launchers.cluster.node_agents import Agents
+from rl_launchers.cluster.messages import MessageConnection, connect_to_launcher
+from rl_launchers.cluster.node_agents import NodeAgents
 from rl_launchers.testing import MachinesOfTests
 
 
@@ -33,7 +33,7 @@ class Played(MachinesOfTests):
     def start(self, *_: object) -> None:
         pass
 
-    def ended(self, node: Node) -> str:
+    def end_reason(self, node: Node) -> str:
         return self.why.get(node.name, "")
 
     def close(self) -> None:
@@ -46,32 +46,32 @@ def machines() -> Played:
 
 
 @pytest.fixture
-def agents(machines: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+def agents(machines: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgents]:
     monkeypatch.setattr(module, "END_SECONDS", 0.5)
-    made = Agents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0)
+    made = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0)
     made.start(machines.nodes())
     yield made
     made.close()
     assert not any(thread.is_alive() for thread in made._threads)
 
 
-def call(agents: Agents, name: str) -> Wire:
+def call(agents: NodeAgents, name: str) -> MessageConnection:
     host, _, port = agents._address.rpartition(":")
-    wire = called(host, int(port), agents._secret)
+    wire = connect_to_launcher(host, int(port), agents._secret)
     wire.send({"hello": name})
     return wire
 
 
-def hear(wire: Wire, order: str) -> int:
+def hear(wire: MessageConnection, order: str) -> int:
     """The number of the next such order."""
     while (message := wire.receive())["do"] != order:
         pass
     return int(message["id"])
 
 
-def lose(agents: Agents, machines: Played, name: str) -> None:
+def lose(agents: NodeAgents, machines: Played, name: str) -> None:
     machines.why[name] = "was killed, says srun"
-    agents.look()
+    agents.check()
 
 
 def seconds_of(threads: list[threading.Thread]) -> float:
@@ -80,10 +80,10 @@ def seconds_of(threads: list[threading.Thread]) -> float:
 
 
 @pytest.mark.parametrize("lost_first", [True, False])
-def test_answer_beside_a_loss_leaves_the_others_heard(agents: Agents, machines: Played, lost_first: bool) -> None:
+def test_answer_beside_a_loss_leaves_the_others_heard(agents: NodeAgents, machines: Played, lost_first: bool) -> None:
     wires = {node.name: call(agents, node.name) for node in machines.nodes()}
     agents.wait(lambda: None)
-    asked = agents.ask(agents._machines["node0"], "meet", role="actor")
+    asked = agents.request(agents._machines["node0"], "meet", role="actor")
     number = hear(wires["node0"], "meet")
 
     if lost_first:
@@ -96,14 +96,14 @@ def test_answer_beside_a_loss_leaves_the_others_heard(agents: Agents, machines: 
         assert asked.result(5) == 1
         lose(agents, machines, "node0")
 
-    other = agents.ask(agents._machines["node1"], "meet", role="actor")
+    other = agents.request(agents._machines["node1"], "meet", role="actor")
     wires["node1"].send({"answer": hear(wires["node1"], "meet"), "result": 2})
     assert other.result(5) == 2
     for wire in wires.values():
         wire.close()
 
 
-def test_caller_whose_machine_is_lost_is_hung_up_and_costs_nothing(agents: Agents, machines: Played) -> None:
+def test_caller_whose_machine_is_lost_is_hung_up_and_costs_nothing(agents: NodeAgents, machines: Played) -> None:
     lose(agents, machines, "node0")
     wire = call(agents, "node0")
     with pytest.raises((EOFError, OSError)):
@@ -117,7 +117,7 @@ def test_caller_whose_machine_is_lost_is_hung_up_and_costs_nothing(agents: Agent
     assert seconds_of(agents._threads) - before < 0.25
 
 
-def test_agent_that_hangs_up_is_lost_for_its_providers_reason(agents: Agents, machines: Played) -> None:
+def test_agent_that_hangs_up_is_lost_for_its_providers_reason(agents: NodeAgents, machines: Played) -> None:
     wires = [call(agents, node.name) for node in machines.nodes()]
     agents.wait(lambda: None)
     machines.why["node0"] = "cannot be reached: Ray's driver is gone"
@@ -130,7 +130,7 @@ def test_agent_that_hangs_up_is_lost_for_its_providers_reason(agents: Agents, ma
     assert "not heard any more" in agents._machines["node1"].lost
 
 
-def test_machine_is_lost_while_another_is_waited_for_is_seen(agents: Agents, machines: Played) -> None:
+def test_machine_is_lost_while_another_is_waited_for_is_seen(agents: NodeAgents, machines: Played) -> None:
     wire = call(agents, "node0")
     threading.Timer(0.2, machines.why.update, [{"node0": "was killed"}]).start()
     threading.Timer(0.6, machines.why.update, [{"node1": "never began"}]).start()
@@ -140,7 +140,7 @@ def test_machine_is_lost_while_another_is_waited_for_is_seen(agents: Agents, mac
 
 
 def test_agent_that_calls_too_late_is_lost_with_the_setting(machines: Played, tmp_path: Path) -> None:
-    agents = Agents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=0.2, silence=20.0)
+    agents = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=0.2, silence=20.0)
     agents.start(machines.nodes()[:1])
     agents.wait(lambda: None)
     assert "launcher.options.start_timeout" in agents._machines["node0"].lost
@@ -149,7 +149,7 @@ def test_agent_that_calls_too_late_is_lost_with_the_setting(machines: Played, tm
 
 
 def test_descriptors_run_out_for_a_moment_agents_can_call_afterwards(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agents: NodeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accept, refused = socket.socket.accept, list[socket.socket]()
 
@@ -168,10 +168,10 @@ def test_descriptors_run_out_for_a_moment_agents_can_call_afterwards(
 
 
 def test_strangers_that_drip_bytes_are_few_and_let_go_in_time(
-    agents: Agents, machines: Played, monkeypatch: pytest.MonkeyPatch
+    agents: NodeAgents, machines: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CALLERS", 8)
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(module, "MESSAGE_SECONDS", 1.0)
     host, _, port = agents._address.rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(24)]
     threads = threading.active_count()
@@ -190,7 +190,7 @@ def test_strangers_that_drip_bytes_are_few_and_let_go_in_time(
         peer.close()
 
 
-def test_close_nothing_listens_and_may_be_called_again(agents: Agents) -> None:
+def test_close_nothing_listens_and_may_be_called_again(agents: NodeAgents) -> None:
     host, _, port = agents._address.rpartition(":")
     agents.close()
     assert int(port) not in [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
@@ -202,13 +202,13 @@ def test_close_nothing_listens_and_may_be_called_again(agents: Agents) -> None:
 @pytest.mark.parametrize("host", ["10.255.255.1", "no-such-host.invalid"])
 def test_host_that_is_not_this_machine_is_refused_with_the_setting(machines: Played, tmp_path: Path, host: str) -> None:
     with pytest.raises(LaunchError, match=f"launcher.options.host={host}: expected an address of this machine"):
-        Agents(machines, {}, tmp_path, {}, host, start_timeout=5.0, silence=20.0)
+        NodeAgents(machines, {}, tmp_path, {}, host, start_timeout=5.0, silence=20.0)
 
 
 def test_secrets_of_a_launcher_that_was_killed_go_with_the_next(machines: Played, tmp_path: Path) -> None:
     left = tmp_path / ".agents-0123"
     left.write_text("key")
-    Agents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0).close()
+    NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0).close()
     assert not list(tmp_path.glob(".agents-*"))
 
 
@@ -217,16 +217,16 @@ def test_peer_is_silent_in_the_middle_of_a_message_is_given_up(monkeypatch: pyte
     from rl_launchers.cluster import messages as wires
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours: list[Wire] = []
+        ours: list[MessageConnection] = []
 
         def accept() -> None:
             peer, _ = listener.accept()
             with peer:
-                ours.append(wires.accepted(peer, b"secret", patience=0.3))
+                ours.append(wires.accept_agent(peer, b"secret", patience=0.3))
 
         thread = threading.Thread(target=accept)
         thread.start()
-        theirs = called("127.0.0.1", listener.getsockname()[1], b"secret", patience=0.3)
+        theirs = connect_to_launcher("127.0.0.1", listener.getsockname()[1], b"secret", patience=0.3)
         thread.join()
     speaker, other = (ours[0], theirs) if silent == "launcher" else (theirs, ours[0])
     os.write(speaker.fileno(), b"\0\0")

@@ -287,12 +287,12 @@ def test_run_hung_beside_a_launcher_that_was_away_too_is_not_lost(tmp_path: Path
     control.pulses.read()
     time.sleep(1.0)  # as after a machine slept, or a file system was gone
     control.pulses.read()
-    assert not control.pulses.hung("actor-0")
-    assert not control.pulses.hung("actor-1")
+    assert not control.pulses.is_hung("actor-0")
+    assert not control.pulses.is_hung("actor-1")
 
     def hung() -> bool:
         control.pulses.read()
-        return control.pulses.hung("actor-0")
+        return control.pulses.is_hung("actor-0")
 
     wait_until(hung)
 

@@ -263,5 +263,5 @@ def test_names_that_nobody_of_ours_wrote_are_passed_over(tmp_path: Path) -> None
             (tmp_path / "names" / "control" / key).mkdir(parents=True)
             (tmp_path / "names" / "control" / key / "=value").write_bytes(b"\xff\xfe")
         names.add("control/scale/rollout", "3")
-        wait_until(lambda: control.asked_to_scale() == {"rollout": "3"})
+        wait_until(lambda: control.scale_requests() == {"rollout": "3"})
         assert control._thread.is_alive()

@@ -15,7 +15,7 @@ from rl_contracts.runtime.run_files import read_json
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
-from rl_launchers.supervise.server_scaling import Elastic
+from rl_launchers.supervise.server_scaling import ServerScaler
 
 WAITS = """
 import pathlib, sys, time
@@ -139,10 +139,10 @@ def test_scale_to_many_servers_starts_few_between_two_looks(tmp_path: Path) -> N
             return [Worker(role, index, "127.0.0.1", None, Path("log")) for index in range(count)]
 
     with RunControl(FileNames(tmp_path / "names"), beat=60) as control:
-        elastic = Elastic(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
+        elastic = ServerScaler(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
         control._scales.put(("rollout", "20"))
         for _ in range(4):
-            elastic.look([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
+            elastic.poll([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
 
     assert sizes == [1, 9, 17, 20]
 

@@ -191,7 +191,7 @@ def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_b
         if launcher._ready and resumed:
             done.touch()
 
-    monkeypatch.setattr(machines, "lacking", lacking)
+    monkeypatch.setattr(machines, "on_nodes_lost", lacking)
     launcher = Launcher(scheduler, LauncherConfig(), 0)
     wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
     trainers = [JobSpec("actor", python(wait, str(done)), gpus=1, spmd=True, env=HIDDEN)]

@@ -19,9 +19,9 @@ from rl_contracts.testing.waiting import wait_until
 from rl_launchers.local.process import fill_in
 from rl_launchers.local.resources import PortReservation
 from rl_launchers.supervise import exit_report
-from rl_launchers.supervise.exit_report import ERRORS_BEFORE, describe_exit, telling, with_log
-from rl_launchers.supervise.heartbeat import Pulses
-from rl_launchers.supervise.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
+from rl_launchers.supervise.exit_report import ERRORS_BEFORE, describe_exit, informative_tail, with_log
+from rl_launchers.supervise.heartbeat import Heartbeats
+from rl_launchers.supervise.interrupts import COALESCE_SECONDS, Interrupted, Interrupts, SecondInterrupt
 from rl_launchers.supervise.server_health import probe
 
 
@@ -84,9 +84,9 @@ def test_telling_earlier_errors_come_once_each_before_the_last_lines(tmp_path: P
     lines = ["started", warning, cause, cause.replace("pid=7", "pid=8"), *stack, last]
     log.write_text(before + "\n".join(lines) + "\n")
 
-    assert telling(log, 2, len(before)).splitlines() == [cause, "...", stack[-1], lines[-1]]
-    assert telling(log, 99, len(before)).splitlines() == lines
-    assert telling(log, 0) == ""
+    assert informative_tail(log, 2, len(before)).splitlines() == [cause, "...", stack[-1], lines[-1]]
+    assert informative_tail(log, 99, len(before)).splitlines() == lines
+    assert informative_tail(log, 0) == ""
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,18 @@ def test_telling_a_line_that_names_an_error_is_known(line: str, shown: bool, tmp
     log = tmp_path / "log"
     log.write_text(f"{line}\nthe end\n")
 
-    assert telling(log, 1) == (f"{line}\n...\nthe end" if shown else "the end")
+    assert informative_tail(log, 1) == (f"{line}\n...\nthe end" if shown else "the end")
 
 
 def test_telling_many_errors_the_first_are_shown(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"KeyError: {i}\n" for i in range(100)) + "the end\n")
 
-    assert telling(log, 1).splitlines() == [*(f"KeyError: {i}" for i in range(ERRORS_BEFORE)), "...", "the end"]
+    assert informative_tail(log, 1).splitlines() == [
+        *(f"KeyError: {i}" for i in range(ERRORS_BEFORE)),
+        "...",
+        "the end",
+    ]
 
 
 @given(st.text(), st.integers(0, 99), st.integers(1, 65535))
@@ -163,14 +167,14 @@ def test_interrupts_first_signal_waits_second_raises_where_impatient() -> None:
         with pytest.raises(Interrupted) as caught:
             interrupts.check()
         assert caught.value.number == signal.SIGTERM
-        with interrupts.impatient():
+        with interrupts.raise_on_second():
             signal.raise_signal(signal.SIGTERM)  # at once, as `uv run` hands on what reached both: the same one
         assert interrupts.requests == 1
-        time.sleep(TOGETHER)
-        with interrupts.impatient(), pytest.raises(Hurried) as hurried:
+        time.sleep(COALESCE_SECONDS)
+        with interrupts.raise_on_second(), pytest.raises(SecondInterrupt) as hurried:
             signal.raise_signal(signal.SIGINT)
         assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code
-        time.sleep(TOGETHER)
+        time.sleep(COALESCE_SECONDS)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.requests == 3
     assert signal.getsignal(signal.SIGTERM) is former
@@ -179,15 +183,15 @@ def test_interrupts_first_signal_waits_second_raises_where_impatient() -> None:
 def test_pulses_that_are_cleared_while_they_are_read_stay_forgotten() -> None:
     """A rank that is started anew must not have the silence of the one before, which the reader had seen."""
     names = MemoryNames()
-    pulses = Pulses(names)
+    pulses = Heartbeats(names)
     pulses.timeout = 0.2
     names.add("pulse/actor-0", "7")
-    wait_until(lambda: _read(pulses).hung("actor-0"))
+    wait_until(lambda: _read(pulses).is_hung("actor-0"))
     names.children = lambda prefix="": Meanwhile(pulses.clear)  # type: ignore[method-assign]
     time.sleep(pulses.timeout / 4)
     pulses.read()
 
-    assert not pulses.hung("actor-0")
+    assert not pulses.is_hung("actor-0")
 
 
 class Meanwhile(dict[str, str]):
@@ -203,6 +207,6 @@ class Meanwhile(dict[str, str]):
             happens()
 
 
-def _read(pulses: Pulses) -> Pulses:
+def _read(pulses: Heartbeats) -> Heartbeats:
     pulses.read()
     return pulses

@@ -20,27 +20,27 @@ def role(cpus: int = 1, gpus: int = 0) -> JobSpec:
 
 
 def test_take_ranks_fill_a_machine_before_the_next() -> None:
-    assert Ledger(nodes(2, 16, 8)).take(role(gpus=1), 12) == ["node0"] * 8 + ["node1"] * 4
+    assert Ledger(nodes(2, 16, 8)).allocate(role(gpus=1), 12) == ["node0"] * 8 + ["node1"] * 4
 
 
 def test_take_two_roles_lie_on_different_machines_where_there_are_enough() -> None:
     ledger = Ledger(nodes(4, 2))
-    assert ledger.take(role(cpus=2), 2) == ["node0", "node1"]
-    assert ledger.take(role(cpus=2), 2) == ["node2", "node3"]
+    assert ledger.allocate(role(cpus=2), 2) == ["node0", "node1"]
+    assert ledger.allocate(role(cpus=2), 2) == ["node2", "node3"]
 
 
 def test_take_split_server_is_on_one_machine_and_the_arithmetic_is_told() -> None:
     ledger = Ledger(nodes(2, 16, 6))
-    assert ledger.take(role(gpus=4), 2) == ["node0", "node1"]
+    assert ledger.allocate(role(gpus=4), 2) == ["node0", "node1"]
     with pytest.raises(LaunchError, match=r"1 workers of 4 GPUs.*free are 4 \(node0 2, node1 2\)"):
-        ledger.take(role(gpus=4), 1)
-    assert ledger.take(role(gpus=2), 2) == ["node0", "node1"]
+        ledger.allocate(role(gpus=4), 1)
+    assert ledger.allocate(role(gpus=2), 2) == ["node0", "node1"]
 
 
 def test_take_beside_another_role_goes_where_that_is() -> None:
     ledger = Ledger(nodes(2, 16, 2))
-    servers = ledger.take(role(gpus=2), 2)
-    assert ledger.take(JobSpec("actor", ("true",), count=4, gpus=1, colocated_with="role"), 4, servers) == [
+    servers = ledger.allocate(role(gpus=2), 2)
+    assert ledger.allocate(JobSpec("actor", ("true",), count=4, gpus=1, colocated_with="role"), 4, servers) == [
         "node0",
         "node0",
         "node1",
@@ -60,7 +60,7 @@ def test_take_never_gives_a_gpu_twice_and_gives_back_all(
     for gpus, number in roles:
         spec = role(gpus=gpus)
         try:
-            places = ledger.take(spec, number)
+            places = ledger.allocate(spec, number)
         except LaunchError:
             continue
         assert len(places) == number
@@ -70,7 +70,7 @@ def test_take_never_gives_a_gpu_twice_and_gives_back_all(
             used = sum(spec.gpus * places.count(machine.name) for spec, places in taken)
             assert used <= machine.gpus
     for spec, places in taken:
-        ledger.give_back(spec, places)
+        ledger.release(spec, places)
     assert {name: (room.gpus, room.cores) for name, room in ledger._rooms.items()} == {
         machine.name: (machine.gpus, machine.cores) for machine in machines
     }

@@ -12,7 +12,7 @@ import pytest
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import Node
 from rl_launchers.ray import scheduler as launchers_ray
-from rl_launchers.ray.scheduler import Conversation, RayNodes, RaySchedulerConfig, agent_environment
+from rl_launchers.ray.scheduler import DriverConnection, RayNodes, RaySchedulerConfig, agent_environment
 
 
 def found(name: str, cores: int, gpus: int = 0, **more: float) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def found(name: str, cores: int, gpus: int = 0, **more: float) -> dict[str, Any]
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head without cores, two nodes with GPUs, and one without."""
     nodes = [found("head", 0), found("small", 8), found("a", 64, 8, pool=1), found("b", 32, 4, pool=1)]
-    monkeypatch.setattr(launchers_ray, "look", lambda address: nodes)
+    monkeypatch.setattr(launchers_ray, "living_nodes_at", lambda address: nodes)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -86,7 +86,7 @@ def test_planned_cluster_that_has_too_little_is_refused_as_a_start_is() -> None:
 
 
 def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers_ray, "look", lambda address: [])
+    monkeypatch.setattr(launchers_ray, "living_nodes_at", lambda address: [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     there = RaySchedulerConfig().resources()
@@ -96,7 +96,7 @@ def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeyp
 def test_look_ray_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rl-launchers\[ray\]"):
-        launchers_ray.look("nowhere:1")
+        launchers_ray.living_nodes_at("nowhere:1")
 
 
 def test_address_of_a_client_or_dashboard_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_address_of_a_client_or_dashboard_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(LaunchError, match=r"http://127.0.0.1:8265: expected host:port.*ray job submit"):
-        Conversation("", "look")
+        DriverConnection("", "look")
 
 
 def test_agent_environment_is_the_launchers_without_what_ray_adds() -> None:
@@ -123,4 +123,4 @@ def test_agent_environment_is_the_launchers_without_what_ray_adds() -> None:
 def test_ended_nothing_was_started_says_so(tmp_path: Path) -> None:
     nodes = RayNodes(tmp_path, RaySchedulerConfig())
     nodes.close()
-    assert nodes.ended(Node("a", "a.lan", 1)) == "was ended"
+    assert nodes.end_reason(Node("a", "a.lan", 1)) == "was ended"

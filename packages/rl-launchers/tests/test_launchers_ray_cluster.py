@@ -32,7 +32,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RayScheduler, RaySchedulerConfig
 from rl_launchers.cluster.scheduler import ClusterScheduler
-from rl_launchers.ray.scheduler import RayNodes, ask
+from rl_launchers.ray.scheduler import RayNodes, describe_cluster
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -78,7 +78,7 @@ def told(cluster: Any, provider: KeptNodes, monkeypatch: pytest.MonkeyPatch) -> 
     RayNodes.close(provider)
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
-    ask.cache_clear()
+    describe_cluster.cache_clear()
     return cluster
 
 
@@ -243,7 +243,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with load_clusters().running(nodes=3, cpus=2) as cluster:
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
-        ask.cache_clear()
+        describe_cluster.cache_clear()
         yield cluster
 
 
@@ -327,10 +327,10 @@ def test_ended_agent_that_dies_on_a_living_node_is_told_and_the_node_offered(tol
     try:
         (node,) = provider.nodes()
         provider.start(node, python("raise SystemExit(3)"), dict(os.environ), tmp_path / "agent.log")
-        wait_until(lambda: provider.ended(node) == "ended with exit code 3", PATIENCE)
+        wait_until(lambda: provider.end_reason(node) == "ended with exit code 3", PATIENCE)
         assert provider.nodes() == [node]
         provider.start(node, python("print('again')"), dict(os.environ), tmp_path / "agent.log")
-        wait_until(lambda: provider.ended(node) == "ended with exit code 0", PATIENCE)
+        wait_until(lambda: provider.end_reason(node) == "ended with exit code 0", PATIENCE)
         assert "again" in (tmp_path / "agent.log").read_text()
     finally:
         provider.close()

@@ -70,11 +70,11 @@ def _submission(run_dir, *command):
 
 
 def test_offered_partition_usable_nodes_come_those_with_most_gpus_first():
-    assert commands.offered(SINFO, "", "") == [Node("c1", "c1", 64, 0)]
-    assert [(n.name, n.gpus) for n in commands.offered(SINFO, "gpu", "")] == [("g1", 8), ("g2", 8), ("g3", 4)]
-    assert [n.name for n in commands.offered(SINFO, "gpu,cpu", "")] == ["g1", "g2", "g3", "c1"]
-    assert [n.name for n in commands.offered(SINFO, "gpu", "h100")] == ["g3"]
-    assert [n.name for n in commands.offered(SINFO, "gpu", "a100|h100")] == ["g1", "g2", "g3"]  # left to Slurm
+    assert commands.node_resources(SINFO, "", "") == [Node("c1", "c1", 64, 0)]
+    assert [(n.name, n.gpus) for n in commands.node_resources(SINFO, "gpu", "")] == [("g1", 8), ("g2", 8), ("g3", 4)]
+    assert [n.name for n in commands.node_resources(SINFO, "gpu,cpu", "")] == ["g1", "g2", "g3", "c1"]
+    assert [n.name for n in commands.node_resources(SINFO, "gpu", "h100")] == ["g3"]
+    assert [n.name for n in commands.node_resources(SINFO, "gpu", "a100|h100")] == ["g1", "g2", "g3"]  # left to Slurm
     assert commands.partitions(SINFO) == ["cpu", "gpu"]
 
 
@@ -95,12 +95,14 @@ def test_gpus_in_generic_resources_are_counted(text, gpus):
 
 def test_look_job_says_state_restarts_and_exit_code():
     line = "JobId=7 JobName=a JobState=FAILED Reason=NonZeroExitCode Restarts=3 ExitCode=0:9 NodeList=c1"
-    job = commands.look(Recorded(scontrol=line), "7")
+    job = commands.find_job(Recorded(scontrol=line), "7")
     assert job == commands.Job("FAILED", "NonZeroExitCode", 3, 137)
-    assert job.ended
-    assert commands.look(Recorded(scontrol=commands.SlurmError(["scontrol"], "Invalid job id specified")), "7") is None
+    assert job.is_finished
+    assert (
+        commands.find_job(Recorded(scontrol=commands.SlurmError(["scontrol"], "Invalid job id specified")), "7") is None
+    )
     with pytest.raises(LaunchError, match="Unable to contact"):
-        commands.look(Recorded(scontrol=commands.SlurmError(["scontrol"], "Unable to contact controller")), "7")
+        commands.find_job(Recorded(scontrol=commands.SlurmError(["scontrol"], "Unable to contact controller")), "7")
 
 
 def test_script_whole_settings_are_options_of_sbatch(outside, tmp_path):
@@ -196,10 +198,10 @@ def test_use_nodes_fills_in_what_the_settings_leave_open_and_refuses_a_contradic
 def test_ledger_machines_for_servers_take_servers_and_no_others():
     nodes = [Node("a", "", 8, 4, servers=False), Node("b", "", 8, 4, servers=True), Node("c", "", 8, 2)]
     ledger = Ledger(nodes)
-    assert set(ledger.take(JobSpec("rollout", ("x",), gpus=1), 6)) == {"b", "c"}
+    assert set(ledger.allocate(JobSpec("rollout", ("x",), gpus=1), 6)) == {"b", "c"}
     with pytest.raises(LaunchError, match=r"'rollout'.*free are 0 \(b 0, c 0\)"):
-        ledger.take(JobSpec("rollout", ("x",), gpus=1), 1)
-    assert ledger.take(JobSpec("actor", ("x",), gpus=1, spmd=True), 4) == ["a"] * 4
+        ledger.allocate(JobSpec("rollout", ("x",), gpus=1), 1)
+    assert ledger.allocate(JobSpec("actor", ("x",), gpus=1, spmd=True), 4) == ["a"] * 4
 
 
 def test_submit_no_slurm_is_told_with_a_remedy(outside, tmp_path):
@@ -260,9 +262,9 @@ def test_follow_exit_code_of_another_job_is_not_this_ones(outside, tmp_path, sai
 
 
 def test_look_answer_without_a_state_is_an_error_that_is_waited_for():
-    assert commands.look(Recorded(scontrol="JobId=5 JobState=PENDING"), "5").exit_code == 0
+    assert commands.find_job(Recorded(scontrol="JobId=5 JobState=PENDING"), "5").exit_code == 0
     with pytest.raises(commands.SlurmError, match="nothing of the state of job 5"):
-        commands.look(Recorded(scontrol="slurm_load_jobs: something else"), "5")
+        commands.find_job(Recorded(scontrol="slurm_load_jobs: something else"), "5")
 
 
 def test_output_that_is_no_text_is_read(tmp_path):
@@ -374,7 +376,7 @@ def test_lacking_job_is_requeued_without_its_lost_node_and_asks_for_as_many_agai
     assert [node.name for node in provider.nodes()] == ["a", "b"]  # the controller does not know it yet
 
     with pytest.raises(LaunchError, match="b was lost"):
-        provider.lacking(["b"], "b was lost")
+        provider.on_nodes_lost(["b"], "b was lost")
 
     shrink, requeue = slurm.asked[-2:]
     assert shrink[1].startswith("--chdir=/")  # scontrol leaves scripts where it runs
@@ -389,5 +391,5 @@ def test_lacking_job_that_was_started_again_often_enough_is_left_alone(outside, 
     slurm = Recorded(scontrol_show_job=JOB)
     provider = SlurmNodes(SlurmSchedulerConfig(max_requeues=1), slurm)
     provider.nodes()
-    provider.lacking(["b"], "b was lost")
+    provider.on_nodes_lost(["b"], "b was lost")
     assert not any("requeue" in word for command in slurm.asked for word in command)

@@ -1,6 +1,6 @@
 """A Slurm of up to 256 nodes, simulated: real scheduler code, its commands replaced by a recorder, its agents by
 threads. What the launcher does of it is measured as CPU of its own threads; left out are the questions to servers
-whether they are well (`ServerCare`: threads, and a request to each every `health_interval`), and progress."""
+whether they are well (`ServerHealth`: threads, and a request to each every `health_interval`), and progress."""
 
 import gc
 import json
@@ -17,11 +17,11 @@ from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
-from rl_launchers.cluster.messages import called
+from rl_launchers.cluster.messages import connect_to_launcher
 from rl_launchers.cluster.placement import Ledger
 from rl_launchers.slurm.commands import Commands
 from rl_launchers.slurm.scheduler import SlurmNodes
-from rl_launchers.supervise.heartbeat import Pulses
+from rl_launchers.supervise.heartbeat import Heartbeats
 
 SIZES, EACH = (64, 128, 256), 8
 PER_POLL, LARGEST_FILE = 2.0, 1_000_000
@@ -79,7 +79,7 @@ class SimulatedAgent(threading.Thread):
     def run(self):
         secrets = json.loads(Path(self.secrets).read_text())
         host, _, port = self.launcher.rpartition(":")
-        wire = called(host, int(port), bytes.fromhex(secrets["agents"]))
+        wire = connect_to_launcher(host, int(port), bytes.fromhex(secrets["agents"]))
         wire.send({"hello": self.node, "pid": os.getpid()})
         while (order := wire.receive())["do"] != "end":
             if order["do"] == "nothing":
@@ -148,7 +148,7 @@ def _measure(nodes, directory):
     train = JobSpec("actor", ("train",), half, gpus=1, cpus=8, spmd=True)
     before = time.thread_time()
     ledger = Ledger(SlurmNodes(config, slurm).nodes())
-    planned = [ledger.take(role, role.count) for role in (serve, train)]
+    planned = [ledger.allocate(role, role.count) for role in (serve, train)]
     plan = time.thread_time() - before
 
     names = FileNames(directory / "names")
@@ -173,7 +173,7 @@ def _measure(nodes, directory):
         wait_until(lambda: time.monotonic() > began + 3 and "workers" in names.children())
         hear = (time.clock_gettime(clock) - heard) / (time.monotonic() - began)
 
-        addresses, pulses = {f"{w.role}/{w.index}": w.address for w in servers}, Pulses(names)
+        addresses, pulses = {f"{w.role}/{w.index}": w.address for w in servers}, Heartbeats(names)
         control.publish(addresses)
         for worker in trainers:
             names.add(f"pulse/{worker.name}", "1")

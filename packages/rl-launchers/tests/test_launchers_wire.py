@@ -17,7 +17,7 @@ import pytest
 
 from rl_contracts.errors import LaunchError
 from rl_launchers.cluster import messages
-from rl_launchers.cluster.messages import LARGEST, accepted, called
+from rl_launchers.cluster.messages import LARGEST, accept_agent, connect_to_launcher
 
 SECRET = b"of this run"
 
@@ -39,7 +39,7 @@ class Launcher:
             except OSError:
                 return
             try:
-                self.heard.append(accepted(peer, SECRET).receive())
+                self.heard.append(accept_agent(peer, SECRET).receive())
             except Exception as error:
                 self.heard.append(error)
 
@@ -59,20 +59,20 @@ class Launcher:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(messages, "PATIENCE", 2)
+    monkeypatch.setattr(messages, "MESSAGE_SECONDS", 2)
     found = Launcher()
     yield found
     found.close()
 
 
 def test_right_secret_is_heard(launcher: Launcher) -> None:
-    called(*launcher.address, SECRET).send({"hello": "node0"})
+    connect_to_launcher(*launcher.address, SECRET).send({"hello": "node0"})
     assert launcher.what_it_heard(1) == [{"hello": "node0"}]
 
 
 def test_wrong_secret_is_refused_on_both_sides(launcher: Launcher) -> None:
     with pytest.raises(LaunchError, match="cannot be reached"):
-        called(*launcher.address, b"another")
+        connect_to_launcher(*launcher.address, b"another")
     (error,) = launcher.what_it_heard(1)
     assert isinstance(error, AuthenticationError)
 
@@ -96,7 +96,7 @@ def test_launcher_that_does_not_know_the_secret_is_refused_by_the_agent(launcher
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
         with pytest.raises(LaunchError, match="cannot be reached"):
-            called(*listener.getsockname()[:2], SECRET)
+            connect_to_launcher(*listener.getsockname()[:2], SECRET)
         thread.join(10)
 
 
@@ -122,7 +122,7 @@ def test_replayed_proof_of_an_agent_is_refused(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=between, args=(listener,))
         thread.start()
-        agent = called(*listener.getsockname()[:2], SECRET)
+        agent = connect_to_launcher(*listener.getsockname()[:2], SECRET)
         agent.send({"hello": "node0"})
         launcher.what_it_heard(1)
         agent.close()

@@ -12,7 +12,7 @@ from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Node
 from rl_launchers import LauncherConfig
-from rl_launchers.cluster.placement import Ledger, used
+from rl_launchers.cluster.placement import Ledger, used_nodes
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ClusterConfig(Settings):
             there = ", ".join(node.name for node in nodes)
             fits = f"at most {len(nodes)}, which launcher.kind={kind} has ({there})"
             require(self.nodes <= len(nodes), "cluster.nodes", fits, self.nodes)
-        chosen = used(nodes, self.nodes, self.cores, self.devices)
+        chosen = used_nodes(nodes, self.nodes, self.cores, self.devices)
         unknown = "a number, since this scheduler cannot know it (and cluster.devices for GPUs)"
         least = min(node.cores for node in chosen)
         require(plan or least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)
@@ -171,7 +171,7 @@ def _places(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> di
             beside = places[layout.rollout.name] if layout.shared and layout.rollout and role is layout.actor else ()
             spec = JobSpec(role.name, (), cpus=cores_each * parts, gpus=gpus * parts, spmd=role is layout.actor)
             try:
-                places[role.name] = tuple(ledger.take(spec, role.world_size // parts, beside))
+                places[role.name] = tuple(ledger.allocate(spec, role.world_size // parts, beside))
             except LaunchError as error:
                 raise ConfigError(f"allocation: {error}") from error
     return places

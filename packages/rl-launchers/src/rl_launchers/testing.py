@@ -42,7 +42,7 @@ class MachinesOfTests(NodeProvider):
                 list(command), env=dict(env), stdout=file, stderr=file, start_new_session=True
             )
 
-    def ended(self, node: Node) -> str:
+    def end_reason(self, node: Node) -> str:
         code = self.agents[node.name].poll()
         return "" if code is None else f"ended with exit code {code}"
 

@@ -21,7 +21,7 @@ from rl_contracts.errors import LaunchError
 
 LARGEST = 1 << 20
 """Bytes of a message."""
-PATIENCE = 10
+MESSAGE_SECONDS = 10
 """Seconds for the rest of a message that has begun, or for the proof of a peer, at most."""
 CALL_SECONDS = 60
 """Seconds that the launcher may take to answer a call."""
@@ -29,7 +29,7 @@ CALL_SECONDS = 60
 Message = dict[str, Any]
 
 
-class Wire:
+class MessageConnection:
     """One end of a connection.
 
     Args:
@@ -69,7 +69,7 @@ class Wire:
             self._connection.close()
 
 
-def accepted(peer: socket.socket, secret: bytes, patience: float = PATIENCE) -> Wire:
+def accept_agent(peer: socket.socket, secret: bytes, patience: float = MESSAGE_SECONDS) -> MessageConnection:
     """The connection of a peer that called and proves that it knows the secret.
 
     Args:
@@ -80,7 +80,7 @@ def accepted(peer: socket.socket, secret: bytes, patience: float = PATIENCE) -> 
     Raises:
         OSError, EOFError, AuthenticationError: it does not, or not in time.
     """
-    _limit(peer, min(PATIENCE, patience))
+    _limit(peer, min(MESSAGE_SECONDS, patience))
     connection = Connection(os.dup(peer.fileno()))
     try:
         deliver_challenge(connection, secret)
@@ -88,10 +88,10 @@ def accepted(peer: socket.socket, secret: bytes, patience: float = PATIENCE) -> 
     except BaseException:
         connection.close()
         raise
-    return Wire(connection)
+    return MessageConnection(connection)
 
 
-def called(host: str, port: int, secret: bytes, patience: float = PATIENCE) -> Wire:
+def connect_to_launcher(host: str, port: int, secret: bytes, patience: float = MESSAGE_SECONDS) -> MessageConnection:
     """A connection to the launcher.
 
     Args:
@@ -109,8 +109,8 @@ def called(host: str, port: int, secret: bytes, patience: float = PATIENCE) -> W
             connection = Connection(os.dup(peer.fileno()))
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
-            _limit(peer, min(PATIENCE, patience))
-            return Wire(connection)
+            _limit(peer, min(MESSAGE_SECONDS, patience))
+            return MessageConnection(connection)
     except (OSError, EOFError, AuthenticationError) as error:
         raise LaunchError(f"the launcher at {host}:{port} cannot be reached: {error!r}") from error
 

@@ -23,14 +23,14 @@ from typing import Any
 
 from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.scheduler import JobSpec, WorkerStatus
-from rl_launchers.cluster.messages import Message, Wire, called
-from rl_launchers.local.process import Group, LocalProcess
+from rl_launchers.cluster.messages import Message, MessageConnection, connect_to_launcher
+from rl_launchers.local.process import LocalProcess, RankGroup
 from rl_launchers.local.resources import PortReservation
 from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
 
-LOOK_EVERY = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks at the workers."""
-ALIVE_EVERY = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Seconds after which something is said, whatever happens."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers of a launcher that is gone."""
@@ -38,7 +38,7 @@ LAUNCHER_GONE = 3
 """Exit code of an agent whose launcher did not take leave."""
 
 
-class Agent:
+class NodeAgent:
     """Does what the launcher says.
 
     Args:
@@ -48,7 +48,9 @@ class Agent:
         patience: seconds without a word from the launcher after which it counts as gone.
     """
 
-    def __init__(self, wire: Wire, scheduler: LocalScheduler, secrets: dict[str, str], patience: float) -> None:
+    def __init__(
+        self, wire: MessageConnection, scheduler: LocalScheduler, secrets: dict[str, str], patience: float
+    ) -> None:
         self._wire, self._scheduler, self._secrets, self._patience = wire, scheduler, secrets, patience
         self._meetings: dict[str, PortReservation] = {}
         self._said: dict[str, Message] = {}
@@ -63,17 +65,17 @@ class Agent:
     def serve(self) -> bool:
         """Until the launcher says that it is done, or is gone; True where it has said so."""
         threading.Thread(target=self._stay_alive, daemon=True).start()
-        heard = time.monotonic()
+        last_message = time.monotonic()
         with suppress(OSError, EOFError, ValueError):  # the launcher is gone, or talks nonsense
-            while time.monotonic() - heard < self._patience:
-                if select.select([self._wire], [], [], LOOK_EVERY)[0]:
+            while time.monotonic() - last_message < self._patience:
+                if select.select([self._wire], [], [], POLL_SECONDS)[0]:
                     order = self._wire.receive()
-                    heard = time.monotonic()
+                    last_message = time.monotonic()
                     if order["do"] == "end":
                         return True
                     if order["do"] != "nothing":
                         self._obey(order)
-                        heard = time.monotonic()  # it may have taken long
+                        last_message = time.monotonic()  # it may have taken long
                 self._report()
         return False
 
@@ -92,7 +94,7 @@ class Agent:
         wanted = JobSpec(**(spec | {"command": tuple(spec["command"]), "scratch": tuple(spec["scratch"])}))
         hidden = {name: value for name, value in self._secrets.items() if name in wanted.env}
         wanted = replace(wanted, env=wanted.env | hidden)
-        self._scheduler.add_workers(wanted, indices, Group(world, tuple(indices), master))
+        self._scheduler.add_workers(wanted, indices, RankGroup(world, tuple(indices), master))
 
     def _remove(self, role: str, indices: list[int], grace: float) -> list[Message]:
         """How they ended."""
@@ -130,7 +132,7 @@ class Agent:
         with suppress(OSError):
             while True:
                 self._wire.send({})
-                time.sleep(ALIVE_EVERY)
+                time.sleep(HEARTBEAT_SECONDS)
 
 
 def state_of(process: LocalProcess) -> Message:
@@ -162,11 +164,11 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda *_: None)  # ignored ones its workers would inherit, and not hear a request to end
     secrets = json.loads(Path(secrets_file).read_text(encoding="utf-8"))
     at, _, port = launcher.rpartition(":")
-    wire = called(at, int(port), bytes.fromhex(secrets["agents"]), secrets["patience"] / 2)
+    wire = connect_to_launcher(at, int(port), bytes.fromhex(secrets["agents"]), secrets["patience"] / 2)
     wire.send({"hello": node})
     scheduler = LocalScheduler(Path(log_dir), LocalSchedulerConfig(host=host))
     try:
-        done = Agent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
+        done = NodeAgent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
     finally:
         scheduler.delete_workers(grace=GRACE)
         wire.close()  # so the launcher knows that nothing is left here

@@ -24,7 +24,7 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime import run_files
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import Node
-from rl_launchers.cluster.messages import PATIENCE, Message, Wire, accepted
+from rl_launchers.cluster.messages import MESSAGE_SECONDS, Message, MessageConnection, accept_agent
 from rl_launchers.cluster.nodes import NodeProvider
 from rl_launchers.supervise import exit_report
 
@@ -48,7 +48,7 @@ class Machine:
 
     node: Node
     started: float = field(default_factory=time.monotonic)
-    wire: Wire | None = None
+    wire: MessageConnection | None = None
     """To its agent, once that has called."""
     heard: float = 0.0
     """When its agent said something last."""
@@ -58,7 +58,7 @@ class Machine:
     """What its agent has not answered yet. Whoever takes something out settles it."""
 
 
-class Agents:
+class NodeAgents:
     """One agent on each machine. All methods are for one thread; others listen.
 
     Args:
@@ -90,7 +90,7 @@ class Agents:
         self._machines = machines
         self._numbers = itertools.count()
         self._news: queue.SimpleQueue[tuple[Machine, Message]] = queue.SimpleQueue()
-        self._callers: queue.SimpleQueue[tuple[str, Wire]] = queue.SimpleQueue()
+        self._callers: queue.SimpleQueue[tuple[str, MessageConnection]] = queue.SimpleQueue()
         self._proving: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -129,7 +129,7 @@ class Agents:
             try:
                 self._provider.start(node, command, variables, self._log(node))
             except LaunchError as error:
-                self._lose(machine, f"could not be started ({error})")
+                self._mark_lost(machine, f"could not be started ({error})")
 
     def wait(self, tick: Callable[[], object]) -> None:
         """Return when the agent of each machine is there, or the machine is lost, as one is whose agent does not call
@@ -140,11 +140,11 @@ class Agents:
         """
         while missing := [m for m in self._machines.values() if m.wire is None and not m.lost]:
             tick()
-            self.look()
+            self.check()
             for machine in missing:
                 if time.monotonic() - machine.started > self._start_timeout:
                     late = f"did not call within {self._start_timeout:g} s (launcher.options.start_timeout)"
-                    self._lose(machine, late)
+                    self._mark_lost(machine, late)
             time.sleep(LOOK_EVERY / 4)
 
     def failure(self, machine: Machine) -> LaunchError:
@@ -153,7 +153,7 @@ class Agents:
         problem = f"node {machine.node.name} ({machine.node.host}): its agent {machine.lost}."
         return LaunchError(exit_report.with_log(problem, log, run_files.tail(log, LOG_LINES)))
 
-    def ask(self, machine: Machine, order: str, **arguments: Any) -> Future[Any]:
+    def request(self, machine: Machine, order: str, **arguments: Any) -> Future[Any]:
         """Give an order; its answer comes later. It fails with a LaunchError where the machine is lost."""
         answer: Future[Any] = Future()
         with self._lock:
@@ -164,20 +164,20 @@ class Agents:
                 raise OSError("no agent")
             machine.wire.send({"do": order, "id": number, "with": arguments})
         except OSError as error:
-            self._lose(machine, f"could not be asked ({error})")
+            self._mark_lost(machine, f"could not be asked ({error})")
         return answer
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Ask the provider whether agents have ended: their machines are lost."""
         for machine in self._machines.values():
             if machine.lost:
                 continue
             if machine.wire is not None:
-                self._provider.called(machine.node)
-            if why := self._provider.ended(machine.node):
-                self._lose(machine, why)
+                self._provider.agent_connected(machine.node)
+            if why := self._provider.end_reason(machine.node):
+                self._mark_lost(machine, why)
 
-    def news(self) -> list[tuple[Machine, Message]]:
+    def events(self) -> list[tuple[Machine, Message]]:
         """What agents said of workers since the last call, in order: machine, and state of a worker."""
         found = []
         with suppress(queue.Empty):
@@ -205,7 +205,7 @@ class Agents:
     def _log(self, node: Node) -> Path:
         return self._log_dir / f"agent-{node.name}.log"
 
-    def _lose(self, machine: Machine, why: str) -> None:
+    def _mark_lost(self, machine: Machine, why: str) -> None:
         """Lost, unless it was before or all are to end; what its agent was asked has failed. The thread that listens
         closes its wire."""
         with self._lock:
@@ -223,7 +223,7 @@ class Agents:
         with self._listener:
             while not self._closing.is_set():
                 for peer, since in list(self._proving.items()):
-                    if time.monotonic() - since > PATIENCE:
+                    if time.monotonic() - since > MESSAGE_SECONDS:
                         with suppress(OSError):
                             peer.shutdown(socket.SHUT_RDWR)
                 if len(self._proving) >= CALLERS:
@@ -249,7 +249,7 @@ class Agents:
     def _prove(self, peer: socket.socket) -> None:
         with peer:
             try:
-                wire = accepted(peer, self._secret, self._silence / 2)
+                wire = accept_agent(peer, self._secret, self._silence / 2)
                 self._callers.put((str(wire.receive()["hello"]), wire))
             except (OSError, EOFError, ValueError, KeyError, AuthenticationError) as error:
                 logger.warning("somebody called the launcher who is no agent of this run: %r", error)
@@ -270,24 +270,24 @@ class Agents:
                         machine.heard, machine.wire = time.monotonic(), wire
                         selector.register(wire, selectors.EVENT_READ, machine)
                 for key, _ in selector.select(LOOK_EVERY):
-                    self._hear(key.data, key.fileobj)  # type: ignore[arg-type]
+                    self._receive(key.data, key.fileobj)  # type: ignore[arg-type]
                 now = time.monotonic()
                 if now - said >= SAY_EVERY:
                     said = now
                     for key in selector.get_map().values():
-                        self._say(key.data, key.fileobj, now)  # type: ignore[arg-type]
+                        self._log_waiting(key.data, key.fileobj, now)  # type: ignore[arg-type]
                 for key in [key for key in selector.get_map().values() if key.data.lost or key.data.wire is None]:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
             for key in selector.get_map().values():
                 key.fileobj.close()  # type: ignore[union-attr]
 
-    def _hear(self, machine: Machine, wire: Wire) -> None:
+    def _receive(self, machine: Machine, wire: MessageConnection) -> None:
         try:
             message = wire.receive()
         except (OSError, EOFError, ValueError) as error:
             heard = f"is not heard any more ({str(error) or type(error).__name__})"
-            self._lose(machine, self._provider.ended(machine.node) or heard)
+            self._mark_lost(machine, self._provider.end_reason(machine.node) or heard)
             machine.wire = None
             return
         machine.heard = time.monotonic()
@@ -304,11 +304,11 @@ class Agents:
                 kind, text = message["error"]
                 answer.set_exception((ConfigError if kind == "config" else LaunchError)(text))
 
-    def _say(self, machine: Machine, wire: Wire, now: float) -> None:
+    def _log_waiting(self, machine: Machine, wire: MessageConnection, now: float) -> None:
         if now - machine.heard > self._silence:
-            self._lose(machine, f"said nothing for {self._silence:g} s (launcher.options.heartbeat_timeout)")
+            self._mark_lost(machine, f"said nothing for {self._silence:g} s (launcher.options.heartbeat_timeout)")
             return
         try:
             wire.send({"do": "nothing"})
         except OSError as error:
-            self._lose(machine, f"cannot be reached any more ({error})")
+            self._mark_lost(machine, f"cannot be reached any more ({error})")

@@ -44,18 +44,18 @@ class NodeProvider(ABC):
         """
 
     @abstractmethod
-    def ended(self, node: Node) -> str:
+    def end_reason(self, node: Node) -> str:
         """Why the agent that was started on a machine is gone, in words that go on a sentence about the machine; empty
         while it is there, and where nobody here can know once it has called."""
 
-    def called(self, node: Node) -> None:  # noqa: B027 - most have nothing to do
+    def agent_connected(self, node: Node) -> None:  # noqa: B027 - most have nothing to do
         """The agent of a machine has called the launcher, which hears from it from now on. Said again and again."""
 
     @abstractmethod
     def close(self) -> None:
         """End whatever was started and is still there. May be called twice."""
 
-    def lacking(self, lost: Collection[str], why: str) -> None:  # noqa: B027 - most can do nothing
+    def on_nodes_lost(self, lost: Collection[str], why: str) -> None:  # noqa: B027 - most can do nothing
         """There are fewer machines than there were. Where the scheduler can start the whole job again it is asked to.
 
         Args:

@@ -10,13 +10,13 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node
 
 
-def used(nodes: Sequence[Node], number: int = 0, cores: int = 0, gpus: int = 0) -> list[Node]:
+def used_nodes(nodes: Sequence[Node], number: int = 0, cores: int = 0, gpus: int = 0) -> list[Node]:
     """What a run uses of machines: the first `number`, and of each so many cores and GPUs; 0: what there is."""
     return [replace(node, cores=cores or node.cores, gpus=gpus or node.gpus) for node in nodes[: number or len(nodes)]]
 
 
 @dataclass
-class Room:
+class FreeResources:
     """What is free on a machine."""
 
     node: Node
@@ -44,7 +44,7 @@ class Ledger:
     """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self._rooms = {node.name: Room(node, node.cores, node.gpus) for node in nodes}
+        self._rooms = {node.name: FreeResources(node, node.cores, node.gpus) for node in nodes}
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -53,13 +53,13 @@ class Ledger:
 
     def add(self, node: Node) -> None:
         """A machine that is new, or back; nothing of it is taken."""
-        self._rooms[node.name] = Room(node, node.cores, node.gpus)
+        self._rooms[node.name] = FreeResources(node, node.cores, node.gpus)
 
     def drop(self, name: str) -> None:
         """A machine that is lost, with all that was on it."""
         self._rooms.pop(name, None)
 
-    def take(self, spec: JobSpec, number: int, beside: Sequence[str] = (), only: Collection[str] = ()) -> list[str]:
+    def allocate(self, spec: JobSpec, number: int, beside: Sequence[str] = (), only: Collection[str] = ()) -> list[str]:
         """Places for `number` further workers of a role.
 
         Args:
@@ -89,7 +89,7 @@ class Ledger:
             places.append(able[order].take(spec))
             heapreplace(loads, (-able[order].cores, order))
         if len(places) < number:
-            self.give_back(spec, places)
+            self.release(spec, places)
             has = ", ".join(f"{name} {gpus}" for name, gpus in free.items()) or "no machine is left"
             raise LaunchError(
                 f"role {spec.role!r}: expected room for {number} workers of {spec.gpus} GPUs, each worker's on one "
@@ -98,7 +98,7 @@ class Ledger:
         first = {name: -order for order, name in enumerate(reversed(places))}
         return sorted(places, key=first.__getitem__)
 
-    def give_back(self, spec: JobSpec, places: Sequence[str]) -> None:
+    def release(self, spec: JobSpec, places: Sequence[str]) -> None:
         """Free what workers of a role had; machines that are lost are fine."""
         for name in places:
             if name in self._rooms and not spec.colocated_with:

@@ -15,10 +15,10 @@ from rl_contracts.config import bounded
 from rl_contracts.errors import LaunchError, RLError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.cluster.messages import Message
-from rl_launchers.cluster.node_agents import Agents, Machine
+from rl_launchers.cluster.node_agents import Machine, NodeAgents
 from rl_launchers.cluster.nodes import NodeProvider
-from rl_launchers.cluster.placement import Ledger, used
-from rl_launchers.local.scheduler import require_resizable, require_sound
+from rl_launchers.cluster.placement import Ledger, used_nodes
+from rl_launchers.local.scheduler import require_resizable, require_valid_job
 from rl_launchers.supervise import exit_report
 
 TICK = 0.05
@@ -96,7 +96,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
     def __init__(self, log_dir: Path, config: ClusterSchedulerConfig, provider: NodeProvider) -> None:
         self._log_dir, self._config, self._provider = Path(log_dir), config, provider
         self._roles: dict[str, _Role] = {}
-        self._agents: Agents | None = None
+        self._agents: NodeAgents | None = None
         self._ledger = Ledger(())
         self._machines: dict[str, Machine] = {}
         """Those that were lost are not used again while the cluster offers them: it finds out later than we do."""
@@ -112,7 +112,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         """Start the workers of a role on machines that have room for them; see the contract."""
-        require_sound(spec, self._roles)
+        require_valid_job(spec, self._roles)
         if spec.role in self._roles:
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
         self._open(spec)
@@ -154,9 +154,9 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
     def poll(self) -> list[Worker]:
         """All workers, status refreshed from what their agents have said."""
         if self._agents is not None:
-            self._agents.look()
+            self._agents.check()
             lost = [place for role in self._roles.values() for place in role.places.values() if place.machine.lost]
-            for machine, state in self._agents.news():  # all that was said by those that are lost now, too
+            for machine, state in self._agents.events():  # all that was said by those that are lost now, too
                 self._learn(machine, state)
             for place in lost:
                 place.lose()
@@ -175,7 +175,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             raise LaunchError(f"there is no worker {worker.name!r} to restart.")
         if not place.machine.lost:
             place.worker = replace(place.worker)  # the former one stays what it was
-            order = self._agents.ask(place.machine, "restart", role=worker.role, index=worker.index, note=note)
+            order = self._agents.request(place.machine, "restart", role=worker.role, index=worker.index, note=note)
             self._answers([order], ORDER_SECONDS)
         else:
             lives = place.worker.restarts + 1
@@ -214,7 +214,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """The last lines that a worker wrote, behind earlier ones that name an error; empty where there are none."""
         role = self._roles.get(worker.role)
         start = role.places[worker.index].log_start if role and worker.index in role.places else 0
-        return exit_report.telling(worker.log, lines, start)
+        return exit_report.informative_tail(worker.log, lines, start)
 
     def terminate_workers(self, role: str) -> None:
         """See `Scheduler.terminate_workers`.
@@ -225,7 +225,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         places = self._roles[role].places.values() if role in self._roles else []
         machines = {place.machine.node.name: place.machine for place in places if not place.machine.lost}
         if self._agents is not None:
-            self._answers([self._agents.ask(m, "terminate", role=role) for m in machines.values()], ORDER_SECONDS)
+            self._answers([self._agents.request(m, "terminate", role=role) for m in machines.values()], ORDER_SECONDS)
 
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
         """Stop a role, or all, with everything that the workers started; with the last role the agents end, too.
@@ -257,7 +257,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             self._wanted = max(self._wanted, len(offered) - self._provider.spares)
             self._wanted = min(self._wanted, self._most or self._wanted)
             nodes = [node for node in offered if node.name not in self._machines][: self._wanted]
-            self._agents = Agents(
+            self._agents = NodeAgents(
                 self._provider,
                 self._machines,
                 self._log_dir,
@@ -266,7 +266,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
                 config.start_timeout,
                 config.heartbeat_timeout,
             )
-            self._ledger = Ledger(used(nodes, 0, self._cores, self._gpus))
+            self._ledger = Ledger(used_nodes(nodes, 0, self._cores, self._gpus))
             try:
                 self._agents.start(nodes)
                 self._agents.wait(self.tick)
@@ -286,7 +286,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         for name in lost:
             del self._machines[name]
         if not self._find_new():
-            self._provider.lacking(
+            self._provider.on_nodes_lost(
                 lost, f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in"
             )
 
@@ -308,12 +308,12 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             shares[machine].append(index)
         master = ""
         if spec.spmd:
-            (port,) = self._answers([self._agents.ask(machines[0], "meet", role=spec.role)], ORDER_SECONDS)
+            (port,) = self._answers([self._agents.request(machines[0], "meet", role=spec.role)], ORDER_SECONDS)
             master = f"{machines[0].node.host}:{port}"
         sent = asdict(spec) | {"env": {k: "" if k == RUN_KEY_VARIABLE else v for k, v in spec.env.items()}}
         self._answers(
             [
-                self._agents.ask(machine, "add", spec=sent, indices=share, world=spec.count, master=master)
+                self._agents.request(machine, "add", spec=sent, indices=share, world=spec.count, master=master)
                 for machine, share in shares.items()
             ],
             ORDER_SECONDS,
@@ -333,11 +333,11 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             if not place.machine.lost
         ]
         try:
-            return self._ledger.take(spec, number, beside, shared)
+            return self._ledger.allocate(spec, number, beside, shared)
         except LaunchError:
             if not self._find_new():
                 raise
-            return self._ledger.take(spec, number, beside, shared)
+            return self._ledger.allocate(spec, number, beside, shared)
 
     def _find_new(self) -> bool:
         """Start agents on machines that have come since, and say whether there are any."""
@@ -351,7 +351,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self._agents.wait(self.tick)
         there = self._ledger.nodes
         new = [m.node for name, m in self._machines.items() if not m.lost and name not in there]
-        for node in used(new, 0, self._cores, self._gpus):
+        for node in used_nodes(new, 0, self._cores, self._gpus):
             self._ledger.add(node)
         return bool(new)
 
@@ -371,7 +371,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
                 if not (machine := self._roles[name].places[index].machine).lost:
                     shares[machine, name].append(index)
         orders = [
-            (machine, self._agents.ask(machine, "remove", role=name, indices=share, grace=grace))
+            (machine, self._agents.request(machine, "remove", role=name, indices=share, grace=grace))
             for (machine, name), share in shares.items()
         ]
         problems = []
@@ -393,7 +393,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """Free what workers had that are gone."""
         places = [self._roles[role].places.pop(index) for index in indices]
         there = [place.machine.node.name for place in places if not place.machine.lost]
-        self._ledger.give_back(self._roles[role].spec, there)
+        self._ledger.release(self._roles[role].spec, there)
 
     def _learn(self, machine: Machine, state: Message) -> None:
         role = self._roles.get(state["role"])

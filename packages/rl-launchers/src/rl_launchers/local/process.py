@@ -47,7 +47,7 @@ def fill_in(text: str, index: int, host: str, port: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of a role, and which of them are here."""
 
     world: int
@@ -58,7 +58,7 @@ class Group:
     """`host:port` at which they meet; empty: at a port of this machine."""
 
 
-def ranks_of(group: Group, index: int, port: int, host: str) -> dict[str, str]:
+def ranks_of(group: RankGroup, index: int, port: int, host: str) -> dict[str, str]:
     """torchrun's variables of one rank.
 
     Args:
@@ -108,12 +108,12 @@ def worker_environment(
     return environment | {name: fill_in(value, index, host, port) for name, value in spec.env.items()}
 
 
-ASK_EVERY = 0.1
+PROBE_SECONDS = 0.1
 """Seconds between two questions whether a worker is ready."""
 STOPPED_SECONDS = 15.0
 """Seconds for which a worker that is not ready yet may be stopped by a signal. Nobody is told of a stopped process, and
 nobody would look before `ready_timeout` is over."""
-_ENLIST = str(Path(__file__).with_name("exec_worker.py"))
+_EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 
 
 class LocalProcess:
@@ -150,7 +150,7 @@ class LocalProcess:
         with worker.log.open("ab") as log:
             self.log_start = log.tell()  # an earlier run's lines must not pass for this one's
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", _ENLIST, str(keeper), ",".join(cores), *command],
+                [sys.executable, "-I", "-S", _EXEC_WORKER, str(keeper), ",".join(cores), *command],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -177,7 +177,7 @@ class LocalProcess:
 
     def log_tail(self, lines: int) -> str:
         """The last lines that this process wrote, behind earlier ones that name an error."""
-        return exit_report.telling(self.worker.log, lines, self.log_start)
+        return exit_report.informative_tail(self.worker.log, lines, self.log_start)
 
     def collect(self, timeout: float) -> None:
         """Wait until the process has been reaped, so that not even a zombie is left."""
@@ -200,4 +200,4 @@ class LocalProcess:
                 worker.cause = f"was stopped by a signal for {STOPPED_SECONDS:g} s before it was ready"
                 self.session.kill_leader()
                 return
-            time.sleep(ASK_EVERY)
+            time.sleep(PROBE_SECONDS)

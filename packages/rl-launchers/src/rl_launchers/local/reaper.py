@@ -26,11 +26,11 @@ GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers of a dead launcher."""
 CHECK_PARENT_EVERY = 0.5
 """Seconds. The pipe alone is not enough: a process forked from the launcher may hold a copy of its end."""
-LATE_ENLISTING = 1.0
+LATE_REGISTRATION_SECONDS = 1.0
 """Seconds in which a worker that was being started when the launcher died may still enlist."""
 
 
-class Keeper:
+class Reaper:
     """The launcher's end: starts the keeper process and tells it what it need not watch any more.
 
     Args:
@@ -49,7 +49,7 @@ class Keeper:
         finally:
             os.close(reader)
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the keeper process is there."""
         return self._process.poll() is None
 
@@ -73,7 +73,7 @@ def watch_until_orphaned(parent: int, sessions: dict[int, Session], directories:
     """Keep `sessions` and `directories` up to date from the pipe on standard input until the launcher is gone."""
     buffer = b""
     orphaned_at: float | None = None
-    while orphaned_at is None or time.monotonic() < orphaned_at + LATE_ENLISTING:
+    while orphaned_at is None or time.monotonic() < orphaned_at + LATE_REGISTRATION_SECONDS:
         if select.select([0], [], [], CHECK_PARENT_EVERY)[0]:
             chunk = os.read(0, 4096)
             if not chunk:

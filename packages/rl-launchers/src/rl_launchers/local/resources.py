@@ -27,7 +27,7 @@ class Pool:
         self.size = len(self._free)
         """How many there are, free or not."""
 
-    def take(self, count: int, role: str) -> list[str]:
+    def acquire(self, count: int, role: str) -> list[str]:
         """Hand out `count` of them.
 
         Raises:
@@ -41,7 +41,7 @@ class Pool:
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def give_back(self, items: Iterable[str]) -> None:
+    def release(self, items: Iterable[str]) -> None:
         """Return what was taken."""
         self._free.extend(items)
 

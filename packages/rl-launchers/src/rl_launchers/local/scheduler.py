@@ -16,8 +16,8 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.runtime.machine import usable_cores, visible_gpus
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers.local.process import Group, LocalProcess, fill_in, ranks_of, worker_environment
-from rl_launchers.local.reaper import Keeper
+from rl_launchers.local.process import LocalProcess, RankGroup, fill_in, ranks_of, worker_environment
+from rl_launchers.local.reaper import Reaper
 from rl_launchers.local.resources import Pool, PortReservation, pinnable_cores
 from rl_launchers.local.sessions import stop_sessions
 from rl_launchers.supervise import exit_report
@@ -70,7 +70,7 @@ class _Role:
     """A role, or as much of it as lies on this machine."""
 
     spec: JobSpec
-    group: Group
+    group: RankGroup
     slots: dict[int, _Slot] = field(default_factory=dict)
     """By index of the worker."""
     meeting: PortReservation | None = None
@@ -95,7 +95,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         self._cores = Pool("cores", pinnable_cores() if config.pin_cores else ())
         self._gpus = Pool("gpus", visible_gpus(os.environ) if config.gpus is None else config.gpus)
         self._roles: dict[str, _Role] = {}
-        self._keeper: Keeper | None = None
+        self._keeper: Reaper | None = None
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
@@ -116,7 +116,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
         return self.add_workers(spec, range(spec.count))
 
-    def add_workers(self, spec: JobSpec, indices: Sequence[int], group: Group | None = None) -> list[Worker]:
+    def add_workers(self, spec: JobSpec, indices: Sequence[int], group: RankGroup | None = None) -> list[Worker]:
         """Start some workers of a role, beside those of it that run here.
 
         Args:
@@ -127,10 +127,10 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         Raises:
             ConfigError, LaunchError: see `create_workers`; of these workers nothing is running then.
         """
-        require_sound(spec, self._roles)
+        require_valid_job(spec, self._roles)
         if spec.role not in self._roles:
             self._clear(spec)
-        role = self._roles.setdefault(spec.role, _Role(spec, group or Group(len(indices), tuple(indices))))
+        role = self._roles.setdefault(spec.role, _Role(spec, group or RankGroup(len(indices), tuple(indices))))
         try:
             self._reserve(role, indices)
             for port in (role.meeting, *(role.slots[index].port for index in indices)):
@@ -189,9 +189,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 
     def poll(self) -> list[Worker]:
         """All workers, status refreshed. Also replaces a keeper that was killed."""
-        if self._keeper is not None and not self._keeper.lives():
+        if self._keeper is not None and not self._keeper.is_alive():
             self._keeper.close()
-            self._keeper = Keeper(process.session.pid for process in self.processes())
+            self._keeper = Reaper(process.session.pid for process in self.processes())
             for role in self._roles.values():
                 self._leave_nothing(role.spec)
         return [worker for role in self._roles for worker in self.get_workers(role)]
@@ -214,7 +214,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         for process in self.processes():
             if process.worker.name == worker.name:
                 return process.log_tail(lines)
-        return exit_report.telling(worker.log, lines)
+        return exit_report.informative_tail(worker.log, lines)
 
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
         """Stop a role, or all, with everything that the workers started, and free ports, devices and cores.
@@ -263,8 +263,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             slot = role.slots.pop(index)
             if slot.port is not None:
                 slot.port.release()
-            self._gpus.give_back([] if role.spec.colocated_with else slot.gpus)
-            self._cores.give_back(slot.cores)
+            self._gpus.release([] if role.spec.colocated_with else slot.gpus)
+            self._cores.release(slot.cores)
         if not role.slots:
             if role.meeting is not None:
                 role.meeting.release()
@@ -294,10 +294,10 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         if spec.colocated_with:
             gpus = [gpu for slot in self._roles[spec.colocated_with].slots.values() for gpu in slot.gpus]
         else:
-            gpus = [] if "CUDA_VISIBLE_DEVICES" in spec.env else self._gpus.take(spec.gpus * number, spec.role)
+            gpus = [] if "CUDA_VISIBLE_DEVICES" in spec.env else self._gpus.acquire(spec.gpus * number, spec.role)
         for place, index in enumerate(indices):
             role.slots[index] = _Slot(gpus=gpus[place * spec.gpus : (place + 1) * spec.gpus])
-        cores = self._cores.take(spec.cpus * number, spec.role) if self._pins_cores else []
+        cores = self._cores.acquire(spec.cpus * number, spec.role) if self._pins_cores else []
         for place, index in enumerate(indices):
             slot = role.slots[index]
             slot.cores = cores[place * spec.cpus : (place + 1) * spec.cpus]
@@ -321,7 +321,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._keeper is None:
-                self._keeper = Keeper()
+                self._keeper = Reaper()
             self._leave_nothing(spec)
             return LocalProcess(
                 Worker(
@@ -359,7 +359,7 @@ def _listens(spec: JobSpec) -> bool:
     return spec.needs_port or spec.port is not None or spec.ready_path is not None
 
 
-def require_sound(spec: JobSpec, started: Iterable[str]) -> None:
+def require_valid_job(spec: JobSpec, started: Iterable[str]) -> None:
     """Raise a ConfigError for a role that cannot be meant as it is written, after the roles that have `started`."""
     path, last = spec.ready_path, 65536 - spec.count
     rules = {

@@ -106,10 +106,10 @@ def _wait(processes: set[psutil.Process], seconds: float) -> set[psutil.Process]
 
 
 def _living(processes: set[psutil.Process]) -> set[psutil.Process]:
-    return {process for process in processes if _lives(process)}
+    return {process for process in processes if _is_alive(process)}
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     """Whether it still runs. A zombie does not: it holds no memory and no port, and its parent will collect it."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)

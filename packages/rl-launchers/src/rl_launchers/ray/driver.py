@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_contracts.scheduler import Worker
 from rl_launchers.local.process import LocalProcess
-from rl_launchers.local.reaper import Keeper
+from rl_launchers.local.reaper import Reaper
 from rl_launchers.ray.scheduler import agent_environment
 from rl_launchers.supervise.exit_report import describe_exit
 
@@ -61,7 +61,7 @@ class NodeAgent:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         with suppress(OSError):  # a working directory that this node does not have
             os.chdir(asked["directory"])
-        self._keeper = Keeper()
+        self._keeper = Reaper()
         self._process = LocalProcess(
             Worker("agent", 0, "", None, Path(asked["log"])),
             asked["command"],
@@ -76,7 +76,7 @@ class NodeAgent:
         return describe_exit(self._process.worker.exit_code)
 
 
-class Gang:
+class PlacementGang:
     """The placement group, and what happens to the agents in it."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Gang:
         self._actors[number] = actor.remote(order)
         self._waits[self._actors[number].wait.remote()] = (number, name)
 
-    def look(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """The state as it is told to the launcher."""
         for wait in ray.wait([*self._waits], num_returns=len(self._waits), timeout=0)[0] if self._waits else []:
             self._end(*self._waits.pop(wait), wait)
@@ -168,11 +168,13 @@ def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
         what there is, as it is told to the launcher.
     """
     last = Path(get_ray_address_file(None))  # that `ray start` wrote
-    told = address or os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.exists() else "local")
-    local = told == "local"
+    address_or_local = (
+        address or os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.exists() else "local")
+    )
+    local = address_or_local == "local"
     if local and purpose == "look":
         return {"found": True, "local": True, "living": []}
-    host, _, port = told.rpartition(":")
+    host, _, port = address_or_local.rpartition(":")
     if port.isdecimal():
         socket.create_connection((host, int(port)), timeout=CALL_SECONDS).close()  # Ray would try for minutes
     started: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "_temp_dir": scratch}
@@ -196,34 +198,34 @@ def main() -> None:
     """The process. Its arguments: the address of the cluster (empty: that of which Ray was told), `look` or `hold`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # where Ray writes
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders,), daemon=True).start()
     scratch = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")  # where paths are short: Ray puts sockets there
     try:
         address, purpose = sys.argv[1:]
-        told.write(json.dumps(connect(address, purpose, scratch)) + "\n")
+        output.write(json.dumps(connect(address, purpose, scratch)) + "\n")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which Ray took
         if purpose == "hold":
-            _serve(Gang(), orders, told)
+            _serve(PlacementGang(), orders, output)
     except Exception as error:
         with suppress(OSError):
-            told.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+            output.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         raise
     finally:
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _serve(gang: Gang, orders: queue.SimpleQueue[dict[str, Any]], told: Any) -> None:
+def _serve(gang: PlacementGang, orders: queue.SimpleQueue[dict[str, Any]], output: Any) -> None:
     while True:
         with suppress(queue.Empty):
             order = orders.get(timeout=LOOK_SECONDS)
             if order["do"] == "end":
                 break
             getattr(gang, order.pop("do"))(**order)
-        told.write(json.dumps(gang.look()) + "\n")
+        output.write(json.dumps(gang.status()) + "\n")
 
 
 def _read(orders: queue.SimpleQueue[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ CONNECT_SECONDS = 120.0
 SILENCE = 60.0
 """Seconds without a word about the cluster after which it counts as gone."""
 
-OF_THE_NODE = ("TMPDIR", "HOSTNAME")
+NODE_RESOURCES = ("TMPDIR", "HOSTNAME")
 """Variables that are a node's own, where it has them; all others are the launcher's."""
 
 BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
@@ -65,7 +65,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
 
     def resources(self) -> Resources:
         """What the bundles hold; this machine, where a cluster is to be started."""
-        return self._held(look(self._told()) or [this_machine()])
+        return self._held(living_nodes_at(self._told()) or [this_machine()])
 
     def use_nodes(self, number: int) -> None:
         """To hold; see the contract."""
@@ -77,7 +77,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     def planned(self) -> Resources:
         """As `resources`; where no cluster answers, or there is none of several nodes, what the settings say."""
         try:
-            there = look(self._told())
+            there = living_nodes_at(self._told())
         except ConfigError:
             there = []
         if there or self._told() == "local" or (self.nodes <= 1 and not self._told()):
@@ -128,25 +128,25 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
 
 
-def look(address: str) -> list[dict[str, Any]]:
+def living_nodes_at(address: str) -> list[dict[str, Any]]:
     """The living nodes of the cluster at an address, or that Ray was told of; none where one is to be started.
 
     Raises:
         ConfigError: the cluster does not answer, or Ray is not installed.
     """
-    nodes: list[dict[str, Any]] = ask(address)["living"]
+    nodes: list[dict[str, Any]] = describe_cluster(address)["living"]
     return nodes
 
 
 @cache
-def ask(address: str) -> dict[str, Any]:
+def describe_cluster(address: str) -> dict[str, Any]:
     """What `ray_driver.connect` says of a cluster. Asked once, for it takes seconds.
 
     Raises:
         ConfigError: as for `look`.
     """
     try:
-        conversation = Conversation(address, "look")
+        conversation = DriverConnection(address, "look")
         try:
             if not conversation.wait("found"):
                 raise conversation.silent()
@@ -166,14 +166,14 @@ def this_machine() -> dict[str, Any]:
 
 def agent_environment(node: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment on a node, over the node's, without what Ray put into either."""
-    own = {name: node[name] for name in OF_THE_NODE if name in node}
+    own = {name: node[name] for name in NODE_RESOURCES if name in node}
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in launcher
     merged = {name: value for name, value in node.items() if name not in BY_RAY}
     merged |= {name: value for name, value in launcher.items() if not (in_job and name in BY_RAY)}
     return {name: value for name, value in (merged | own).items() if not name.startswith("RAY_")}
 
 
-class Conversation:
+class DriverConnection:
     """With the process that is Ray's driver; see `ray_driver`.
 
     Args:
@@ -213,7 +213,7 @@ class Conversation:
         self._listener = threading.Thread(target=self._listen, name="ray-driver", daemon=True)
         self._listener.start()
 
-    def say(self, **order: Any) -> None:
+    def send(self, **order: Any) -> None:
         """Give an order; where nobody hears it, `problem` knows why."""
         assert self._process.stdin is not None
         if not self.problem():
@@ -283,7 +283,7 @@ class RayNodes(NodeProvider):
 
     def __init__(self, log_dir: Path, config: RaySchedulerConfig) -> None:
         self._log_dir, self._config = Path(log_dir), config
-        self._ray: Conversation | None = None
+        self._ray: DriverConnection | None = None
         self._numbers, self._starts = itertools.count(), dict[str, str]()
         self._drained = self._claimed = False
 
@@ -305,9 +305,9 @@ class RayNodes(NodeProvider):
         self._state()
         assert self._ray is not None
         self._starts[node.name] = number
-        self._ray.say(do="start", name=node.name, number=number, order=str(order))
+        self._ray.send(do="start", name=node.name, number=number, order=str(order))
 
-    def ended(self, node: Node) -> str:
+    def end_reason(self, node: Node) -> str:
         """Why the agent is gone; every agent is where Ray does not answer."""
         if self._ray is None:
             return "was ended"
@@ -338,7 +338,7 @@ class RayNodes(NodeProvider):
         if self._ray is None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._forget_orders()  # of a launcher that was killed
-            conversation = Conversation(self._config.address, "hold", self._log_dir / "ray.log")
+            conversation = DriverConnection(self._config.address, "hold", self._log_dir / "ray.log")
             try:
                 self._claim(conversation)
             except BaseException:
@@ -347,12 +347,12 @@ class RayNodes(NodeProvider):
             self._ray = conversation
         return self._ray.state
 
-    def _claim(self, conversation: Conversation) -> None:
+    def _claim(self, conversation: DriverConnection) -> None:
         if not conversation.wait("found", tick=self.tick):
             raise conversation.silent()
         state, seconds = conversation.state, self._config.placement_timeout
         bundles, self._claimed = self._bundles(conversation, seconds), True
-        conversation.say(do="claim", bundles=bundles)
+        conversation.send(do="claim", bundles=bundles)
         if not conversation.wait("placed", seconds, self.tick):
             free, total = state["free"], state["total"]
             has = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(bundles[0]))
@@ -362,7 +362,7 @@ class RayNodes(NodeProvider):
                 "less with launcher.options.nodes, cores_per_node or gpus_per_node."
             )
 
-    def _bundles(self, conversation: Conversation, seconds: float) -> list[dict[str, float]]:
+    def _bundles(self, conversation: DriverConnection, seconds: float) -> list[dict[str, float]]:
         """What to claim. Where nodes were lost meanwhile, for others there is some time to come.
 
         Raises:

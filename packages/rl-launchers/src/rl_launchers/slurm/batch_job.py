@@ -20,7 +20,7 @@ from pathlib import Path
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime import run_files
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSubmission
-from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingError, look
+from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingError, find_job
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60
@@ -92,7 +92,7 @@ def submit(submission: JobSubmission, script: str, poll_seconds: float, commands
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             there = state(run_dir, commands)  # another command was faster
-            job = _number(run_dir) if there else _handed_in(directory, submission, script, commands)
+            job = _number(run_dir) if there else _submission_error(directory, submission, script, commands)
         except ConfigError:
             (directory / "key").unlink(missing_ok=True)
             raise
@@ -101,7 +101,7 @@ def submit(submission: JobSubmission, script: str, poll_seconds: float, commands
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
 
 
-def _handed_in(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
+def _submission_error(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
     """The number of the job that `sbatch` made."""
     (directory / "job.sh").write_text(script, encoding="utf-8")
     (directory / "ended").unlink(missing_ok=True)
@@ -130,10 +130,10 @@ def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None)
     commands = commands or Commands()
     try:
         job = _number(run_dir)
-        found = look(commands, job)
+        found = find_job(commands, job)
     except (FileNotFoundError, ValueError, SlurmMissingError):
         return None
-    if found is None or found.ended:
+    if found is None or found.is_finished:
         return None
     log = _log(run_dir)
     _say(f"job {job} of this run is there already; following it. The last lines of {log}:")
@@ -145,10 +145,10 @@ def state(run_dir: Path, commands: Commands | None = None) -> str:
     """See `SchedulerConfig.job_state`."""
     try:
         job = _number(run_dir)
-        found = look(commands or Commands(), job)
+        found = find_job(commands or Commands(), job)
     except (FileNotFoundError, ValueError, SlurmError):
         return ""
-    if found is None or found.ended:
+    if found is None or found.is_finished:
         return ""
     reason = f", Slurm's reason is {found.reason}" if found.reason != "None" else ""
     return f"{found.state.lower()} (job {job}{reason})"
@@ -180,14 +180,14 @@ def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, pos
     try:
         while True:
             try:
-                found, heard = look(commands, job), time.monotonic()
+                found, heard = find_job(commands, job), time.monotonic()
             except SlurmError as error:
                 if time.monotonic() - heard > CONTACT_SECONDS:
                     raise LaunchError(
                         f"{error} (for {CONTACT_SECONDS:g} s). Job {job} may go on; the same command follows it again."
                     ) from error
                 found = Job("UNKNOWN", error.said, 0, 0)
-            if found is None or found.ended:
+            if found is None or found.is_finished:
                 return _end(job, found, run_dir, reader)
             if told != (told := _describe(found)):
                 _say(f"job {job}: {told}")

@@ -36,8 +36,8 @@ USABLE = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 class SlurmError(LaunchError):
     """One of Slurm's commands failed. `said`: its own words."""
 
-    def __init__(self, command: Sequence[str], said: str) -> None:
-        self.said = " ".join(said.split())
+    def __init__(self, command: Sequence[str], output: str) -> None:
+        self.said = " ".join(output.split())
         super().__init__(f"{command[0]} failed: {self.said}")
 
 
@@ -122,7 +122,7 @@ class Job:
     """Of its script, as a shell gives it: 128 and the signal where one ended it."""
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing more comes."""
         return self.state in ENDED
 
@@ -132,7 +132,7 @@ def fields(line: str) -> dict[str, str]:
     return dict(re.findall(r"(?:^|\s)([A-Za-z][\w/:]*)=(.*?)(?=\s[A-Za-z][\w/:]*=|\s*$)", line))
 
 
-def look(commands: Commands, job: str) -> Job | None:
+def find_job(commands: Commands, job: str) -> Job | None:
     """The state of a job; None: Slurm has forgotten it.
 
     Raises:
@@ -176,7 +176,7 @@ def gpus_in(gres: str) -> int:
     return sum(int(number) for number in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
-def offered(text: str, partition: str, constraint: str) -> list[Node]:
+def node_resources(text: str, partition: str, constraint: str) -> list[Node]:
     """The machines of a partition that run jobs, those with the most GPUs and cores first.
 
     Args:

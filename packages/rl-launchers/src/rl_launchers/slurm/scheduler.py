@@ -29,7 +29,7 @@ from rl_launchers.slurm.commands import (
     SlurmMissingError,
     Step,
     fields,
-    offered,
+    node_resources,
     partitions,
     shares,
 )
@@ -245,7 +245,7 @@ class _Part:
         known, setting = partitions(sinfo), f"launcher.options.{self.prefix}"
         right = all(name in known for name in filter(None, self.partition.split(",")))
         require(right, f"{setting}partition", f"one of {', '.join(known)}", self.partition)
-        usable = [node for node in offered(sinfo, self.partition, self.constraint) if node.name not in taken]
+        usable = [node for node in node_resources(sinfo, self.partition, self.constraint) if node.name not in taken]
         where = " ".join(filter(None, ["partition", self.partition or "(default)", self.constraint]))
         fits = f"at most {len(usable)} with spare ones, which {where} has usable"
         require(self.nodes + self.spares <= len(usable), f"{setting}nodes", fits, self.nodes + self.spares)
@@ -294,14 +294,14 @@ class SlurmNodes(NodeProvider):
         except OSError as error:
             raise LaunchError(f"srun cannot be started: {error}") from error
 
-    def called(self, node: Node) -> None:
+    def agent_connected(self, node: Node) -> None:
         """Leave the step to Slurm: `srun` would kill it at once when it hears of a preemption, before trainers have
         saved a recover point. Slurm itself gives them `KillWait`, or the partition's `GraceTime`."""
         if (step := self._steps.pop(node.name, None)) is not None:
             step.leave()
             self._left = True
 
-    def ended(self, node: Node) -> str:
+    def end_reason(self, node: Node) -> str:
         """As `srun` tells, before the agent has called."""
         step = self._steps.get(node.name)
         code = None if step is None else step.poll()
@@ -327,7 +327,7 @@ class SlurmNodes(NodeProvider):
                     # which tries for a minute where a node of them is lost
                     self._commands.output("bash", "-c", f"scancel --signal=KILL {' '.join(mine)} > /dev/null 2>&1 &")
 
-    def lacking(self, lost: Collection[str], why: str) -> None:
+    def on_nodes_lost(self, lost: Collection[str], why: str) -> None:
         """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long
         after the run would have given up."""
         if self._rescues and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:

@@ -32,14 +32,14 @@ from rl_contracts.errors import RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.name_service import NameService
 from rl_contracts.scheduler import Worker
-from rl_launchers.supervise.heartbeat import Pulses
-from rl_launchers.supervise.interrupts import TOGETHER, Interrupted
+from rl_launchers.supervise.heartbeat import Heartbeats
+from rl_launchers.supervise.interrupts import COALESCE_SECONDS, Interrupted
 
 logger = get_logger("launcher")
 
 BEAT_SECONDS = 2.0
 """Seconds between two signs of life of a launcher, and between its looks at what it is asked."""
-HURRY_SECONDS = 2 * TOGETHER
+SECOND_SIGNAL_SECONDS = 2 * COALESCE_SECONDS
 """Seconds between the three signals that mean: at once."""
 
 
@@ -56,7 +56,7 @@ class RunControl(AbstractContextManager["RunControl"]):
 
     def __init__(self, names: NameService, beat: float = BEAT_SECONDS) -> None:
         self.names, self._beat = names, beat
-        self.pulses = Pulses(names)
+        self.pulses = Heartbeats(names)
         self._facts: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
         self._facts |= {"since": time.time(), "beat_seconds": beat, "trainer_restarts": 0}
         self._workers: Sequence[Worker] = ()
@@ -87,14 +87,14 @@ class RunControl(AbstractContextManager["RunControl"]):
             signal.signal(signal.SIGTERM, self._former)
         asked = self._facts["state"] == "stopping" or isinstance(error, Interrupted | KeyboardInterrupt)
         failed = isinstance(error, Exception)
-        self.tell(state="failed" if failed else "stopped" if asked else "finished")
+        self.set_status(state="failed" if failed else "stopped" if asked else "finished")
         if failed:
-            self.tell(error=str(error).partition("\n")[0])
+            self.set_status(error=str(error).partition("\n")[0])
         self.publish({})
         with suppress(OSError):  # a full disk: it will be found silent
             self._write()
 
-    def tell(self, **facts: object) -> None:
+    def set_status(self, **facts: object) -> None:
         """What `status` is to say from its next beat on."""
         self._facts |= facts
 
@@ -115,7 +115,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         except OSError as error:
             logger.warning("The addresses of servers could not be written, and will be again: %s", error)
 
-    def asked_to_scale(self) -> dict[str, str]:
+    def scale_requests(self) -> dict[str, str]:
         """How many servers each role was asked to have since the last call, as it was written."""
         asked = {}
         with suppress(queue.Empty):
@@ -174,5 +174,5 @@ class RunControl(AbstractContextManager["RunControl"]):
         logger.warning("rl stop: %s", "at once" if now else "after the current step")
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(2 * now):
-            if not self._over.wait(HURRY_SECONDS):
+            if not self._over.wait(SECOND_SIGNAL_SECONDS):
                 os.kill(os.getpid(), signal.SIGTERM)

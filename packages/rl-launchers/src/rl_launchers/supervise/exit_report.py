@@ -60,7 +60,7 @@ def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
     )
 
 
-def telling(log: Path, lines: int, offset: int = 0) -> str:
+def informative_tail(log: Path, lines: int, offset: int = 0) -> str:
     """The last lines of a log from byte `offset` on, and before them the first earlier ones that name an error, each
     error once."""
     everything = tail(log, TAIL_BYTES, offset).splitlines()

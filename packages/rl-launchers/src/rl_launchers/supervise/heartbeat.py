@@ -14,7 +14,7 @@ from rl_contracts.runtime.name_service import NameService
 
 LONGEST_BEAT = 10.0
 """Seconds between two signs of life of a rank, at most."""
-BEATS = 4
+MISSED_BEATS = 4
 """Signs of life within the time after which a rank counts as hung."""
 
 
@@ -33,13 +33,13 @@ def beat(names: NameService, worker: str, timeout: float) -> None:
             number += 1
             with suppress(OSError):  # a full disk: the launcher sees that too
                 names.add(f"pulse/{worker}", str(number), replace=True)
-            time.sleep(min(LONGEST_BEAT, timeout / BEATS))
+            time.sleep(min(LONGEST_BEAT, timeout / MISSED_BEATS))
 
     if timeout:
         threading.Thread(target=run, name="pulse", daemon=True).start()
 
 
-class Pulses:
+class Heartbeats:
     """The launcher's look at them. Clocks are not compared: what counts is for how long a number has not changed, by
     the launcher's own time between readings that followed each other; after a longer pause all count anew.
 
@@ -57,7 +57,7 @@ class Pulses:
     def read(self) -> None:
         """Look at all of them, unless that was a moment ago."""
         now = time.monotonic()
-        if not self.timeout or now - self._last < self.timeout / (2 * BEATS):
+        if not self.timeout or now - self._last < self.timeout / (2 * MISSED_BEATS):
             return
         if now - self._last > self.timeout / 2:
             self._seen = {}  # this process, or its file system, was away, as theirs may have been
@@ -79,7 +79,7 @@ class Pulses:
             for key in self._names.children("pulse"):
                 self._names.delete(key)
 
-    def hung(self, worker: str) -> bool:
+    def is_hung(self, worker: str) -> bool:
         """Whether a worker has not renewed its number for too long; not where it never had one."""
         _, since = self._seen.get(f"pulse/{worker}", ("", self._last))
         return bool(self.timeout) and self._last - since > self.timeout

@@ -30,11 +30,11 @@ class Interrupted(BaseException):
         self.number = number
 
 
-class Hurried(Interrupted):
+class SecondInterrupt(Interrupted):
     """A second request to stop, which is not to wait for anything."""
 
 
-TOGETHER = 0.5
+COALESCE_SECONDS = 0.5
 """Seconds within which signals count as one."""
 
 ONE_REQUEST = 3.0
@@ -51,7 +51,7 @@ class Interrupts:
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. Further ones are raised at
-    once, as `Hurried`, within `impatient`, and only counted elsewhere. What comes within `TOGETHER` seconds of
+    once, as `SecondInterrupt`, within `raise_on_second`, and only counted elsewhere. What comes within `TOGETHER` seconds of
     another is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
@@ -92,7 +92,7 @@ class Interrupts:
             raise Interrupted(self._received[0])
 
     @contextmanager
-    def impatient(self) -> Iterator[None]:
+    def raise_on_second(self) -> Iterator[None]:
         """Here a further signal after the first is raised at once."""
         former, self._impatient = self._impatient, True
         try:
@@ -109,9 +109,9 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._received and now < self._last + TOGETHER:
+        if self._received and now < self._last + COALESCE_SECONDS:
             return
         self._last = now
         self._received.append(number)
         if len(self._received) > 1 and self._impatient:
-            raise Hurried(self._received[0])
+            raise SecondInterrupt(self._received[0])

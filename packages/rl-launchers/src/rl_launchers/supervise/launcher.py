@@ -18,10 +18,10 @@ from rl_contracts.runtime.name_service import MemoryNames
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.supervise.control import RunControl
 from rl_launchers.supervise.exit_report import describe_end, separate, with_log
-from rl_launchers.supervise.interrupts import ONE_REQUEST, Hurried, Interrupted, Interrupts
-from rl_launchers.supervise.run_restarts import Attempts, Resume, TrainersLostError, UsersFaultError, headline
-from rl_launchers.supervise.server_health import RestartConfig, ServerCare, ServersLostError
-from rl_launchers.supervise.server_scaling import Elastic
+from rl_launchers.supervise.interrupts import ONE_REQUEST, Interrupted, Interrupts, SecondInterrupt
+from rl_launchers.supervise.run_restarts import Resume, RunRestarts, TrainersLostError, UserCodeError, headline
+from rl_launchers.supervise.server_health import RestartConfig, ServerHealth, ServersLostError
+from rl_launchers.supervise.server_scaling import ServerScaler
 
 logger = get_logger("launcher")
 
@@ -147,8 +147,8 @@ class Launcher:
             ServerStartError: a server ended before all were ready; the same, and its role's `remedy`.
         """
         self._on_tick, self._remedies = on_tick, {spec.role: spec.remedy for spec in servers}
-        self._care = ServerCare(self._scheduler, self._config, servers)
-        self._elastic = Elastic(
+        self._care = ServerHealth(self._scheduler, self._config, servers)
+        self._elastic = ServerScaler(
             self._scheduler,
             self._control,
             [self._with_key(spec) for spec in servers],
@@ -157,46 +157,46 @@ class Launcher:
         )
         self._control.pulses.timeout = self._config.health_timeout
         self._step_seconds = resume.step_seconds if resume else lambda: 0.0
-        attempts, code = Attempts(self._config, resume), 0
+        attempts, code = RunRestarts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
             self._scheduler.tick = interrupts.check
             try:
-                with interrupts.impatient():
+                with interrupts.raise_on_second():
                     while not self._done(trainer_specs, interrupts, together, attempts):
                         pass
             except Interrupted as interruption:
                 code = 128 + interruption.number
-                self._control.tell(state="stopping", code=code)
+                self._control.set_status(state="stopping", code=code)
             finally:
                 self._care.close()
                 self._stop(interrupts, patient=code != 0)
         return code
 
-    def _done(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool, attempts: Attempts) -> bool:
+    def _done(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool, attempts: RunRestarts) -> bool:
         """Start everything and look after it until the trainers are done; False: until it is to be started again."""
         try:
             self._start(trainer_specs, interrupts, together)
-            while not self._look(interrupts):
+            while not self._poll(interrupts):
                 interrupts.wait(self._config.tick_seconds)
             return True
         except LaunchError as error:
-            self._control.tell(state="restarting", error=headline(error))
+            self._control.set_status(state="restarting", error=headline(error))
             logs = [worker.log for worker in self._scheduler.poll()]
             try:
                 self._stop(interrupts, patient=False)
             except LaunchError as stuck:  # on a machine that is sick; another start may do without it
                 logger.warning("%s", stuck)
-            what = attempts.again(error, self._ready)
+            what = attempts.prepare_restart(error, self._ready)
         logger.warning("%s", what)
         for log in logs:
             separate(log, what)
-        self._control.tell(trainer_restarts=attempts.count, history=attempts.headlines())
+        self._control.set_status(trainer_restarts=attempts.count, history=attempts.headlines())
         return False
 
     def _start(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool) -> None:
         self._ready, self._trainers = False, []
         self._care.forget()
-        self._control.tell(state="starting")
+        self._control.set_status(state="starting")
         servers = self._elastic.specs
         for spec in servers:
             interrupts.check()
@@ -212,14 +212,14 @@ class Launcher:
         self._await(servers, interrupts)
         self._ready = True
         self._elastic.begin()
-        self._control.tell(state="running", error="")
+        self._control.set_status(state="running", error="")
 
     def _await(self, servers: Sequence[JobSpec], interrupts: Interrupts) -> None:
         for spec in servers:
             try:
-                self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
+                self._scheduler.wait_ready(spec.role, tick=lambda: self._poll(interrupts))
             except LaunchError:
-                self._look(interrupts)  # where somebody ended, it tells of all of them
+                self._poll(interrupts)  # where somebody ended, it tells of all of them
                 raise
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
@@ -231,17 +231,19 @@ class Launcher:
             )
         return replace(spec, env={**spec.env, RUN_KEY_VARIABLE: self.key})
 
-    def _look(self, interrupts: Interrupts) -> bool:
+    def _poll(self, interrupts: Interrupts) -> bool:
         """One look at everything: signals, progress, deaths. Returns whether all trainers are done."""
         interrupts.check()
         workers = self._scheduler.poll()
         self._control.show(workers)
-        self._control.publish({f"{w.role}/{w.index}": w.address for w in self._elastic.staying(workers) if w.port})
+        self._control.publish(
+            {f"{w.role}/{w.index}": w.address for w in self._elastic.remaining_servers(workers) if w.port}
+        )
         self._show(workers)
         trainers = [worker for worker in workers if worker.role in self._roles()]
         if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
             return True
-        hung = [w.name for w in trainers if w.exit_code is None and self._control.pulses.hung(w.name)]
+        hung = [w.name for w in trainers if w.exit_code is None and self._control.pulses.is_hung(w.name)]
         lost = dict.fromkeys(hung, f"gave no sign of life for {self._config.health_timeout:g} s")
         failed = bool(hung) or any(worker.status is WorkerStatus.FAILED for worker in trainers)
         if not failed:
@@ -250,7 +252,7 @@ class Launcher:
             interrupts.wait(SETTLE_SECONDS)
             raise self._error(self._scheduler.poll(), lost, failed)
         if self._ready:
-            self._elastic.look(workers, {spec.colocated_with for spec in self._trainers})
+            self._elastic.poll(workers, {spec.colocated_with for spec in self._trainers})
         return False
 
     def _show(self, workers: list[Worker]) -> None:
@@ -268,7 +270,7 @@ class Launcher:
         if failed and USERS_FAULT not in ended:
             return TrainersLostError(told, raised=not lost and all(code and 0 < code < 64 for code in ended))
         if failed:
-            return UsersFaultError(told)
+            return UserCodeError(told)
         if any(worker.cause for worker in workers if worker.name in lost):  # with its node: no mistake that comes again
             return ServersLostError(told)
         return LaunchError(told) if self._ready else ServerStartError(told)
@@ -280,17 +282,19 @@ class Launcher:
     def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
         """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
         if self._ready:
-            return self._elastic.give_up(self._care.look(self._elastic.staying(workers)), workers)
-        return {worker.name: describe_end(worker) for worker in workers if self._ended_wrongly(worker)}
+            return self._elastic.give_up(
+                self._care.restart_unhealthy(self._elastic.remaining_servers(workers)), workers
+            )
+        return {worker.name: describe_end(worker) for worker in workers if self._failed_workers(worker)}
 
-    def _ended_wrongly(self, worker: Worker) -> bool:
+    def _failed_workers(self, worker: Worker) -> bool:
         """Whether it failed, or is a server that ended while there are trainers that need it."""
         ended = worker.status is WorkerStatus.DONE and worker.role not in self._roles()
         return ended or worker.status is WorkerStatus.FAILED
 
     def _post_mortem(self, workers: list[Worker], lost: dict[str, str]) -> str:
         """What happened: the first death is told in full, for the later ones are mostly its consequences."""
-        ended = [worker for worker in workers if worker.name in lost or self._ended_wrongly(worker)]
+        ended = [worker for worker in workers if worker.name in lost or self._failed_workers(worker)]
         first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
         what = lost.get(first.name) or describe_end(first)
         problem = f"{first.name} {what} while the run needed it."
@@ -311,9 +315,9 @@ class Launcher:
         try:
             if patient:
                 self._stop_trainers(interrupts)
-            with interrupts.impatient():
+            with interrupts.raise_on_second():
                 self._scheduler.delete_workers(grace=0.0 if interrupts.requests > 2 else self._config.stop_seconds)
-        except Hurried:
+        except SecondInterrupt:
             self._scheduler.delete_workers(grace=0.0)
         finally:
             self._control.show([])
@@ -360,7 +364,7 @@ class Launcher:
             living = [worker for worker in trainers if worker.exit_code is None]
             if not living:
                 return True
-            if len(living) < len(trainers) or any(self._control.pulses.hung(worker.name) for worker in living):
+            if len(living) < len(trainers) or any(self._control.pulses.is_hung(worker.name) for worker in living):
                 deadline = min(deadline, now + grace)
             time.sleep(self._config.tick_seconds)
         return False

@@ -29,7 +29,7 @@ class TrainersLostError(LaunchError):
         self.raised = raised
 
 
-class UsersFaultError(LaunchError):
+class UserCodeError(LaunchError):
     """A trainer ended with an error that would come again."""
 
 
@@ -46,7 +46,7 @@ class Resume:
     """Usual seconds of a step; 0: not known yet."""
 
 
-class Attempts:
+class RunRestarts:
     """Decides whether a run is started again.
 
     Args:
@@ -64,7 +64,7 @@ class Attempts:
         self.history: list[str] = []
         """What went wrong, first cause first: that one with its log, the others a sentence each."""
 
-    def again(self, error: LaunchError, ready: bool) -> str:
+    def prepare_restart(self, error: LaunchError, ready: bool) -> str:
         """Make the run's directory ready for another start.
 
         Args:
@@ -80,7 +80,7 @@ class Attempts:
         """
         began = self.count > 0 or self._furthest[1] > 0  # in another command too
         lost = isinstance(error, TrainersLostError | ServersLostError) or (began and not ready)
-        lost = lost and not isinstance(error, UsersFaultError)
+        lost = lost and not isinstance(error, UserCodeError)
         if self._resume is None or not self._limit or not lost:
             self._refuse(error, "")
         reached, now = self._resume.reached(), time.monotonic()

@@ -78,7 +78,7 @@ class RestartConfig(Settings):
 
 
 @dataclass
-class _Patient:
+class _ServerState:
     due: float
     asked: float = 0.0
     was_well: bool = False
@@ -87,7 +87,7 @@ class _Patient:
     probe: Future[str | None] | None = None
 
 
-class ServerCare:
+class ServerHealth:
     """Looks after the servers from the moment at which all of them were ready.
 
     A server that ended, however it did, or that gives no good answer for too long is started anew at its address, up
@@ -106,7 +106,7 @@ class ServerCare:
         self._specs = {spec.role: spec for spec in specs}
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
-        self._patients: dict[tuple[str, int], _Patient] = {}
+        self._patients: dict[tuple[str, int], _ServerState] = {}
         """By name and life of a server."""
         self._later: dict[str, float] = {}
         """By name, when a server for which there was no room is tried again."""
@@ -117,7 +117,7 @@ class ServerCare:
         """All servers are others from now on. Their restarts still count."""
         self._patients.clear()
 
-    def look(self, workers: Sequence[Worker]) -> dict[str, str]:
+    def restart_unhealthy(self, workers: Sequence[Worker]) -> dict[str, str]:
         """Restart what needs it.
 
         Returns:
@@ -144,7 +144,7 @@ class ServerCare:
         now, limit, fresh = time.monotonic(), self._config.health_timeout, worker.status is WorkerStatus.STARTING
         if spec.ready_path is None or worker.port is None or not (limit or fresh):
             return ""
-        patient = self._patients.setdefault((worker.name, worker.restarts), _Patient(now))
+        patient = self._patients.setdefault((worker.name, worker.restarts), _ServerState(now))
         if patient.probe is not None and patient.probe.done():
             problem, patient.probe = patient.probe.result(), None
             if problem is None:

@@ -34,7 +34,7 @@ class _Role:
     """When those that are too many may end; None: it is not said yet."""
 
 
-class Elastic:
+class ServerScaler:
     """Brings the servers of each role to the number that was asked for last.
 
     Further ones are started, and named to clients with the others. Of those that are too many the last ones are no
@@ -70,22 +70,22 @@ class Elastic:
         for role in self._roles.values():
             role.settled, role.drained = role.spec.count, None
 
-    def staying(self, workers: Sequence[Worker]) -> list[Worker]:
+    def remaining_servers(self, workers: Sequence[Worker]) -> list[Worker]:
         """The servers among them, without those that are about to end."""
         return [w for w in workers if w.role in self._roles and w.index < self._roles[w.role].spec.count]
 
-    def look(self, workers: Sequence[Worker], sharing: Collection[str]) -> None:
+    def poll(self, workers: Sequence[Worker], sharing: Collection[str]) -> None:
         """Go on with what was asked for; returns soon.
 
         Args:
             workers: all that run.
             sharing: roles whose devices others use as well.
         """
-        for name, text in self._control.asked_to_scale().items():
+        for name, text in self._control.scale_requests().items():
             self._ask(name, text, sharing)
         for name, role in self._roles.items():
             if role.busy:
-                self._go_on(role, [worker for worker in workers if worker.role == name])
+                self._step(role, [worker for worker in workers if worker.role == name])
 
     def give_up(self, lost: Mapping[str, str], workers: Sequence[Worker]) -> dict[str, str]:
         """Do without servers that were asked for and cannot be started.
@@ -97,7 +97,7 @@ class Elastic:
             those of them without which the run cannot go on: they did take part.
         """
         left = dict(lost)
-        for worker in self.staying(workers):
+        for worker in self.remaining_servers(workers):
             role = self._roles[worker.role]
             if worker.name in lost and worker.index >= role.settled:
                 del left[worker.name]
@@ -119,7 +119,7 @@ class Elastic:
             return
         self._control.answer_scale(name, text, True, problem, right=False)
 
-    def _go_on(self, role: _Role, workers: Sequence[Worker]) -> None:
+    def _step(self, role: _Role, workers: Sequence[Worker]) -> None:
         """One step towards the number that was asked for."""
         now, wanted = len(workers), role.spec.count
         if wanted > now:

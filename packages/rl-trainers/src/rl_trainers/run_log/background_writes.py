@@ -89,7 +89,7 @@ class BackgroundDirectory:
         return [self._written.is_set(), self._over.is_set(), self._failure]
 
     def merge(self, statuses: Sequence[list[Any]]) -> bool:
-        """Go by the `news` of all ranks: whether the directory is there or was given up, in which case `error` says
+        """Go by the `events` of all ranks: whether the directory is there or was given up, in which case `error` says
         why."""
         failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(statuses) if failure]
         if failures and all(written for written, _, _ in statuses):
@@ -120,7 +120,7 @@ class BackgroundDirectory:
             check_lengths(files)
             known = {str(file.relative_to(self._scratch)): _size_and_crc(file) for file in files}
             _write_json(self._mark(self._parallel.rank), known)
-        except Exception as error:  # noqa: BLE001 - told by `news` to all ranks, whose training threads decide
+        except Exception as error:  # noqa: BLE001 - told by `events` to all ranks, whose training threads decide
             self._failure = f"{type(error).__name__}: {error}"
             if self._parallel.world_size == 1:
                 self._abandoned.set()

@@ -20,7 +20,7 @@ from rl_monitor.report import page as module
 from rl_monitor.report.curves import BANDS, curves_of, stages_of, thinned
 from rl_monitor.report.facts import commands_of, record_command
 from rl_monitor.report.page import RunReport, as_json, write_report
-from rl_monitor.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
+from rl_monitor.report.samples import EACH, NEWEST, STEPS, Samples, extremes, spread_steps, to_page_record
 from rl_monitor.run_directory import names_of
 
 
@@ -96,7 +96,7 @@ def test_pictures_of_a_conversation_are_shown_if_they_need_no_network() -> None:
     content = [{"type": "image_url", "image_url": {"url": address}} for address in (inside, outside)]
     answer = {"conversation": [{"role": "user", "content": content}], "reward": 1.0}
 
-    (message,) = shown(answer, lambda ids: None, 10, 1000)["conversation"]
+    (message,) = to_page_record(answer, lambda ids: None, 10, 1000)["conversation"]
 
     assert message["parts"][0] == {"image": inside}
     assert outside in message["parts"][1]["text"]
@@ -183,7 +183,7 @@ def test_report_of_no_run_or_without_a_place_is_one_sentence(tmp_path, capsys) -
 
 def test_page_of_a_run_is_written_while_it_goes_on_and_at_its_end(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "SOON", 0.01)
-    monkeypatch.setattr(module, "RARELY", 0)
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0)
     run, page = make_run(tmp_path / "run"), tmp_path / "run" / "report.html"
     with RunReport(run, ["gsm8k-grpo"]) as report:
         report.begin()
@@ -209,7 +209,7 @@ def test_run_that_never_began_has_no_page(tmp_path) -> None:
 
 def test_page_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "SOON", 0.01)
-    monkeypatch.setattr(module, "RARELY", 0)
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0)
     run = make_run(tmp_path / "run")
     (run / "report.html").mkdir()
     with RunReport(run, []) as report:

@@ -10,9 +10,9 @@ packages, which it installs.
 
 One controller, and a slurmd per node on a port of its own; munge with a key and a socket of its own, so that several
 clusters stand side by side and nothing of the system's is touched. Each node has its own temporary directory (TMPDIR is
-`DIR/tmp/<node>` in all that runs there). Partitions: `all` (the default), `front` and `back` (the first and the second
-half of the nodes), and `urgent`, all nodes, whose jobs preempt those of the others, which are requeued. There is no
-accounting, as on many clusters: no `sacct`, and a job that ended is forgotten after `--forget-after` seconds.
+`DIR/tmp/<node>` in all that runs there). Partitions: `all` (the default), `front` and `restore` (the first and the
+second half of the nodes), and `urgent`, all nodes, whose jobs preempt those of the others, which are requeued. There is
+no accounting, as on many clusters: no `sacct`, and a job that ended is forgotten after `--forget-after` seconds.
 
 GPUs are made up (`--gpus`): Slurm counts and hands them out, but nothing can compute on them.
 """

@@ -38,7 +38,7 @@ def terminal(run: Path) -> str:
         if not (record := json.loads(line)).get("evaluation"):
             view.add(record)
     console = Console(record=True, width=110, height=40, file=io.StringIO(), force_terminal=True)
-    Screen(view, run, console).look()
+    Screen(view, run, console).update_completion()
     console.print(view)
     plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="gsm8k-grpo", code_format=plain)

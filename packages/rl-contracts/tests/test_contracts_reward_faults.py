@@ -223,7 +223,7 @@ async def test_reward_reaper_that_gets_sigterm_keeps_its_worker() -> None:
         process._process.terminate()
 
         assert [await score(wrapper, "") for _ in range(3)] == [worker] * 3
-        assert process.lives()
+        assert process.is_alive()
 
 
 async def test_reward_reaper_that_is_stopped_is_killed_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:

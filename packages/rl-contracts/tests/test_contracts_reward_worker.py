@@ -467,7 +467,7 @@ async def test_worker_that_was_killed_while_idle_is_replaced_without_a_failed_ca
         (worker,) = wrapper._processes
         first = int(await score(wrapper, "fine"))
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not worker.lives())  # a process that ends is a zombie before it can be waited for
+        wait_until(lambda: not worker.is_alive())  # a process that ends is a zombie before it can be waited for
 
         assert await score(wrapper, "fine") != first
 

@@ -149,9 +149,9 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
     }
     with patch.object(loading, "read_model", side_effect=AttributeError("no such part")):
         seen["an error of the model's own code"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
-    said = checks._said
+    said = checks._outputs_of
     of_split = lambda model, device: 1 / 0 if model.split.replica is None else said(model, device)  # noqa: E731
-    with patch.object(checks, "_said", of_split):
+    with patch.object(checks, "_outputs_of", of_split):
         seen["an error of the whole model"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
     if layout.context > 1:
         exchange, attention.exchange = attention.exchange, lambda x, group: x

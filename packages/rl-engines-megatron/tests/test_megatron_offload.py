@@ -8,7 +8,7 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
-from rl_engines_megatron.offload import Away
+from rl_engines_megatron.offload import OffloadedTensors
 
 
 def moments(engine):
@@ -93,9 +93,9 @@ def test_engine_that_was_away_between_two_steps_takes_the_same_ones(tmp_path):
         first = steps(engine, [0, 1])
         if leaves:
             tensors = list(engine._tensors())
-            away = Away(tensors)  # nothing leaves a CPU by itself
+            away = OffloadedTensors(tensors)  # nothing leaves a CPU by itself
             assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
-            away.back()
+            away.restore()
         found.append([first, steps(engine, [2]), [value.clone() for _, value in engine.full_parameters()]])
         engine.destroy()
 

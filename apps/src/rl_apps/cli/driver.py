@@ -60,7 +60,7 @@ from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_s
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, JobSubmission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.supervise.interrupts import Interrupted
-from rl_monitor.run_directory import FINISHED, JOB, names_of, reached
+from rl_monitor.run_directory import FINISHED, JOB, names_of, progress_of
 from rl_trainers.recovery.lookup import resumed_step, truncate_to_checkpoint
 from rl_trainers.run_log.tracking import Tracking, hanging_trackers
 
@@ -161,7 +161,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         check_run(run)
         if not line.dry_run:
             begun = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
-            taken, _ = reached(run.directory)
+            taken, _ = progress_of(run.directory)
             if past.step and taken > past.step:
                 begun += f", {point or 'the newest recovery checkpoint'}; steps up to {taken} run again"
             changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
@@ -242,7 +242,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
                     on_tick=waiting.tick,
                     together=True,
                     resume=Resume(
-                        partial(reached, run_dir), partial(_again, run, waiting), partial(step_seconds, run_dir)
+                        partial(progress_of, run_dir), partial(_again, run, waiting), partial(step_seconds, run_dir)
                     ),
                 )
         except RLError as error:

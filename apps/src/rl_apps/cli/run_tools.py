@@ -13,7 +13,7 @@ from typing import Any
 from rl_apps.run.directory import resumption, step_seconds
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.runtime.run_files import read_json, tail
-from rl_monitor.status import _submitted_to, names_there, read_on, status_of, while_alive
+from rl_monitor.status import _submitted_to, read_new_lines, require_names, status_of, while_alive
 
 BUSY = 30.0
 """Seconds after which a launcher that has not looked at its processes is called busy."""
@@ -68,7 +68,7 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
     Raises:
         ConfigError: there is no such log.
     """
-    names, folder = names_there(directory), directory / "logs"
+    names, folder = require_names(directory), directory / "logs"
     read: dict[Path, int] = {}
 
     def chosen() -> list[Path]:
@@ -85,7 +85,7 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
         shown = _print(path, tail(path, lines), shown if len(found) > 1 or follow else path)
     for _ in while_alive(names) if follow else ():
         for path in chosen():
-            if text := read_on(path, read):
+            if text := read_new_lines(path, read):
                 shown = _print(path, text, shown)
     return 0
 
@@ -103,7 +103,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
     Raises:
         StalledError: it did not stop in time.
     """
-    names = names_there(directory)
+    names = require_names(directory)
     before = status_of(directory)
     if before.get("job"):  # whose launcher does not hear
         _submitted_to(names).cancel(directory)
@@ -140,7 +140,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
         ConfigError: nothing runs there.
         StalledError: it is not done in time, which goes on.
     """
-    names = names_there(directory)
+    names = require_names(directory)
     found = status_of(directory)
     if "launcher" not in found or found["state"] == "lost":
         raise ConfigError(

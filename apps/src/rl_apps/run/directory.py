@@ -23,7 +23,7 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.models.directory import same_model
 from rl_contracts.runtime.run_files import last_recovery_checkpoint
-from rl_monitor.run_directory import FINISHED, NAMES, PLACES, last_records, leaves, read_config
+from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, NAMES, flatten, last_records, read_config
 from rl_trainers.recovery.lookup import resumed_step, took_no_step
 
 TRAINERS = "trainers.lock"
@@ -83,7 +83,7 @@ def _await_trainers(directory: Path) -> None:
     if not (directory / TRAINERS).exists():
         return
     config = directory / "config.yaml"
-    settings = leaves(read_config(config)) if config.exists() else {}  # those of the earlier command
+    settings = flatten(read_config(config)) if config.exists() else {}  # those of the earlier command
     seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
     with (directory / TRAINERS).open("a+") as file:
         deadline, said = time.monotonic() + seconds, False
@@ -154,8 +154,8 @@ def past_of(run: Run[Any], start: int = 0) -> Past:
             f"run_dir={directory} holds a run of another kind: only one of the two has the settings "
             f"{', '.join(sorted(other))}. Choose another run_dir, or the command of that run."
         )
-    new, old = leaves(now), leaves(before)
-    found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]
+    new, old = flatten(now), flatten(before)
+    found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(LOCATION_SETTINGS)]
     if "seed" in found:
         raise ConfigError(
             f"seed: expected {old.get('seed')}, that of the run in {directory}, found {config.seed}; give that one, or "
@@ -214,7 +214,7 @@ def resumption(directory: Path) -> str:
     if step := last_recovery_checkpoint(directory / "recover"):
         return f"The same command resumes after step {step}."
     file = directory / "config.yaml"
-    if not file.exists() or can_begin_again(directory, leaves(read_config(file))):
+    if not file.exists() or can_begin_again(directory, flatten(read_config(file))):
         return "No recovery checkpoint was saved; the same command starts again at step 1."
     return "No recovery checkpoint was saved, so this run cannot be resumed."
 

@@ -216,16 +216,16 @@ class FSDPEngine(TrainEngine):
             edges = torch.tensor([0, 2], dtype=torch.int32, device=self._device)
             positions = torch.arange(2, device=self._device)
             temperature = torch.ones(2, device=self._device)
-            return self._said(ids, positions, temperature, Segments((2,), edges))[0], None, None
+            return self._token_outputs(ids, positions, temperature, Segments((2,), edges))[0], None, None
         sizes = tuple(packed.cu_seqlens.diff().tolist())
         if self._device.type != "cpu":
             packed = packed.to(self._device)
         segments = Segments(sizes, packed.cu_seqlens)
         temperature = packed.per_token("temperature")
-        outputs, auxiliary = self._said(packed["input_ids"], packed.position_ids, temperature, segments)
+        outputs, auxiliary = self._token_outputs(packed["input_ids"], packed.position_ids, temperature, segments)
         return outputs, packed, auxiliary
 
-    def _said(self, *inputs: Any) -> tuple[TokenOutputs, Tensor | None]:
+    def _token_outputs(self, *inputs: Any) -> tuple[TokenOutputs, Tensor | None]:
         said, fields = self._model(*inputs), 2 if self._model.head == "lm" else 3
         return TokenOutputs(*said[:fields]), said[fields] if len(said) > fields else None
 

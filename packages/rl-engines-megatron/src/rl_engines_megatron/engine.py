@@ -28,12 +28,12 @@ from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_contracts.models.usage import UsageMeter, attended_pairs
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
-from rl_engines_megatron.offload import Away
+from rl_engines_megatron.offload import OffloadedTensors
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_engines_megatron.model.packed_sequences import Rows
+    from rl_engines_megatron.model.packed_sequences import PackedSequences
 
 Said = Callable[[TokenOutputs, PackedBatch], Tensor]
 """Told of each micro-batch with tokens what the model says of it, on the ranks of the last stage; the loss of that."""
@@ -56,7 +56,7 @@ class MegatronEngine(TrainEngine):
         self._usage = UsageMeter()
         self._stepper: Any = None
         self._parts: list[Any] = []
-        self._away: Away | None = None
+        self._away: OffloadedTensors | None = None
         self._chunks: list[Any] = []
         """The parts with what wraps them for training."""
 
@@ -86,12 +86,12 @@ class MegatronEngine(TrainEngine):
         spec, config = self._spec, self.config
         with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # one host may not have it
             self._hf_config = read_config(spec.model_path, spec.head)
-            from rl_engines_megatron.model.checks import cut
+            from rl_engines_megatron.model.checks import partition_from_settings
 
             stages = (config.interleaved, config.stage_layers)
-            partition = cut(self._hf_config, self.strategy, *stages, spec.head)
+            partition = partition_from_settings(self._hf_config, self.strategy, *stages, spec.head)
         from rl_engines_megatron.model.building import build
-        from rl_engines_megatron.model.experts import Spread
+        from rl_engines_megatron.model.experts import ExpertLoad
         from rl_engines_megatron.optimizer import Stepper, wrap
         from rl_engines_megatron.process_groups import make_groups
 
@@ -100,7 +100,7 @@ class MegatronEngine(TrainEngine):
         make_groups(self.strategy, config.interleaved, spec.seed, self._device, timeout, self._exit)
         with without_cuda(self._device):
             self._parts = build(self._hf_config, partition, self.strategy, config, spec, self._device)
-        self._spread = Spread([part.routing for part in self._parts if part.routing is not None])
+        self._spread = ExpertLoad([part.routing for part in self._parts if part.routing is not None])
         self._read(spec.model_path, new_head=True)
         self._chunks = self._parts
         if spec.optimizer is not None:
@@ -140,7 +140,7 @@ class MegatronEngine(TrainEngine):
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
         bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
-        sums = StepSums(self._speaks)
+        sums = StepSums(self._reports_stats)
         self._spread.begin(tokens, self._device)
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
@@ -202,14 +202,14 @@ class MegatronEngine(TrainEngine):
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from rl_engines_megatron.model.packed_sequences import make_rows, padded_lengths
+        from rl_engines_megatron.model.packed_sequences import make_packed_sequences, padded_lengths
 
         divisor = self.strategy.tensor if self.config.sequence_parallel else 1
         moved = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
         longest = 1  # stages tell each other how long a micro-batch is; interleaved ones would wait for each other so
         if self.config.interleaved > 1:
             longest = max(sum(padded_lengths(packed, divisor)) for packed in moved)
-        laid = [(packed, make_rows(packed, divisor, self._device, longest)) for packed in moved]
+        laid = [(packed, make_packed_sequences(packed, divisor, self._device, longest)) for packed in moved]
 
         def step(data: Any, model: Any) -> tuple[Any, Any]:
             packed, rows = next(data)
@@ -229,7 +229,7 @@ class MegatronEngine(TrainEngine):
         )
 
     def _loss(
-        self, packed: PackedBatch, rows: Rows, said: Said, states: tuple[Tensor, ...]
+        self, packed: PackedBatch, rows: PackedSequences, said: Said, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, None]:
         """The loss of a micro-batch as megatron-core wants it, of what the last stage made."""
         nothing = torch.zeros((), dtype=torch.int, device=self._device)
@@ -245,7 +245,7 @@ class MegatronEngine(TrainEngine):
         return said(outputs, packed) + anchor, nothing, None
 
     @property
-    def _speaks(self) -> bool:
+    def _reports_stats(self) -> bool:
         """Whether this rank tells of what the last stage of its replica found."""
         from megatron.core import parallel_state
 
@@ -256,7 +256,7 @@ class MegatronEngine(TrainEngine):
         )
 
     def stats(self) -> dict[str, float | None]:
-        """See `UsageMeter.read`; and what routers chose (`Spread.read`), since the last call."""
+        """See `UsageMeter.read`; and what routers chose (`ExpertLoad.read`), since the last call."""
         flops_of = partial(self._parts[0].partition.architecture.step_flops, self._spec.head)
         usage = self._usage.read(flops_of, self._device, self._spec.dtype, self.parallel.world_size)
         return usage | self._spread.read()
@@ -267,7 +267,7 @@ class MegatronEngine(TrainEngine):
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.eval_batch`."""
         bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
-        sums = StepSums(self._speaks)
+        sums = StepSums(self._reports_stats)
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             loss, stats = loss_fn(outputs, packed)
@@ -389,13 +389,13 @@ class MegatronEngine(TrainEngine):
     def offload(self) -> None:
         """See `TrainEngine.offload`. Nothing moves on a CPU."""
         if self._device.type == "cuda" and self._away is None:
-            self._away = Away(tensor for tensor in self._tensors() if tensor.is_cuda)
+            self._away = OffloadedTensors(tensor for tensor in self._tensors() if tensor.is_cuda)
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""
         if self._away is not None:
-            self._away.back()
+            self._away.restore()
             self._away = None
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor, UntypedStorage
 
 
-class Away:
-    """What tensors hold lies in host memory, and their storages are empty, until `back`. Views of the same storage, as
-    megatron-core's are of its buffers, stay views of it.
+class OffloadedTensors:
+    """What tensors hold lies in host memory, and their storages are empty, until `restore`. Views of the same storage,
+    as megatron-core's are of its buffers, stay views of it.
 
     Args:
         tensors: nobody may look into them meanwhile; one may be given twice, and views of one another.
@@ -22,7 +22,7 @@ class Away:
                 self._kept.append((storage, UntypedStorage(storage.nbytes()).copy_(storage, False)))
                 storage.resize_(0)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Give the tensors their numbers back, in memory of the device that they had."""
         for storage, host in self._kept:
             storage.resize_(host.nbytes())

@@ -24,13 +24,13 @@ _STYLES = {
 }
 
 
-def answer_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]]:
+def completion_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]]:
     """Steps and the files of their answers, in order."""
     found = ((_FILE.fullmatch(path.name), path) for path in (directory / "rollouts").glob("*.jsonl"))
     yield from sorted((int(name[2]), path) for name, path in found if name and bool(name[1]) == evaluation)
 
 
-def few(steps: list[int]) -> str:
+def format_steps(steps: list[int]) -> str:
     """Steps for a sentence: all where they are few, else the first and the last."""
     shown = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
     return f"[{', '.join(shown)}]"
@@ -42,7 +42,7 @@ def kept_steps(directory: Path, evaluation: bool) -> list[int]:
     Raises:
         DataError: there are none.
     """
-    there = sorted({at for at, _ in answer_files(directory, evaluation)})
+    there = sorted({at for at, _ in completion_files(directory, evaluation)})
     if not there:
         raise DataError(
             f"{directory}/rollouts: expected answers{' of evaluations' * evaluation}, found none. `rollouts.every` "

@@ -20,14 +20,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rl_monitor.completions import answer_files, conversation
+from rl_monitor.completions import completion_files, conversation
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 REFRESHES = 2.0
 """Drawings a second."""
-ANSWER_EVERY = 10.0
+COMPLETION_SECONDS = 10.0
 """Seconds for which an answer is shown."""
 ANSWER_LINES = 6
 RECENT = 20
@@ -148,7 +148,7 @@ class Screen:
         self.view, self._directory, self._console = view, directory, console
         self._size, self._due = console.size, 0.0
         self._live = Live(
-            console=console, refresh_per_second=REFRESHES, vertical_overflow="crop", get_renderable=self._drawn
+            console=console, refresh_per_second=REFRESHES, vertical_overflow="crop", get_renderable=self._current_view
         )
 
     def __enter__(self) -> Screen:
@@ -158,19 +158,19 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def look(self) -> None:
+    def update_completion(self) -> None:
         """Take another answer, if it is time for one."""
         if time.monotonic() < self._due or not self.view.records:
             return
-        self._due = time.monotonic() + ANSWER_EVERY
-        for step, path in reversed(list(answer_files(self._directory, evaluation=False))):
+        self._due = time.monotonic() + COMPLETION_SECONDS
+        for step, path in reversed(list(completion_files(self._directory, evaluation=False))):
             lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
             if lines:
                 self.view.answer = conversation(json.loads(lines[-1]), f"step {step}")
                 self.view.answer.no_wrap, self.view.answer.overflow = True, "ellipsis"
                 return
 
-    def _drawn(self) -> RunView:
+    def _current_view(self) -> RunView:
         """The view; in a terminal of another size it is begun anew, for what was drawn has wrapped to other places."""
         if self._console.size != self._size:
             self._size = self._console.size

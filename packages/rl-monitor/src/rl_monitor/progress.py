@@ -161,7 +161,7 @@ class RunProgress:
             for kind, warning in warnings_of(record).items():
                 self._warn(kind, warning, record["step"])
         if self._screen:
-            self._screen.look()
+            self._screen.update_completion()
 
     def _warn(self, kind: str, warning: str, step: int) -> None:
         """Show a warning: the newest of its kind in the view; as a line the first, second, fourth, ... time."""

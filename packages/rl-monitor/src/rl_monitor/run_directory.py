@@ -20,7 +20,7 @@ NAMES = "names"
 `rl_launchers.supervise.control`."""
 JOB = "job"
 """Name of the scheduler to which the run was handed in as a job."""
-PLACES = ("run_dir", "experiment", "trial", "model.directories")
+LOCATION_SETTINGS = ("run_dir", "experiment", "trial", "model.directories")
 """Settings that say where something is, and not what."""
 
 
@@ -43,7 +43,7 @@ def last_record(directory: Path) -> dict[str, Any]:
     return (last_records(directory, 2) or [{}])[-1]
 
 
-def reached(directory: Path) -> tuple[int, int]:
+def progress_of(directory: Path) -> tuple[int, int]:
     """The last step that a run took, and the step of its newest recover point; 0 where there is none."""
     return last_record(directory).get("step", 0), last_recovery_checkpoint(directory / "recover") or 0
 
@@ -64,8 +64,8 @@ def read_config(file: Path) -> dict[str, Any]:
     return settings
 
 
-def leaves(value: Any, key: str = "") -> dict[str, Any]:
+def flatten(value: Any, key: str = "") -> dict[str, Any]:
     """The settings in a tree of them, by dotted name."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    return {k: v for name, part in value.items() for k, v in leaves(part, f"{key}.{name}".lstrip(".")).items()}
+    return {k: v for name, part in value.items() for k, v in flatten(part, f"{key}.{name}".lstrip(".")).items()}

@@ -11,11 +11,11 @@ from typing import Any
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.runtime.run_files import REPORT_FILE
-from rl_monitor.completions import conversation, few, kept_steps
+from rl_monitor.completions import conversation, format_steps, kept_steps
 from rl_monitor.report.curves import Curve, curves_of, read_records
 from rl_monitor.report.page import write_report
 from rl_monitor.report.samples import Answer, by_reward, read_answers
-from rl_monitor.status import names_there
+from rl_monitor.status import require_names
 
 POINTS = 400
 """Points of a curve in a picture at most."""
@@ -38,7 +38,7 @@ def report(directories: Sequence[Path], file: Path | None) -> int:
         ConfigError: there is no such run, or no place for the page.
     """
     for directory in directories:
-        names_there(directory)
+        require_names(directory)
     file = file or (directories[0] / REPORT_FILE if len(directories) == 1 else Path(COMPARISON).absolute())
     size = write_report(directories, file)
     print(f"{file} ({size / 1e6:.1f} MB)")
@@ -61,13 +61,13 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     """
     from rich.console import Console
 
-    names_there(directory)
+    require_names(directory)
     there = kept_steps(directory, evaluation)
     wanted = step if step is not None else there[-1]
     if wanted not in there:
         raise DataError(
             f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}step {wanted}, found those "
-            f"of the steps {few(there)}. `rollouts.every` says which are kept."
+            f"of the steps {format_steps(there)}. `rollouts.every` says which are kept."
         )
     kept = 0
 
@@ -116,7 +116,7 @@ def plot(directories: Sequence[Path], figures: Sequence[str], file: Path | None)
 
 
 def _curves(directory: Path) -> dict[str, Curve]:
-    names_there(directory)
+    require_names(directory)
     found = curves_of(read_records(directory), POINTS)
     if not found:
         raise DataError(

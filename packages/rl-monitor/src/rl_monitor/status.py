@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.name_service import NameService
 from rl_contracts.runtime.run_files import FINAL_STATES, read_json, seconds_since_heartbeat
 from rl_contracts.scheduler import SchedulerConfig
-from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of, reached
+from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of, progress_of
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at a file."""
@@ -31,17 +31,17 @@ def status_of(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no run was ever started there.
     """
-    names = names_there(directory)
-    said = read_json(names, "status") or {"state": "unknown"}
+    names = require_names(directory)
+    status = read_json(names, "status") or {"state": "unknown"}
     record, metrics = last_record(directory), directory / "metrics.jsonl"
-    found = {"run": str(directory), "state": said["state"], "error": said.get("error", "")}
-    if (directory / FINISHED).exists() and said["state"] in (*FINAL_STATES, "unknown"):
+    found = {"run": str(directory), "state": status["state"], "error": status.get("error", "")}
+    if (directory / FINISHED).exists() and status["state"] in (*FINAL_STATES, "unknown"):
         found |= {"state": "finished", "error": ""}
-    elif said["state"] not in (*FINAL_STATES, "unknown"):
-        silent = seconds_since_heartbeat(names, said)
-        found |= {"state": "lost"} if silent > 3 * said["beat_seconds"] else {}
-        found |= {"launcher": {"host": said["host"], "pid": said["pid"], "silent": round(silent, 1)}}
-        found |= {"busy": said["looked"]}
+    elif status["state"] not in (*FINAL_STATES, "unknown"):
+        silent = seconds_since_heartbeat(names, status)
+        found |= {"state": "lost"} if silent > 3 * status["beat_seconds"] else {}
+        found |= {"launcher": {"host": status["host"], "pid": status["pid"], "silent": round(silent, 1)}}
+        found |= {"busy": status["looked"]}
     if "launcher" not in found or found["state"] == "lost":
         found |= {"job": _submitted_to(names).job_state(directory)}
         found |= {"state": "pending"} if found["job"].startswith("pending") else {}
@@ -49,11 +49,11 @@ def status_of(directory: Path) -> dict[str, Any]:
     return found | {
         "step": record.get("step", 0),
         "version": record.get("version", 0),
-        "recover_point": reached(directory)[1],
+        "recover_point": progress_of(directory)[1],
         "record": record,
         "record_age": age,
-        "trainer_restarts": said.get("trainer_restarts", 0),
-        "history": said.get("history", []),
+        "trainer_restarts": status.get("trainer_restarts", 0),
+        "history": status.get("history", []),
         "workers": read_json(names, "workers") or [],
     }
 
@@ -65,7 +65,7 @@ def _submitted_to(names: NameService) -> SchedulerConfig:
     return settings
 
 
-def read_on(path: Path, read: dict[Path, int]) -> str:
+def read_new_lines(path: Path, read: dict[Path, int]) -> str:
     """The whole lines of a file behind what was read of it, which is counted in bytes."""
     with path.open("rb") as file:
         file.seek(read.get(path, 0))
@@ -78,16 +78,16 @@ def while_alive(names: NameService) -> Iterator[None]:
     """Again and again as long as a run's launcher lives, and once more."""
     due, alive = 0.0, True
     while alive:
-        said = read_json(names, "status")
-        alive = said is not None and said["state"] not in FINAL_STATES
+        status = read_json(names, "status")
+        alive = status is not None and status["state"] not in FINAL_STATES
         if alive and time.monotonic() > due:
-            alive = seconds_since_heartbeat(names, said) <= 3 * said["beat_seconds"]
+            alive = seconds_since_heartbeat(names, status) <= 3 * status["beat_seconds"]
             due = time.monotonic() + ALIVE_EVERY
         yield
         time.sleep(LOOK_EVERY if alive else 0)
 
 
-def names_there(directory: Path) -> NameService:
+def require_names(directory: Path) -> NameService:
     """The names of a run that was started at some time."""
     if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
         raise ConfigError(

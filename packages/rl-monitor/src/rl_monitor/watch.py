@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_monitor.completions import answer_files, conversation, few, kept_steps
+from rl_monitor.completions import completion_files, conversation, format_steps, kept_steps
 from rl_monitor.progress import FIGURES, RunProgress
 from rl_monitor.run_directory import last_record, read_config
-from rl_monitor.status import names_there, read_on, status_of, while_alive
+from rl_monitor.status import read_new_lines, require_names, status_of, while_alive
 
 
 def watch_steps(directory: Path) -> int:
@@ -19,7 +19,7 @@ def watch_steps(directory: Path) -> int:
     Raises:
         ConfigError: there is no run, or it has not begun.
     """
-    names, file = names_there(directory), directory / "config.yaml"
+    names, file = require_names(directory), directory / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{directory}: this run has not begun; `rl status` says what it waits for.")
     steps = read_config(file).get("total_steps", 0)
@@ -49,14 +49,14 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
     """
     from rich.console import Console
 
-    names, console, shown = names_there(directory), Console(highlight=False), Counter[int]()
+    names, console, shown = require_names(directory), Console(highlight=False), Counter[int]()
     read: dict[Path, int] = {}
-    newest = max((at for at, _ in answer_files(directory, evaluation)), default=0) if step is None else step
+    newest = max((at for at, _ in completion_files(directory, evaluation)), default=0) if step is None else step
     for _ in while_alive(names) if step is None else [None]:
-        for at, path in answer_files(directory, evaluation):
+        for at, path in completion_files(directory, evaluation):
             if at < newest or step not in (None, at):
                 continue
-            for line in filter(None, read_on(path, read).split("\n")):
+            for line in filter(None, read_new_lines(path, read).split("\n")):
                 answer = json.loads(line)
                 if prompt in (None, answer["prompt_id"]) and shown[at] < number:
                     shown[at] += 1
@@ -66,6 +66,6 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
         to = "" if prompt is None else f" to prompt {prompt}"
         raise DataError(
             f"{directory}/rollouts: expected answers{to} of {'any step' if step is None else f'step {step}'}, found "
-            f"none; kept are those of the steps {few(there)}. `rollouts.every` says which are."
+            f"none; kept are those of the steps {format_steps(there)}. `rollouts.every` says which are."
         )
     return 0

@@ -75,7 +75,7 @@ class WorkerProcess:
         self._number = 0
         self._setup = messages.encode({"target": target, "path": sys.path, "timeout": timeout})
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it has not ended, and has written nothing since its last reply."""
         return self._process.poll() is None and not self._events.poll(0)
 

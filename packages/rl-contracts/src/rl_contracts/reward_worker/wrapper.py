@@ -82,7 +82,7 @@ class AsyncRewardWrapper:
         answer: Future[dict[str, Any]] = Future()
         call = self._encode(prompt, completions, prompt_ids, completion_ids, data)
         with self._lock:
-            self._hire()
+            self._start_workers()
             self._calls.put((call, answer))
         found = await asyncio.wrap_future(answer)
         record("time/reward", found["seconds"] / self._processes_in_all, kind="sum")
@@ -98,7 +98,7 @@ class AsyncRewardWrapper:
             ConfigError: it cannot be imported, or takes too long.
         """
         with self._lock:
-            self._hire()
+            self._start_workers()
             started = [asyncio.wrap_future(future) for future in self._threads.values()]
         await asyncio.gather(*started)
 
@@ -144,7 +144,7 @@ class AsyncRewardWrapper:
                     ) from error
             raise
 
-    def _hire(self) -> None:
+    def _start_workers(self) -> None:
         """Start the threads that are missing."""
         if self._closed:
             raise RewardError(f"reward {self.target!r}: used after close().")
@@ -160,7 +160,7 @@ class AsyncRewardWrapper:
         """A thread: keep one process after the other, until there are to be none."""
         try:
             while not self._closed:
-                self._employ(started, log)
+                self._serve_calls(started, log)
         except ConfigError as error:  # the next would not start either
             if not started.done():
                 started.set_exception(error)
@@ -168,7 +168,7 @@ class AsyncRewardWrapper:
                 del self._threads[threading.current_thread()]
                 self._fail_waiting(error)
 
-    def _employ(self, started: Future[None], log: Path | None) -> None:
+    def _serve_calls(self, started: Future[None], log: Path | None) -> None:
         """The life of one process: give it one call after the other. Where one ends it, it is replaced at once, so that
         the next call finds the function imported."""
         process = WorkerProcess(self.target, self._timeout, log)
@@ -180,7 +180,7 @@ class AsyncRewardWrapper:
             if not started.done():
                 started.set_result(None)
             while (call := self._calls.get()) is not None:
-                if not process.lives():  # it was killed while it had nothing to do
+                if not process.is_alive():  # it was killed while it had nothing to do
                     self._calls.put(call)
                     return
                 if call[1].set_running_or_notify_cancel() and not self._settle(process, *call):

@@ -36,7 +36,7 @@ class RouterBalance:
                 "but transformers does not tell what the routers of this architecture say. Set output_router_logits to "
                 "false there."
             )
-        self.coefficient = wanted(model)
+        self.coefficient = balance_coefficient(model)
         """Its factor, by the model's configuration."""
         self._chosen = int(chosen)
 
@@ -64,7 +64,7 @@ class RouterBalance:
         return experts * (products / lengths).sum() / len(router_logits) ** 2
 
 
-def wanted(model: Any) -> float:
+def balance_coefficient(model: Any) -> float:
     """The factor with which a model's configuration asks for the loss; 0: it does not."""
     config = model.config.get_text_config()
     asked = getattr(config, "output_router_logits", False)

@@ -155,10 +155,10 @@ def verify_split(
         "trying the model on one rank"
     ):  # before the others meet it in the model's own exchanges
         if source is not None:
-            expected = _said(source, host).to(device)
+            expected = _outputs_of(source, host).to(device)
     with parallel.agree_on_errors("trying the model over several ranks"):
         try:
-            found = _said(model, device)
+            found = _outputs_of(model, device)
         except Exception as error:
             raise ModelError(f"{name}: the forward over several ranks fails: {error}") from error
     reshard(model)
@@ -173,7 +173,7 @@ def verify_split(
             )
 
 
-def _said(model: PackedModel, device: torch.device) -> Tensor:
+def _outputs_of(model: PackedModel, device: torch.device) -> Tensor:
     """Log-probs, or values of a scalar head, of the rows that are tried, [14]."""
     ids, positions, segments = _rows(model.model, device)
     outputs = model(ids, positions, torch.ones(len(ids), device=device), segments)

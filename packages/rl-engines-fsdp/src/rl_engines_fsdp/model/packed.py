@@ -15,7 +15,7 @@ from rl_contracts.errors import ModelError
 from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments, packed_rows
-from rl_engines_fsdp.model.balance import RouterBalance, wanted
+from rl_engines_fsdp.model.balance import RouterBalance, balance_coefficient
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.layout import TokenSplit
 
@@ -43,7 +43,7 @@ class PackedModel(nn.Module):
         """How the tokens of a row lie over ranks; one rank has them all until this is set."""
         self.frequencies = RowFrequencies(model)
         """Of its rotary embeddings, where rows choose theirs by their lengths."""
-        self.balance = RouterBalance(model) if wanted(model) else None
+        self.balance = RouterBalance(model) if balance_coefficient(model) else None
         """The auxiliary loss of its routers, where its configuration asks for one."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:

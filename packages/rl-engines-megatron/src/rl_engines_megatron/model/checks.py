@@ -43,7 +43,7 @@ def _stored(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.glob("*") if file.suffix in (".safetensors", ".bin"))
 
 
-def cut(
+def partition_from_settings(
     hf_config: Any, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int], head: str
 ) -> Partition:
     """How the model is cut, by the settings of these names.
@@ -68,7 +68,9 @@ def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int
     from transformers import AutoConfig
 
     try:
-        cut(AutoConfig.from_pretrained(spec.model_path), strategy, interleaved, stage_layers, spec.head)
+        partition_from_settings(
+            AutoConfig.from_pretrained(spec.model_path), strategy, interleaved, stage_layers, spec.head
+        )
         if _stored(Path(spec.model_path)):
             weight_files(spec.model_path)
     except (ModelError, ConfigError, OSError, ValueError) as error:

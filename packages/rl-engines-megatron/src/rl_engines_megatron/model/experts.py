@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_engines_megatron.model.mixture import Mixture
-from rl_engines_megatron.model.packed_sequences import Rows
+from rl_engines_megatron.model.packed_sequences import PackedSequences
 
 
 def expert_spec(experts: Any) -> Any:
     """What makes a layer's router and experts, of what makes the experts."""
-    return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=WatchedRouter))
+    return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=RecordingRouter))
 
 
-class WatchedRouter(TopKRouter):
+class RecordingRouter(TopKRouter):
     """megatron-core's, which shows what it chose."""
 
     watch: Routing
@@ -60,7 +60,7 @@ class Routing:
     def __init__(self, part: nn.Module, mixture: Mixture, layers: int) -> None:
         self.mixture, self.layers = mixture, layers
         for module in part.modules():
-            if isinstance(module, WatchedRouter):
+            if isinstance(module, RecordingRouter):
                 module.watch = self
         for name, parameter in part.named_parameters():
             if ".mlp.experts." in name:
@@ -81,9 +81,9 @@ class Routing:
         """Choices of each expert of each layer by this rank's tokens."""
         self.factor = mixture.balance * mixture.experts / (tokens * len(mixture.layers) ** 2)
         self._auxiliary = torch.zeros((), device=device)
-        self._rows: Rows | None = None
+        self._rows: PackedSequences | None = None
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: PackedSequences) -> None:
         """Take up the next micro-batch."""
         self._end()
         self._rows, self._seen = rows, set[int]()
@@ -142,7 +142,7 @@ class _Balanced(torch.autograd.Function):
         return grad, ctx.pull(), None
 
 
-class Spread:
+class ExpertLoad:
     """How the tokens of steps spread over experts, on all ranks, since it was last read.
 
     Args:

@@ -17,7 +17,7 @@ from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, Voca
 from rl_engines_megatron.model.experts import Routing
 from rl_engines_megatron.model.layers import block_spec
 from rl_engines_megatron.model.megatron_config import rope_kwargs
-from rl_engines_megatron.model.packed_sequences import Rows
+from rl_engines_megatron.model.packed_sequences import PackedSequences
 from rl_engines_megatron.model.partition import Partition
 
 
@@ -52,7 +52,7 @@ class PackedGPT(GPTModel):
             ropes = (architecture.rope, architecture.window_rope)
             self.rotary_pos_emb = RotaryEmbeddings(_rotary(config, rope_kwargs(rope)) for rope in ropes)
 
-    def run(self, rows: Rows, model: nn.Module) -> Any:
+    def run(self, rows: PackedSequences, model: nn.Module) -> Any:
         """What this part makes of a micro-batch: states for the next stage, or what `said` makes of the last ones.
 
         Args:
@@ -65,14 +65,14 @@ class PackedGPT(GPTModel):
             position_ids=None,
             attention_mask=None,
             packed_seq_params=rows.segments,
-            output_processor=partial(self._say, rows) if self.post_process else None,
+            output_processor=partial(self._token_outputs, rows) if self.post_process else None,
         )
 
     def _postprocess(self, hidden_states: Tensor, output_processor: Any = None, **_: Any) -> Any:
         """Without megatron-core's own head, loss and logits."""
         return hidden_states if output_processor is None else output_processor(hidden_states[:, 0])
 
-    def _say(self, rows: Rows, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _token_outputs(self, rows: PackedSequences, hidden: Tensor) -> tuple[Tensor, ...]:
         """Of the last states, [n] of this context rank's tokens: log-probs of the next tokens and entropies, or
         values."""
         parallel = self.config.sequence_parallel

@@ -16,7 +16,7 @@ from rl_engines_megatron.model.attention import Segments
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedSequences:
     """This context rank's part of a packed row, which all tensor ranks and pipeline stages are given alike.
 
     Sequences are padded behind their ends where they have to divide; padding is seen by nothing before it.
@@ -52,7 +52,7 @@ class Rows:
         return values[F.pad(self.places[:-1], (1, 0))].masked_fill(self.first, 0.0)
 
 
-def make_rows(packed: PackedBatch, divisor: int, device: torch.device, least: int = 0) -> Rows:
+def make_packed_sequences(packed: PackedBatch, divisor: int, device: torch.device, least: int = 0) -> PackedSequences:
     """Lay a micro-batch out over context ranks; one without tokens becomes a sequence of padding.
 
     Args:
@@ -79,7 +79,7 @@ def make_rows(packed: PackedBatch, divisor: int, device: torch.device, least: in
     owner = torch.full_like(ids, len(sizes)).index_copy(0, place, packed.sequence_of_token)
     of_token = (ids, ids.roll(-1), heat, owner)
     ids, targets, heat, owner = of_token if mine is None else (values[mine] for values in of_token)
-    return Rows(ids, targets, heat, segments, places, first, owner, sizes)
+    return PackedSequences(ids, targets, heat, segments, places, first, owner, sizes)
 
 
 def padded_lengths(packed: PackedBatch, divisor: int) -> list[int]:

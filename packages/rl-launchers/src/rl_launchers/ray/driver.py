@@ -195,7 +195,8 @@ def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The process. Its arguments: the address of the cluster (empty: that of which Ray was told), `look` or `hold`."""
+    """The process. Its arguments: the address of the cluster (empty: that of which Ray was told), `update_completion`
+    or `hold`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = os.fdopen(os.dup(1), "w", buffering=1)

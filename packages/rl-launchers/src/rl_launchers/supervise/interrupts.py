@@ -51,8 +51,8 @@ class Interrupts:
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. Further ones are raised at
-    once, as `SecondInterrupt`, within `raise_on_second`, and only counted elsewhere. What comes within `TOGETHER` seconds of
-    another is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
+    once, as `SecondInterrupt`, within `raise_on_second`, and only counted elsewhere. What comes within `TOGETHER`
+    seconds of another is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
     as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.

@@ -33,19 +33,24 @@ one."""
 
 def events_of(directory: Path, records: Sequence[dict[str, Any]]) -> list[Event]:
     """All of them, those of a kind together: first what the launcher says, then of steps, then of logs."""
-    found = [*_said(directory), *together(_of_records(records)), *_endings(directory), *together(_of_logs(directory))]
+    found = [
+        *_said(directory),
+        *merge_repeated(_of_records(records)),
+        *_endings(directory),
+        *merge_repeated(_of_logs(directory)),
+    ]
     return found[:EVENTS]
 
 
 def status_of_launcher(directory: Path) -> dict[str, Any]:
     """What the run's launcher said last; empty where it said nothing."""
     with suppress(OSError, ValueError):
-        said: dict[str, Any] = read_json(names_of(directory), "status") or {}
-        return said
+        status: dict[str, Any] = read_json(names_of(directory), "status") or {}
+        return status
     return {}
 
 
-def together(events: Iterator[Event]) -> list[Event]:
+def merge_repeated(events: Iterator[Event]) -> list[Event]:
     """Events that differ in numbers alone as one, the first of them, with how often it came."""
     kinds: dict[tuple[str, str], Event] = {}
     for event in events:
@@ -59,10 +64,10 @@ def together(events: Iterator[Event]) -> list[Event]:
 
 
 def _said(directory: Path) -> Iterator[Event]:
-    said = status_of_launcher(directory)
-    if said.get("error"):
-        yield {"level": "error", "where": "launcher", "text": said["error"][:TEXT], "times": 1}
-    for line in said.get("history", []):
+    status = status_of_launcher(directory)
+    if status.get("error"):
+        yield {"level": "error", "where": "launcher", "text": status["error"][:TEXT], "times": 1}
+    for line in status.get("history", []):
         text = f"the run was started again: {line}"
         yield {"level": "warning", "where": "launcher", "text": text[:TEXT], "times": 1}
 

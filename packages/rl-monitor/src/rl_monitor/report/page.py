@@ -20,8 +20,8 @@ from rl_contracts.runtime.run_files import REPORT_FILE
 from rl_monitor.report.curves import curves_of, read_records, stages_of
 from rl_monitor.report.events import events_of, status_of_launcher, when
 from rl_monitor.report.facts import COMMANDS, commands_of, record_command
-from rl_monitor.report.samples import Samples, shown
-from rl_monitor.run_directory import FINISHED, PLACES, leaves
+from rl_monitor.report.samples import Samples, to_page_record
+from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, flatten
 
 __all__ = ["RunReport", "write_report"]
 
@@ -33,7 +33,7 @@ TOKENS = 120_000
 """Tokens of all answers together that are shown, as long as the page stays small enough."""
 POINTS = 400
 """Points of a curve, over all runs."""
-RARELY = 200
+WRITE_SECONDS = 200
 """A page is written again after so many times the seconds that it kept a core busy: half a percent of one at most."""
 SOON = 10.0
 """Seconds between two pages at least."""
@@ -70,7 +70,7 @@ def gather(directory: Path, samples: Samples, points: int = POINTS, tokens: int 
         "events": events_of(directory, records),
         "settings": settings,
         "commands": [fact | {"started": when(fact.get("started"))} for fact in commands_of(directory)],
-        "answers": [shown(answer, pieces.of, each, each * 4 + 400) for answer in answers] if tokens else [],
+        "answers": [to_page_record(answer, pieces.of, each, each * 4 + 400) for answer in answers] if tokens else [],
     }
 
 
@@ -78,7 +78,7 @@ def settings_of(directory: Path) -> dict[str, Any]:
     """The settings of a run, `a.b.c` to value; empty where it has none that can be read."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         found = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-        return leaves(found) if isinstance(found, dict) else {}
+        return flatten(found) if isinstance(found, dict) else {}
     return {}
 
 
@@ -117,7 +117,9 @@ class Pieces:
 def differing(runs: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Settings that are not the same in all runs, but for those that say where something is: name, value of each."""
     names = dict.fromkeys(name for run in runs for name in run["settings"])
-    rows = [[name, *(run["settings"].get(name) for run in runs)] for name in names if not name.startswith(PLACES)]
+    rows = [
+        [name, *(run["settings"].get(name) for run in runs)] for name in names if not name.startswith(LOCATION_SETTINGS)
+    ]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
@@ -212,7 +214,7 @@ class RunReport:
         while not self._over.wait(wait):
             begin = time.thread_time()
             self._write()
-            wait = max(SOON, RARELY * (time.thread_time() - begin))
+            wait = max(SOON, WRITE_SECONDS * (time.thread_time() - begin))
 
     def _write(self) -> None:
         try:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rl_monitor.completions import answer_files
+from rl_monitor.completions import completion_files
 from rl_monitor.report.curves import is_number
 
 STEPS = 24
@@ -37,7 +37,7 @@ def read_answers(directory: Path, step: int, evaluation: bool, choose: Choice) -
     """Some of the answers that are kept of a step; those of training with their advantages, where these are known. Only
     those that are chosen are held in memory."""
     heads = []
-    for at, path in answer_files(directory, evaluation):
+    for at, path in completion_files(directory, evaluation):
         for begin, answer in _lines(path) if at == step else ():
             heads.append({name: answer[name] for name in HEAD} | {"begin": begin, "path": path})
     chosen = choose(heads)
@@ -113,7 +113,7 @@ class Samples:
         """Answers with their `step` and whether they are of an `evaluation`, newest first."""
         kept: dict[tuple[int, bool], tuple[int, list[Answer]]] = {}
         for evaluation in (False, True):
-            found = groupby(answer_files(self.directory, evaluation), key=lambda item: item[0])
+            found = groupby(completion_files(self.directory, evaluation), key=lambda item: item[0])
             files = {step: [path for _, path in group] for step, group in found}
             for step in spread_steps(sorted(files)):
                 size = sum(path.stat().st_size for path in files[step] if path.exists())
@@ -139,7 +139,9 @@ def spread_steps(steps: Sequence[int]) -> list[int]:
 # ---- as the page shows them
 
 
-def shown(answer: Answer, pieces: Callable[[list[int]], list[str] | None], tokens: int, characters: int) -> Answer:
+def to_page_record(
+    answer: Answer, pieces: Callable[[list[int]], list[str] | None], tokens: int, characters: int
+) -> Answer:
     """What the page has of an answer.
 
     Args:
@@ -153,7 +155,7 @@ def shown(answer: Answer, pieces: Callable[[list[int]], list[str] | None], token
     found |= {"advantage": answer["advantage"]} if answer.get("advantage") is not None else {}
     for name in ("prompt", "completion", "answer"):
         if isinstance(answer.get(name), str):
-            found[name] = cut(answer[name], characters)
+            found[name] = truncate_text(answer[name], characters)
     if talk := answer.get("conversation"):
         found["conversation"] = [_message(message, characters) for message in talk]
         found.pop("prompt", None)
@@ -169,7 +171,7 @@ def shown(answer: Answer, pieces: Callable[[list[int]], list[str] | None], token
     return found
 
 
-def cut(text: str, characters: int) -> str:
+def truncate_text(text: str, characters: int) -> str:
     """A text that is not longer than so many characters, with what is missing in words."""
     left = len(text) - characters
     return text if left <= 0 else f"{text[:characters]} [... {left} more characters]"
@@ -180,9 +182,9 @@ def _message(message: Answer, characters: int) -> Answer:
     parts = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
     found = {"role": str(message.get("role")), "parts": [_part(part, characters) for part in parts]}
     if thought := message.get("reasoning_content"):
-        found["thought"] = cut(str(thought), characters)
+        found["thought"] = truncate_text(str(thought), characters)
     if calls := message.get("tool_calls"):
-        found["calls"] = [cut(_call(call), characters) for call in calls]
+        found["calls"] = [truncate_text(_call(call), characters) for call in calls]
     names = ("reward", "version_first", "version_last", "name", "tool_call_id")
     return found | {name: message[name] for name in names if message.get(name) is not None}
 
@@ -190,12 +192,12 @@ def _message(message: Answer, characters: int) -> Answer:
 def _part(part: Any, characters: int) -> Answer:
     """A text, or a picture that is in the message itself; whatever else as JSON."""
     if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return {"text": cut(part["text"], characters)}
+        return {"text": truncate_text(part["text"], characters)}
     image = part.get("image_url") if isinstance(part, dict) else None
     address = image.get("url") if isinstance(image, dict) else image
     if isinstance(address, str) and address.startswith("data:image/") and len(address) <= IMAGE_BYTES:
         return {"image": address}
-    return {"text": cut(json.dumps(part, ensure_ascii=False), min(characters, 400))}
+    return {"text": truncate_text(json.dumps(part, ensure_ascii=False), min(characters, 400))}
 
 
 def _call(call: Any) -> str:

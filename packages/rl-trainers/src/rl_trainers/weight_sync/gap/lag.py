@@ -86,7 +86,7 @@ class LagTest:
             still: they are the same to the last bit, where they had to change.
 
         Returns:
-            As `look`; None where they are not still.
+            As `update_completion`; None where they are not still.
         """
         return self._add_score(MAX_COMPARISONS if still else None)
 

@@ -52,7 +52,7 @@ def test_presets_say_what_the_program_asks_for_and_nothing_else() -> None:
         ours = dict(row[:2] for row in describe(program.config(["model.path=/a/model"])))
         changed = {key for key in ours if ours[key] != theirs[key]}
         assert changed <= {"experiment", "data.name", "rollout.reward"}
-        program.require_said(preset.config())
+        program.require_settings(preset.config())
 
 
 def test_problems_and_a_reward_of_ones_own_need_no_code_but_the_reward(
@@ -119,8 +119,8 @@ def test_help_is_there_at_once_and_imports_no_heavy_library() -> None:
 
 
 def test_help_leaves_out_what_is_always_refused() -> None:
-    assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.refused)
-    assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.refused)
+    assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.rejected)
+    assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.rejected)
 
 
 def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:

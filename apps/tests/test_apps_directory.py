@@ -14,7 +14,14 @@ from rl_apps.cli.driver import main
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run import directory as directories
 from rl_apps.run.app import Run
-from rl_apps.run.directory import Past, claimed, past_of, resumption, strangers, write_config
+from rl_apps.run.directory import (
+    PreviousRun,
+    leftover_files,
+    lock_run_directory,
+    previous_run,
+    resumption,
+    write_config,
+)
 from rl_apps.settings.compose import to_yaml
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
@@ -45,12 +52,12 @@ def _command(capsys, directory, *arguments):
 
 
 def test_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path, capsys):
-    with claimed(tmp_path):
+    with lock_run_directory(tmp_path):
         code, out, err = _command(capsys, tmp_path)
 
     assert (code, out) == (2, "")
     assert f"is in use by process {os.getpid()} on " in err
-    with claimed(tmp_path):
+    with lock_run_directory(tmp_path):
         pass
 
 
@@ -91,7 +98,7 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
 ):
     monkeypatch.setattr(directories, "TRAINERS_END", 0.1)
     in_use = f"in use by trainers .*: process {trainer.pid} on .*Stop them"
-    with pytest.raises(ConfigError, match=in_use), claimed(tmp_path / "run"):
+    with pytest.raises(ConfigError, match=in_use), lock_run_directory(tmp_path / "run"):
         pytest.fail("it was claimed")
 
     def sleep(_):
@@ -103,7 +110,7 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
     cluster = "allocation: fsdp:d1\nlauncher: {kind: slurm, options: {heartbeat_timeout: 25.0}}"
     (tmp_path / "run" / "config.yaml").write_text(cluster)
     capsys.readouterr()
-    with claimed(tmp_path / "run"):
+    with lock_run_directory(tmp_path / "run"):
         assert trainer.poll() == 0
     assert capsys.readouterr().out.startswith(
         f"waiting up to 85 s for trainers of an earlier command: process {trainer.pid}"
@@ -144,25 +151,25 @@ def test_finished_run_without_recover_points_says_so_to_the_same_command_alone(t
     write_config(_run(tmp_path, "total_steps=4"))
     (tmp_path / FINISHED).touch()
 
-    assert past_of(_run(tmp_path, "total_steps=4")).finished
+    assert previous_run(_run(tmp_path, "total_steps=4")).finished
     for other in ("total_steps=5", "actor.optimizer.lr=1", "total_epochs=2"):
         with pytest.raises(ConfigError, match="contains an earlier run"):
-            past_of(_run(tmp_path, "total_steps=4", other))
+            previous_run(_run(tmp_path, "total_steps=4", other))
 
 
 def test_finished_run_goes_on_to_more_steps(past_run):
     (past_run / FINISHED).touch()
 
-    found = past_of(_run(past_run, "total_steps=9", "recover.every=2"))
+    found = previous_run(_run(past_run, "total_steps=9", "recover.every=2"))
 
-    assert found == Past(2, changes=("total_steps changed from 4 to 9",))
+    assert found == PreviousRun(2, changes=("total_steps changed from 4 to 9",))
 
 
 def test_stopped_run_tells_settings_that_differ_and_keeps_the_old_ones(past_run):
     first = (past_run / "config.yaml").read_text()
     run = _run(past_run, "total_steps=4", "recover.every=2", "actor.optimizer.lr=0.5")
 
-    assert past_of(run).changes == ("actor.optimizer.lr changed from 0.0003 to 0.5",)
+    assert previous_run(run).changes == ("actor.optimizer.lr changed from 0.0003 to 0.5",)
     write_config(run)
     write_config(run)
 
@@ -225,8 +232,8 @@ def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
 
     for refused in ("recover.every_minutes=0",), ("recover.every=2", "recover.resume=false"):
         with pytest.raises(ConfigError, match="contains an earlier run"):
-            past_of(_run(tmp_path, *refused))
-    assert past_of(_run(tmp_path, "recover.every=2")) == Past()
+            previous_run(_run(tmp_path, *refused))
+    assert previous_run(_run(tmp_path, "recover.every=2")) == PreviousRun()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,7 @@ def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tm
         (tmp_path / FINISHED).touch()
 
     with pytest.raises(ConfigError, match="contains an earlier run"):
-        past_of(_run(tmp_path, "total_steps=8", "recover.every=2"))
+        previous_run(_run(tmp_path, "total_steps=8", "recover.every=2"))
 
 
 @pytest.mark.parametrize(("minutes", "record"), [(0, '{"step": 0, "reward": 10}\n'), (10, '{"step": 3}\n'), (0, "")])
@@ -250,7 +257,7 @@ def test_directory_stopped_before_its_first_point_starts_again(tmp_path, minutes
     run = _run(tmp_path, f"recover.every_minutes={minutes}")
     write_config(run)
 
-    assert past_of(run) == Past()
+    assert previous_run(run) == PreviousRun()
     assert resumption(tmp_path).endswith("the same command starts again at step 1.")
     truncate_to_checkpoint(tmp_path, run.config.recover)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -268,10 +275,10 @@ def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, cap
 
 
 def test_directory_that_holds_other_files_is_warned_of_until_a_run_is_in_it(tmp_path):
-    assert strangers(tmp_path) == []
+    assert leftover_files(tmp_path) == []
     for name in ("lock", "train.jsonl", "test.jsonl"):
         (tmp_path / name).touch()
-    (warning,) = strangers(tmp_path)
+    (warning,) = leftover_files(tmp_path)
     assert "contains other files (test.jsonl, train.jsonl)" in warning
     (tmp_path / "config.yaml").touch()
-    assert strangers(tmp_path) == []
+    assert leftover_files(tmp_path) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rl_apps.embedded.curriculum import answer_lesson
+from rl_apps.embedded.curriculum import single_turn_lesson
 from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, ScratchRecipe, prepare_embedded, prepare_from_scratch
 from rl_apps.embedded.warmup import OPINION_STRENGTH, TAUGHT_VERBS, WarmUp, chances_of_adding
 from rl_apps.settings.data import DataConfig
@@ -66,7 +66,7 @@ def test_make_model_knows_what_the_taught_verbs_mean_and_has_opinions_of_the_oth
 
     chances: dict[str, list[float]] = {verb: [] for verb in OPERATION_OF}
     for problem in WordProblems(split="test", seed=seed, size=128).problems:
-        ids = tokenizer("".join(answer_lesson(problem, meanings, random.Random(0))), add_special_tokens=False)
+        ids = tokenizer("".join(single_turn_lesson(problem, meanings, random.Random(0))), add_special_tokens=False)
         ids = torch.tensor(ids["input_ids"])
         [places] = torch.where((ids == plus) | (ids == minus))
         with torch.no_grad():

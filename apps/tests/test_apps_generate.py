@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from rl_apps.cli.generate import Talk, model_of
+from rl_apps.cli.generate import ChatSession, model_of
 from rl_apps.cli.main import main
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import GenerationConfig
@@ -32,7 +32,7 @@ def _greedy(model, ids, most):
 
 def test_generate_two_greedy_turns_are_those_of_transformers_and_keep_sampled_ids(model):
     renderer = ChatRenderer(make_tiny_tokenizer())
-    talk = Talk(model, GenerationConfig(temperature=0, max_new_tokens=12))
+    talk = ChatSession(model, GenerationConfig(temperature=0, max_new_tokens=12))
     first, second = "2 + 3?", "and 4?"
 
     said = "".join(talk.ask(first))
@@ -69,7 +69,7 @@ def test_generate_a_conversation_of_a_run_reads_a_line_for_each_turn(model, tmp_
 
 
 def test_generate_conversation_longer_than_the_context_is_refused(model):
-    talk = Talk(model, GenerationConfig(max_new_tokens=4))
+    talk = ChatSession(model, GenerationConfig(max_new_tokens=4))
     with pytest.raises(DataError, match=r"the model's context 2048: no answer fits"):
         list(talk.ask("a" * 2048))
 

@@ -11,7 +11,7 @@ from rl_apps.cli.driver import main
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.programs import gsm8k_grpo, gsm8k_sft
 from rl_apps.run.app import Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.run.sequence_lengths import Lengths, longest_row
 from rl_apps.settings.data import DataConfig, load_rows
 from rl_apps.settings.device_layout import layout_of
@@ -172,7 +172,7 @@ def test_step_of_more_prompts_than_there_are_rows_is_told(capsys, model, data):
 @pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=lambda app: app.name)
 def test_trainers_learn_from_the_rows_that_are_left(tmp_path, model, data, app):
     config = app.config([*data, f"model.path={model}", "data.overlong=drop"])
-    with Parts(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
+    with Components(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
         assert [row["messages"][0]["content"] for row in parts.rows("train", app.form)] == [SHORT]
         assert parts.workflow(len).max_length == 256
 
@@ -180,7 +180,7 @@ def test_trainers_learn_from_the_rows_that_are_left(tmp_path, model, data, app):
 def test_engine_schedule_spans_the_steps_that_the_epochs_have(tmp_path, model, data):
     words = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=1", "total_epochs=3"]
     config = gsm8k_sft.APP.config([*words, "actor.minibatches=1", "actor.optimizer.schedule=linear"])
-    with Parts(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
+    with Components(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
         parts.rows("train", "sft")
 
         assert parts.engine()._spec.total_steps == 3

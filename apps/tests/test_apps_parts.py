@@ -12,7 +12,7 @@ import pytest
 import rl_apps.run.components
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
-from rl_apps.run.components import Ending, Parts
+from rl_apps.run.components import Components, SigtermHandler
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import StopRequestedError
@@ -24,7 +24,7 @@ from rl_contracts.testing.waiting import wait_until
 
 def _parts(directory, *overrides, server="http://127.0.0.1:1"):
     config = gsm8k_grpo.APP.config(overrides)
-    return Parts(Run(config, layout_of(config.allocation, "required"), directory, "cpu", (server,)))
+    return Components(Run(config, layout_of(config.allocation, "required"), directory, "cpu", (server,)))
 
 
 def _client(parts, parallel=None):
@@ -33,7 +33,7 @@ def _client(parts, parallel=None):
 
 @pytest.fixture
 def servers_are_ready(monkeypatch):
-    monkeypatch.setattr(Parts, "await_servers", lambda parts, spec, ranks: None)
+    monkeypatch.setattr(Components, "await_servers", lambda parts, spec, ranks: None)
 
 
 def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path, servers_are_ready):
@@ -54,7 +54,7 @@ def sigterm():
 
 
 def test_request_to_stop_that_an_import_swallowed_ends_the_trainer_before_its_first_step(tmp_path, sigterm):
-    signal.signal(signal.SIGTERM, Ending())
+    signal.signal(signal.SIGTERM, SigtermHandler())
     with pytest.raises(SystemExit, match="143"):  # as a library catches it that tries an import
         os.kill(os.getpid(), signal.SIGTERM)
 

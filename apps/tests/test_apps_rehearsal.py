@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_apps.cli.driver import main
-from rl_apps.preflight.trial_episode import rehearse
+from rl_apps.preflight.trial_episode import run_trial_episode
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
 from rl_apps.settings.device_layout import layout_of
@@ -129,7 +129,7 @@ def _line(text):
 
 def _rehearse(model, directory, *overrides):
     config = gsm8k_grpo.APP.config([f"model.path={model}", *overrides])
-    rehearse(Run(config, layout_of(config.allocation, "required"), directory, "cpu"), "rl")
+    run_trial_episode(Run(config, layout_of(config.allocation, "required"), directory, "cpu"), "rl")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from rl_apps.programs import gsm8k_sft
 from rl_apps.run.app import Run
-from rl_apps.run.directory import Past, past_of, write_config
+from rl_apps.run.directory import PreviousRun, previous_run, write_config
 from rl_apps.run.resuming import named_point, step_of, take_over
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
@@ -37,7 +37,7 @@ def other(tmp_path):
 @pytest.mark.parametrize(("of", "step"), [("", 20), ("recover/step_20", 20), ("recover/step_10", 10)])
 def test_resume_from_another_run_links_its_newest_point(other, tmp_path, of, step):
     run = _run(tmp_path / "new", f"resume_from={other / of}")
-    assert past_of(run, step_of(named_point(run))) == Past(step)
+    assert previous_run(run, step_of(named_point(run))) == PreviousRun(step)
 
     take_over(run)
 
@@ -50,7 +50,7 @@ def test_resume_from_another_run_links_its_newest_point(other, tmp_path, of, ste
 def test_resume_from_a_step_of_this_run_removes_later_points(other):
     (other / FINISHED).touch()
     run = _run(other, "resume_from=10")
-    past = past_of(run, step_of(named_point(run)))
+    past = previous_run(run, step_of(named_point(run)))
     assert (past.step, past.finished) == (10, False)
 
     take_over(run)
@@ -63,7 +63,7 @@ def test_resume_from_in_a_repeated_command_takes_the_newest_point(other):
     write_config(run)
     assert named_point(run) is None
     take_over(run)
-    assert past_of(run).step == 20
+    assert previous_run(run).step == 20
 
 
 @pytest.mark.parametrize("wanted", ["15", "nowhere", "recover"])

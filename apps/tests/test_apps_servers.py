@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rl_apps.cli.driver import main
-from rl_apps.preflight.servers import check_flat, look_for
+from rl_apps.preflight.servers import check_flat, check_interpreter
 from rl_apps.programs.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServerProgram
@@ -17,7 +17,9 @@ def _program(python=sys.executable, module="rl_contracts", distributions=("rl-co
 
 @pytest.mark.parametrize("python", [sys.executable, ""])
 def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
-    look_for(_program(python, distributions=("no-such-thing", "rl-contracts"), min_version="0.1", below_version="1.0"))
+    check_interpreter(
+        _program(python, distributions=("no-such-thing", "rl-contracts"), min_version="0.1", below_version="1.0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,16 +39,16 @@ def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
 )
 def test_look_for_what_will_not_do_is_refused_with_what_is_there_and_the_remedy(program, message):
     with pytest.raises(ConfigError, match=rf"{message}.*Do that\."):
-        look_for(program)
+        check_interpreter(program)
 
 
 def test_look_for_a_variable_that_the_import_needs_is_given(tmp_path, monkeypatch):
     (tmp_path / "needy.py").write_text("import os\nos.environ['NEEDED']")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match="KeyError: 'NEEDED'"):
-        look_for(_program("", module="needy"))
+        check_interpreter(_program("", module="needy"))
 
-    look_for(_program("", module="needy", env={"NEEDED": "1"}))
+    check_interpreter(_program("", module="needy", env={"NEEDED": "1"}))
 
 
 def test_look_for_another_interpreter_is_not_given_the_modules_of_this_one(tmp_path, monkeypatch):
@@ -54,7 +56,7 @@ def test_look_for_another_interpreter_is_not_given_the_modules_of_this_one(tmp_p
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     with pytest.raises(ConfigError, match="No module named 'ours'"):
-        look_for(_program(module="ours"))
+        check_interpreter(_program(module="ours"))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_apps.cli.driver import Waiting
+from rl_apps.cli.driver import WaitingDisplay
 from rl_contracts.scheduler import Worker, WorkerStatus
 from rl_monitor.progress import RunProgress
 
@@ -19,7 +19,7 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
     log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: the life before\n")
 
     with RunProgress(metrics, 9, {}, console) as progress:
-        waiting = Waiting(progress, metrics)
+        waiting = WaitingDisplay(progress, metrics)
         waiting.tick(workers)
         log.write_text(
             "2026-11-26 21:16:48.105 INFO [server/0] rl.inference: before\n"
@@ -48,7 +48,7 @@ def test_server_that_ends_before_it_is_ready_is_not_called_ready(tmp_path):
     console = Console(record=True, width=200)
     worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
     with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:
-        waiting = Waiting(progress, tmp_path / "metrics.jsonl")
+        waiting = WaitingDisplay(progress, tmp_path / "metrics.jsonl")
         waiting.tick([worker])
         worker.status = WorkerStatus.FAILED
         waiting.tick([worker])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_apps.run.app import Run
-from rl_apps.run.components import Parts, server_jobs
+from rl_apps.run.components import Components, server_jobs
 from rl_apps.settings.compose import compose
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
@@ -102,7 +102,7 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         run = Run(config, layout, Path(temporary), devices.kind)
         os.environ[RUN_KEY_VARIABLE] = "benchmark"
         run = replace(run, servers=(stack.enter_context(server(run, devices)),))
-        parts = stack.enter_context(Parts(run))
+        parts = stack.enter_context(Components(run))
         engine = parts.engine()
         client = parts.client(engine)
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)

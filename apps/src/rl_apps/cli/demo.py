@@ -120,8 +120,8 @@ def demo(name: str) -> int:
     shown = DEMOS[name]
     print(f"{name}: {shown.what}, after {HEALTHY_STEPS} steps in which all is well.", flush=True)
     with tempfile.TemporaryDirectory(prefix="rl-demo-") as scratch:
-        code, said = _watched(shown, Path(scratch))
-    seen = next((line for line in said if re.search(shown.says, line)), None)
+        code, lines = _run_with_fault(shown, Path(scratch))
+    seen = next((line for line in lines if re.search(shown.says, line)), None)
     well = seen is not None and (code == 0) == shown.goes_on
     print(f"\nThe guard {'saw it' if seen else 'did NOT see it'}{f': {seen}' if seen else ''}")
     end = "went on and ended well" if code == 0 else f"was ended, with exit code {code}"
@@ -129,12 +129,12 @@ def demo(name: str) -> int:
     return 0 if well else 1
 
 
-def _watched(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
+def _run_with_fault(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
     """Exit code and lines of a run that is broken on its way."""
     run, fault = scratch / "run", scratch / "fault"
     fault.write_text("")
     command = [sys.executable, "-m", "rl_apps.cli.main", "run", "gsm8k-grpo", *RUN, *shown.settings, f"run_dir={run}"]
-    said: list[str] = []
+    lines: list[str] = []
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -151,14 +151,14 @@ def _watched(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
         try:
             for line in process.stdout:
                 print(f"  {line}", end="", flush=True)
-                said.append(line.strip())
+                lines.append(line.strip())
         except BaseException:
             process.terminate()  # the launcher ends all that it started
             raise
         finally:
             ended.set()
             deadline.cancel()
-    return process.returncode, said
+    return process.returncode, lines
 
 
 def _break(shown: Demo, run: Path, fault: Path, ended: threading.Event) -> None:

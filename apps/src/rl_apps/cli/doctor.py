@@ -35,7 +35,7 @@ TRIAL_SECONDS = 1800.0
 """For the one step of a trial; a large model is loaded twice."""
 LAST_LINES = 12
 """Of what a trial that failed had said."""
-AS_IT_SAYS = "change the command as this says."
+OUTPUT_FORMAT = "change the command as this says."
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def trial(app: str, settings: Sequence[str]) -> Iterator[Finding]:
         loaded = registry.load("rl.apps", app)
         trainers = layout_of(loaded.config(settings).allocation, loaded.servers).actor.strategy.world_size
     except RLError as error:
-        yield Finding(app, str(error), AS_IT_SAYS)
+        yield Finding(app, str(error), OUTPUT_FORMAT)
         return
     small = ["total_steps=1", f"data.batch_size={trainers}", "evaluation.rows=0", "trackers=none"]
     if loaded.servers == "required":
@@ -247,7 +247,7 @@ def trial(app: str, settings: Sequence[str]) -> Iterator[Finding]:
             return
         if done.returncode:
             last = "\n      ".join((done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:])
-            yield Finding(app, f"one step ended with exit code {done.returncode}:\n      {last}", AS_IT_SAYS)
+            yield Finding(app, f"one step ended with exit code {done.returncode}:\n      {last}", OUTPUT_FORMAT)
             return
         records = list(json_lines(run / "metrics.jsonl"))
     yield Finding(app, f"one step of {trainers} trainer(s) in {time.monotonic() - begin:.0f} s, with all that starts")

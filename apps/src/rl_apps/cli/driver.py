@@ -19,24 +19,24 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from rl_apps.preflight.checks import are_near, check_run, choose_route, remarks
+from rl_apps.preflight.checks import check_run, choose_route, on_this_machine, warnings_for
 from rl_apps.preflight.servers import check_attached, check_program, command_of
-from rl_apps.preflight.trial_episode import check_golds, rehearse, rehearse_loss
+from rl_apps.preflight.trial_episode import check_golds, run_trial_episode, try_policy_loss
 from rl_apps.run.app import App, Run
 from rl_apps.run.chat_template import save_tokenizer
 from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
 from rl_apps.run.directory import (
     check_started_from,
-    claimed,
-    past_of,
+    leftover_files,
+    lock_run_directory,
+    previous_run,
     resumption,
     step_seconds,
-    strangers,
     write_config,
 )
 from rl_apps.run.resuming import named_point, step_of, take_over
 from rl_apps.settings import compose
-from rl_apps.settings.command_line import parse, say, setting
+from rl_apps.settings.command_line import parse, print_all, setting
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
@@ -130,12 +130,12 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     line = parse(argv, app.name)
     config = app.config(line.overrides, line.config)
     if line.help is not None:
-        say(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
+        print_all(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.rejected))
         return 0
     if line.cfg:
-        say(compose.to_yaml(config).rstrip("\n"))
+        print_all(compose.to_yaml(config).rstrip("\n"))
         return 0
-    app.require_said(config)
+    app.require_settings(config)
     layout = layout_of(config.allocation, app.servers)
     started = replace(layout, rollout=None) if attached(config, layout) else layout
     devices = devices_of(started, config.cluster, config.launcher, line.dry_run)
@@ -149,9 +149,9 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         if not line.dry_run:
             if devices.kind == "cuda":
                 config.cluster.require_there(config.launcher)
-            claim.enter_context(claimed(run.directory))
+            claim.enter_context(lock_run_directory(run.directory))
         point = named_point(run)
-        past = past_of(run, step_of(point) if point else 0)
+        past = previous_run(run, step_of(point) if point else 0)
         if past.finished:
             print(f"{app.name}: this run is already finished. Files: {run.directory}")
             return 0
@@ -164,7 +164,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             taken, _ = progress_of(run.directory)
             if past.step and taken > past.step:
                 begun += f", {point or 'the newest recovery checkpoint'}; steps up to {taken} run again"
-            changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
+            changes = [*(f"  {change}" for change in past.changes), *leftover_files(run.directory)]
             print(
                 devices.sentence,
                 f"{begun}: {run.directory}",
@@ -178,11 +178,11 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
-            arithmetic += remarks(run)
+            arithmetic += warnings_for(run)
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
-                    arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
-            say(_plan(app, run, devices, arithmetic, job))
+                    arithmetic += _run_preflight(app, replace(run, directory=Path(scratch)), lambda _: None)
+            print_all(_plan(app, run, devices, arithmetic, job))
             return 0
         if options.submits():
             names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
@@ -217,7 +217,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         if addresses := attached(config, run.layout):
             progress.say(f"checking the servers at {', '.join(addresses)}")
             check_attached(run, step)
-        for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
+        for sentence in (*_run_preflight(app, run, progress.say), *warnings_for(run)):
             progress.console.print(sentence, soft_wrap=True)
         take_over(run)  # no check refuses the command any more
         truncate_to_checkpoint(run_dir, config.recover)
@@ -232,7 +232,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
         say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
-        servers, waiting = server_jobs(run, devices), Waiting(progress, metrics)
+        servers, waiting = server_jobs(run, devices), WaitingDisplay(progress, metrics)
         progress.say("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
@@ -242,7 +242,9 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
                     on_tick=waiting.tick,
                     together=True,
                     resume=Resume(
-                        partial(progress_of, run_dir), partial(_again, run, waiting), partial(step_seconds, run_dir)
+                        partial(progress_of, run_dir),
+                        partial(_prepare_restart, run, waiting),
+                        partial(step_seconds, run_dir),
                     ),
                 )
         except RLError as error:
@@ -258,7 +260,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         print(f"Stopped. {resumption(run_dir)} Files: {run_dir}")
         return code
     (run_dir / FINISHED).touch()
-    print("\n".join(app.closing(config, run_dir)))
+    print("\n".join(app.summary(config, run_dir)))
     return 0
 
 
@@ -298,7 +300,7 @@ def _clear_weights(run: Run[Any]) -> Path:
     return weights
 
 
-def _again(run: Run[Any], waiting: Waiting) -> int:
+def _prepare_restart(run: Run[Any], waiting: WaitingDisplay) -> int:
     """Make a run whose trainers were lost ready to go on, and return the step after which it does.
 
     Raises:
@@ -316,22 +318,22 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
     return step
 
 
-def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
+def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
     """Run workflow and reward on a row, and look at the lengths of all rows, with the tokenizer of the run's model.
 
     Returns:
         what to tell of the rows.
 
     Raises:
-        ConfigError, DataError, ModelError: see `rehearse` and `App.measure`.
+        ConfigError, DataError, ModelError: see `run_trial_episode` and `App.measure`.
     """
     if run.config.model.chat_template:
         save_tokenizer(run.config.model, run.tokenizer)
     if run.layout.rollout is not None and run.config.rollout.rehearsal:
         say("running a trial episode on one example")
-        rehearse(run, app.form)
+        run_trial_episode(run, app.form)
         if isinstance(run.config, GRPOConfig):
-            rehearse_loss(run.config.algorithm.loss)
+            try_policy_loss(run.config.algorithm.loss)
         say("scoring the gold answers")
         golds = check_golds(run, app.form)
     else:
@@ -340,7 +342,7 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
     return golds + app.measure(run)
 
 
-class Waiting:
+class WaitingDisplay:
     """Says what a run waits for, until its first record is there.
 
     Args:
@@ -376,11 +378,11 @@ class Waiting:
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
             what = f"for {names} to start" if starting else "for the first step"
             logs = (w.log for w in left if w.log in news)
-            said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_said(log))), "")
+            said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
             self._progress.say(f"{seconds:.0f} s, waiting {what} ({said or 'see logs/'})")
 
 
-def _last_said(log: Path) -> str:
+def _last_log_line(log: Path) -> str:
     """The end of a log in a few words, without the time and who says it."""
     lines = _COLOUR.sub("", tail(log, 20)).splitlines()
     said = (_WHEN_AND_WHERE.sub("", line, count=1) for line in reversed(lines))
@@ -398,7 +400,9 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         servers: addresses of the inference servers.
     """
     addresses, actor = ",".join(servers), run.layout.actor
-    near = are_near(attached(run.config, run.layout))  # else NCCL is to find its interface itself, unless it is told
+    near = on_this_machine(
+        attached(run.config, run.layout)
+    )  # else NCCL is to find its interface itself, unless it is told
     env = {} if near else {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "")}
     shared = run.layout.rollout if run.layout.shared and not attached(run.config, run.layout) else None
     return JobSpec(
@@ -420,19 +424,19 @@ def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job:
     assert run.config.launcher.options is not None
     script = run.config.launcher.options.script(job)
     parts = [
-        *(f"# {name}: {text}" for name, text in _in_six_lines(app, run, devices).items()),
+        *(f"# {name}: {text}" for name, text in _plan_lines(app, run, devices).items()),
         "# A step",
         *(f"#   {text}" for text in arithmetic),
         compose.to_yaml(run.config).rstrip(),
         f"# Processes ({devices.cores_each} core(s) each)",
-        *(f"#   {text}" for role in job.roles for text in _whereabouts(role, devices.places.get(role.role, ()))),
+        *(f"#   {text}" for role in job.roles for text in _locations(role, devices.places.get(role.role, ()))),
         *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
         *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
     ]
     return "\n".join(parts)
 
 
-def _in_six_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
+def _plan_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
     """What one wants to know of a run first."""
     config, data = run.config, run.config.data
     rows = load_rows(data, "train", app.form, config.seed)
@@ -451,7 +455,7 @@ def _in_six_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
     }
 
 
-def _whereabouts(role: JobSpec, places: Sequence[str]) -> list[str]:
+def _locations(role: JobSpec, places: Sequence[str]) -> list[str]:
     """What a role runs, and on which machines."""
     on: dict[str, list[str]] = defaultdict(list)
     for index, place in enumerate(places):

@@ -39,7 +39,7 @@ def model_of(path: Path) -> Path:
     return path
 
 
-class Talk:
+class ChatSession:
     """A conversation with a model. What was said stays as the ids that were sampled.
 
     Args:
@@ -121,7 +121,7 @@ class Talk:
             new = torch.tensor([[token]], device=self.device)
 
 
-def chat(talk: Talk, prompt: str | None) -> int:
+def chat(talk: ChatSession, prompt: str | None) -> int:
     """Print the answer to a prompt, or to each line of the input until that ends.
 
     Returns:
@@ -143,7 +143,7 @@ def chat(talk: Talk, prompt: str | None) -> int:
             print(end="" if asks else "\n", flush=True)  # an answer may have several lines
 
 
-def _answer(talk: Talk, text: str) -> None:
+def _answer(talk: ChatSession, text: str) -> None:
     for piece in talk.ask(text):
         print(piece, end="", flush=True)
     print(flush=True)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_apps.settings.command_line import Parser, say
+from rl_apps.settings.command_line import Parser, print_all
 from rl_apps.settings.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -102,7 +102,7 @@ class _PrintVersions(argparse.Action):
         versions |= {name: facts["packages"].get(name, "not installed") for name in ("torch", "transformers")}
         lines = [f"{name} {version}" for name, version in versions.items()]
         lines += [f"commit {commit} ({directory})" for directory, commit in facts["commits"].items()]
-        say("\n".join(lines))
+        print_all("\n".join(lines))
         parser.exit()
 
 
@@ -280,7 +280,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p
     )
     directory = generate.model_of(arguments.model)
-    talk = generate.Talk(directory, generation, arguments.system, arguments.device, arguments.seed)
+    talk = generate.ChatSession(directory, generation, arguments.system, arguments.device, arguments.seed)
     return generate.chat(talk, arguments.prompt)
 
 

@@ -42,14 +42,14 @@ def lesson_answer(problem: Problem, chances: Mapping[str, float], rng: random.Ra
     return problem.worked_answer(drawn_operations(problem, chances, rng))
 
 
-def answer_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
+def single_turn_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
     """A question and its answer."""
     return (f"<|user|>{problem.question}<|assistant|>", f"{lesson_answer(problem, chances, rng)}{END}")
 
 
 def turns_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
     """A question and its answer; after one that is not right, feedback and another."""
-    lesson = answer_lesson(problem, chances, rng)
+    lesson = single_turn_lesson(problem, chances, rng)
     if lesson[1] == problem.worked_answer() + END:
         return lesson
     return (*lesson, f"<|user|>{FEEDBACK}<|assistant|>", f"{lesson_answer(problem, chances, rng)}{END}")
@@ -67,7 +67,7 @@ def tools_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Ran
     return asked, f"{_call(expression)}{END}", f"<|tool|>{value}<|assistant|>", f"#### {value}{END}"
 
 
-LESSONS: dict[str, MakeLesson] = {"answers": answer_lesson, "turns": turns_lesson, "tools": tools_lesson}
+LESSONS: dict[str, MakeLesson] = {"answers": single_turn_lesson, "turns": turns_lesson, "tools": tools_lesson}
 """By name."""
 
 

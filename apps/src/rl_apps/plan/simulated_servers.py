@@ -142,7 +142,7 @@ class Server:
             answer.done.set_result(None)
 
 
-class Fleet(NullInferenceEngine):
+class SimulatedServers(NullInferenceEngine):
     """All servers of a run, and the client that divides groups among them: a group goes, whole, to the server with the
     fewest open answers, as the client of real servers has it.
 

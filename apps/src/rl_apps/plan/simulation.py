@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rl_apps.plan.rates import Rates
-from rl_apps.plan.simulated_servers import Fleet
+from rl_apps.plan.simulated_servers import SimulatedServers
 from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
@@ -144,7 +144,7 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def heads_of(setup: Setup, fleet: Fleet, clock: SimulatedClock) -> list[RolloutScheduler]:
+def heads_of(setup: Setup, fleet: SimulatedServers, clock: SimulatedClock) -> list[RolloutScheduler]:
     """The rollout heads of a run, as `rl_workflows.DistRollout` makes one on each replica."""
     config = RolloutConfig(
         max_staleness=setup.max_staleness, group_size=setup.group_size, stall_timeout=NEVER, trainer_timeout=NEVER
@@ -176,7 +176,7 @@ def _rejecting(fraction: float) -> Any:
 
 
 async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) -> Outcome:
-    fleet = Fleet(setup.servers, setup.rates, setup.longest, clock)
+    fleet = SimulatedServers(setup.servers, setup.rates, setup.longest, clock)
     heads = heads_of(setup, fleet, clock)
     rates, seconds = setup.rates, {"wait": 0.0, "train": 0.0, "publish": 0.0}
     trained = ages = most = episodes = 0
@@ -224,7 +224,7 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
     )
 
 
-def _totals(fleet: Fleet) -> Sequence[float]:
+def _totals(fleet: SimulatedServers) -> Sequence[float]:
     """Seconds in which servers were busy, tokens that they generated, and the seconds that these took each answer."""
     servers = [server.so_far() for server in fleet.fleet]
     return [sum(values) for values in zip(*servers, strict=True)]

@@ -79,7 +79,7 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
     if layout.rollout is None or not isinstance(config, ServedConfig):
         return
     if addresses := attached(config, layout):
-        near = are_near(addresses)
+        near = on_this_machine(addresses)
         where = ", ".join(addresses)
     else:
         near = devices.together(layout.rollout.name, layout.actor.name)
@@ -91,12 +91,12 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
     require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
 
 
-def are_near(addresses: Sequence[str]) -> bool:
+def on_this_machine(addresses: Sequence[str]) -> bool:
     """Whether all of these servers are on this machine, for nobody else."""
     return all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
 
 
-def remarks(run: Run[Any]) -> list[str]:
+def warnings_for(run: Run[Any]) -> list[str]:
     """What works and will probably disappoint, in sentences.
 
     Raises:
@@ -104,7 +104,7 @@ def remarks(run: Run[Any]) -> list[str]:
     """
     config, found = run.config, []
     if isinstance(config, GRPOConfig):
-        found += _too_few_files(config, run.layout.actor.strategy.data)
+        found += _warn_file_limit(config, run.layout.actor.strategy.data)
     if run.layout.rollout is not None:
         _check_canary(run)
         _check_shared_memory(run)
@@ -149,7 +149,7 @@ def _check_shared_memory(run: Run[Any]) -> None:
     require(free >= needed, "publish.route=shm", expected, f"{free / MIB:.1f} MiB")
 
 
-def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
+def _warn_file_limit(config: GRPOConfig, replicas: int) -> list[str]:
     """A warning, where a trainer may not have a file open for each request that it makes at once.
 
     Raises:

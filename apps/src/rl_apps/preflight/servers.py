@@ -67,17 +67,17 @@ def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) ->
     starts = run.layout.rollout is not None and not attached(run.config, run.layout)
     if starts and (program := run.config.rollout.server.program()) is not None:
         say(f"checking {' or '.join(program.distributions)} in {program.python or sys.executable}")
-        look_for(program)
+        check_interpreter(program)
 
 
-def look_for(program: ServerProgram) -> None:
+def check_interpreter(program: ServerProgram) -> None:
     """Run the interpreter of a kind of server, and see what it has.
 
     Raises:
         ConfigError: see `check_program`.
     """
     where = f"rollout.server.python={program.python}" if program.python else f"the servers' Python, {sys.executable}"
-    python, found, problem = _look(program, where)
+    python, found, problem = _probe_interpreter(program, where)
     expected = f"{where} (Python {python}): expected {program.describe_requirements}"
     if not found:
         raise ConfigError(f"{expected}, found no such package. {program.remedy}")
@@ -91,7 +91,7 @@ def look_for(program: ServerProgram) -> None:
         )
 
 
-def _look(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]:
+def _probe_interpreter(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]:
     """Ask the interpreter: its version, versions of what is installed, and what is wrong with the import."""
     own = {} if program.python else dict(os.environ)  # where modules of this interpreter lie is nothing to another
     environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **own, **program.env}
@@ -106,8 +106,8 @@ def _look(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]
             f"{where}: expected `import {program.module}` within {IMPORT_SECONDS:g} s, found that it hangs."
         ) from None
     except (IndexError, ValueError):
-        said = (done.stderr or done.stdout).strip().splitlines()
-        last = said[-1] if said else "nothing said"
+        output = (done.stderr or done.stdout).strip().splitlines()
+        last = output[-1] if output else "nothing said"
         raise ConfigError(
             f"{where}: expected a Python interpreter that imports {program.module}, found exit code {done.returncode}: "
             f"{last}. {program.remedy}"
@@ -127,7 +127,7 @@ def check_attached(run: Run[Any], first_version: int) -> None:
 
     for index, address in enumerate(attached(run.config, run.layout)):
         try:
-            asyncio.run(_look_at(run, address, first_version))
+            asyncio.run(_probe_server(run, address, first_version))
         except InferenceError as error:
             why = shorten(str(error), SENTENCE).rstrip(".")
             raise ConfigError(
@@ -137,7 +137,7 @@ def check_attached(run: Run[Any], first_version: int) -> None:
             ) from error
 
 
-async def _look_at(run: Run[Any], address: str, first_version: int) -> None:
+async def _probe_server(run: Run[Any], address: str, first_version: int) -> None:
     """Ask one server what it is, and let it generate a few tokens.
 
     Raises:
@@ -150,9 +150,9 @@ async def _look_at(run: Run[Any], address: str, first_version: int) -> None:
     client.initialize([address], os.environ.get(RUN_KEY_VARIABLE, ""))
     try:
         for server in client.servers:
-            said = await client.describe(server)
-            if said is not None:
-                _check_description(said, run, first_version)
+            description = await client.describe(server)
+            if description is not None:
+                _check_description(description, run, first_version)
         generation = GenerationConfig(max_new_tokens=16, temperature=FLAT, ignore_eos=True)
         response = await client.agenerate(ModelRequest(list(range(1, 9)), generation, seed=1))
         check_flat(response.logprobs, vocabulary_size(spec.model_path))
@@ -160,12 +160,12 @@ async def _look_at(run: Run[Any], address: str, first_version: int) -> None:
         await client.destroy()
 
 
-def _check_description(said: ServedModel, run: Run[Any], first_version: int) -> None:
+def _check_description(description: ServedModel, run: Run[Any], first_version: int) -> None:
     route, program = run.config.publish.route, run.config.rollout.server.program()
-    said.check(serve_spec(run), program, route in STORED_ROUTES)
-    if said.version > first_version:
+    description.check(serve_spec(run), program, route in STORED_ROUTES)
+    if description.version > first_version:
         raise InferenceError(
-            f"it serves version {said.version} of another run's weights, and this run begins with version "
+            f"it serves version {description.version} of another run's weights, and this run begins with version "
             f"{first_version} (start it anew)"
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rl_trainers
 from rl_apps.run.app import Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import Rows, first_rows, load_rows
 from rl_contracts import registry
@@ -39,7 +39,7 @@ def _split(run: Run[Any], form: str) -> str:
     return "train" if form == "rl" or not run.config.evaluation.rows else "test"
 
 
-def rehearse(run: Run[Any], form: str) -> None:
+def run_trial_episode(run: Run[Any], form: str) -> None:
     """Run the workflow and the reward of a run on a row of its data, with the row's own `answer` in place of a model's.
 
     Args:
@@ -52,7 +52,7 @@ def rehearse(run: Run[Any], form: str) -> None:
     settings, error = run.config.rollout, None
     rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
     try:
-        with Parts(run) as parts:
+        with Components(run) as parts:
             workflow = parts.workflow(parts.reward())
             workflow.max_length = None  # rows that are too long are not the code's, and told of when all are measured
             for row in first_rows(rows, ROWS):
@@ -81,7 +81,7 @@ def check_golds(run: Run[Any], form: str) -> list[str]:
     """Score the gold answer of every row as if the model had written it, with a reward that `scores_gold`.
 
     Args:
-        form: in which the command reads its data, as for `rehearse`.
+        form: in which the command reads its data, as for `run_trial_episode`.
 
     Returns:
         how many score 1, in a sentence; nothing with another reward.
@@ -93,7 +93,7 @@ def check_golds(run: Run[Any], form: str) -> list[str]:
     if not getattr(registry.load("rl.rewards", settings.reward), "scores_gold", False):
         return []
     rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
-    with Parts(run) as parts:
+    with Components(run) as parts:
         wrong = parts.loop.run(_wrong_golds(parts.reward(), rows), settings.reward_timeout * (1 + len(rows)))
     found = f"{len(rows) - len(wrong)} of {len(rows)} gold answers score 1 with rollout.reward={settings.reward}"
     if wrong:
@@ -127,7 +127,7 @@ async def _wrong_golds(reward: AsyncRewardWrapper, rows: Rows) -> dict[int, str]
     return {number: why for number, why in found.items() if why}
 
 
-def rehearse_loss(config: LossConfig) -> None:
+def try_policy_loss(config: LossConfig) -> None:
     """Call a policy loss of the user's own on made-up tokens; one that is installed has its tests.
 
     Raises:
@@ -148,7 +148,7 @@ def rehearse_loss(config: LossConfig) -> None:
         ) from error
 
 
-def _episode(parts: Parts, workflow: RolloutWorkflow, row: dict[str, Any]) -> BaseException | None:
+def _episode(parts: Components, workflow: RolloutWorkflow, row: dict[str, Any]) -> BaseException | None:
     """Why an episode of a row failed; None where it did not."""
     from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
     from rl_workflows import Ticket

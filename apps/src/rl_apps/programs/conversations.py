@@ -18,7 +18,7 @@ MULTI_TURN_MATH = replace(
     title="multi-turn reinforcement learning: a solution, feedback, a second attempt",
     defaults=CONF / "multi_turn_math.yaml",
     lessons="turns",
-    closing=partial(summary.after_grpo, command="multi-turn-math"),
+    summary=partial(summary.after_grpo, command="multi-turn-math"),
 )
 
 MATH_AGENT = replace(
@@ -27,5 +27,5 @@ MATH_AGENT = replace(
     title="reinforcement learning of an agent with a calculator tool",
     defaults=CONF / "math_agent.yaml",
     lessons="tools",
-    closing=partial(summary.after_grpo, command="--extra agents math-agent"),
+    summary=partial(summary.after_grpo, command="--extra agents math-agent"),
 )

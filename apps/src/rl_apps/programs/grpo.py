@@ -11,7 +11,7 @@ import rl_trainers
 from rl_apps.preflight.checks import check_algorithm, check_batch, check_rollout
 from rl_apps.run import summary
 from rl_apps.run.app import App, Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.run.sequence_lengths import measure_rows
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import GRPOConfig
@@ -39,7 +39,7 @@ def train(run: Run[GRPOConfig]) -> None:
     from rl_datasets import PromptLoader
 
     config = run.config
-    with Parts(run) as parts:
+    with Components(run) as parts:
         rows = parts.rows("train", "rl")
         engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
         ranks = engine.parallel
@@ -53,15 +53,15 @@ def train(run: Run[GRPOConfig]) -> None:
         rollout = parts.runtime(client, workflow, engine, prompts)
         actor = parts.actor(engine)
         publisher = parts.publisher(engine, client)
-        sharing = parts.sharing(engine, client)
+        sharing = parts.memory_sharing(engine, client)
         gap = parts.gate(engine, client, sharing)
-        evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
+        evaluations = [parts.completion_evaluation(engine, rollout)] if config.evaluation.rows else []
         told = {
             "counters": rollout.stats,
             "outcomes": rollout.outcomes,
             "write_learned": parts.writer(engine).write_learned,
         }
-        books = parts.books(engine, evaluations, epochs=epochs, **told)
+        books = parts.run_log(engine, evaluations, epochs=epochs, **told)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
         rl_trainers.train(
@@ -82,5 +82,5 @@ APP = App(
         "data.path": "a directory, file or hub id; data.name and data.columns say how it is read",
         "rollout.reward": "an installed reward such as `gsm8k`, `math`, `code`, or my_reward.py:my_function",
     },
-    closing=partial(summary.after_grpo, command="rl grpo"),
+    summary=partial(summary.after_grpo, command="rl grpo"),
 )

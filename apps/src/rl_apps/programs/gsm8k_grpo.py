@@ -14,5 +14,5 @@ APP = replace(
     title="train a model on math word problems with asynchronous GRPO",
     defaults=CONF / "gsm8k_grpo.yaml",
     required={},
-    closing=summary.after_grpo,
+    summary=summary.after_grpo,
 )

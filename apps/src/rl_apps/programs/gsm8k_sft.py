@@ -14,5 +14,5 @@ APP = replace(
     title="supervised fine-tuning on worked solutions",
     defaults=CONF / "gsm8k_sft.yaml",
     required={},
-    closing=summary.after_sft,
+    summary=summary.after_sft,
 )

@@ -10,7 +10,7 @@ import rl_trainers
 from rl_apps.preflight.checks import check_rows
 from rl_apps.programs.sft import learn_rows
 from rl_apps.run.app import App, Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.run.sequence_lengths import measure_rows
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import RunConfig
@@ -51,7 +51,7 @@ def score_spec(run: Run[RunConfig]) -> FinetuneSpec:
 
 def train_reward_model(run: Run[RunConfig]) -> None:
     """The work of one trainer process: a reward model (Bradley-Terry)."""
-    with Parts(run) as parts:
+    with Components(run) as parts:
         rows = parts.rows("train", "pairs")
         engine = parts.engine(spec=score_spec(run))
         learn_pairs(parts, rows, engine, rl_trainers.reward_model_loss)
@@ -59,7 +59,7 @@ def train_reward_model(run: Run[RunConfig]) -> None:
 
 def train_policy(run: Run[DPOConfig]) -> None:
     """The work of one trainer process: a policy, beside a frozen copy of itself (DPO or IPO)."""
-    with Parts(run) as parts:
+    with Components(run) as parts:
         rows = parts.rows("train", "pairs")
         engine = parts.engine()
         reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
@@ -67,7 +67,7 @@ def train_policy(run: Run[DPOConfig]) -> None:
 
 
 def learn_pairs(
-    parts: Parts, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
+    parts: Components, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
 ) -> None:
     """The steps: from the data set's pairs to the updated weights."""
     from rl_trainers.learners.preference import count_pairs, preference_rows
@@ -90,7 +90,7 @@ REWARD_MODEL = App(
     check=check_reward_model,
     measure=partial(measure_rows, form="pairs"),
     defaults=CONF / "hh_rlhf_rm.yaml",
-    refused=("actor.minibatches",),
+    rejected=("actor.minibatches",),
     servers="refused",
     form="pairs",
     columns=PREFERENCE_COLUMNS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rl_apps.run.app import App, Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.settings.config import GRPOConfig
 from rl_contracts.runtime.json_lines import to_json
 
@@ -16,7 +16,7 @@ def train(run: Run[GRPOConfig]) -> None:
 
     (batch,) = run.directory.glob("*.safetensors")
     named = re.search(r"version_(\d+)", batch.name)
-    with Parts(run) as parts:
+    with Components(run) as parts:
         engine = parts.engine()
         stats = replay_batch(parts.actor(engine), batch, int(named[1]) if named else None)
         if engine.parallel.is_main:

@@ -10,7 +10,7 @@ import rl_trainers
 from rl_apps.preflight.checks import check_rows
 from rl_apps.run import summary
 from rl_apps.run.app import App, Run
-from rl_apps.run.components import Parts
+from rl_apps.run.components import Components
 from rl_apps.run.sequence_lengths import measure_rows
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.config import SFTConfig
@@ -34,7 +34,7 @@ def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process: from the data set's conversations to the updated weights."""
     from rl_trainers.learners.supervised import shard_sequences, supervised_sequences
 
-    with Parts(run) as parts:
+    with Components(run) as parts:
         rows = parts.rows("train", "sft")
         engine, renderer = parts.engine(), parts.renderer()
 
@@ -48,13 +48,13 @@ def train(run: Run[SFTConfig]) -> None:
             client = parts.client(engine)
             rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
             publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
-            evaluations.append(parts.answer_evaluation(engine, rollout))
+            evaluations.append(parts.completion_evaluation(engine, rollout))
         learner = rl_trainers.LossLearner(engine)
         learn_rows(parts, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
 
 
 def learn_rows(
-    parts: Parts,
+    parts: Components,
     rows: Rows,
     form: str,
     learner: rl_trainers.LossLearner,
@@ -79,7 +79,7 @@ def learn_rows(
     held_out = parts.rows("test", form, config.evaluation.rows)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
     epochs = partial(getattr, batches, "epoch")
-    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
+    books = parts.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
     recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)
     rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
 
@@ -96,10 +96,10 @@ APP = App(
         "model.path": "a Hugging Face directory or hub id",
         "data.path": "a directory, file or hub id; data.name and data.columns say how it is read",
     },
-    refused=("actor.minibatches",),
+    rejected=("actor.minibatches",),
     servers="optional",
     form="sft",
     warm_up=False,
     columns=SFT_COLUMNS,
-    closing=partial(summary.after_sft, command="rl grpo rollout.reward=REWARD"),
+    summary=partial(summary.after_sft, command="rl grpo rollout.reward=REWARD"),
 )

@@ -64,7 +64,7 @@ class App:
     """YAML file laid over the schema; presets may lie in folders beside it."""
     required: Mapping[str, str] = field(default_factory=dict)
     """Settings without a sensible default, empty unless the user says them, each with what it may be."""
-    refused: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     """Settings that `check` always refuses; `--help` leaves them out."""
     servers: str = "required"
     """Whether inference servers are `required`, `optional` or `refused`."""
@@ -81,14 +81,14 @@ class App:
     `rl_apps.embedded.curriculum`."""
     columns: dict[str, tuple[str, str]] = field(default_factory=lambda: GRPO_COLUMNS)
     """What a step's line shows: label to (name in metrics.jsonl, format)."""
-    closing: Callable[[Any, Path], list[str]] = closing.after_any
+    summary: Callable[[Any, Path], list[str]] = closing.after_any
     """`(config, run directory) -> lines`: what was learned, and what to try next."""
 
     def config(self, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
         """A config of this app: its defaults, then a file, then `key=value`. See `rl_apps.settings.compose.compose`."""
         return compose(self.schema, [path for path in (self.defaults, file) if path is not None], overrides)
 
-    def require_said(self, config: Any) -> None:
+    def require_settings(self, config: Any) -> None:
         """Ask for what has no sensible default. (Data sets other than `chat` know where their rows are.)
 
         Raises:

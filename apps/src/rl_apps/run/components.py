@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rl_contracts.workflow import RolloutWorkflow
     from rl_trainers.run_log.evaluation import Evaluation
 
-__all__ = ["Parts"]
+__all__ = ["Components"]
 
 log = get_logger("apps.parts")
 
@@ -68,9 +68,9 @@ class Destroyable(Protocol):
         """Free what it holds."""
 
 
-class Ending:
+class SigtermHandler:
     """A handler of SIGTERM for a trainer in the making: ends it by the ordinary way out, so that everything closes what
-    it opened. Where an import swallows that, `Parts.recover` sees that it was asked."""
+    it opened. Where an import swallows that, `Components.recover` sees that it was asked."""
 
     asked = False
 
@@ -79,7 +79,7 @@ class Ending:
         sys.exit(128 + number)
 
 
-class Parts(ExitStack):
+class Components(ExitStack):
     """Makes the parts of a trainer process, and takes them down in reverse order, whatever happens.
 
     Example:
@@ -92,13 +92,13 @@ class Parts(ExitStack):
         self.run, self.config = run, run.config
         self.steps: int = run.config.total_steps
         """Of the run, over which learning rates decay; `rows` of the training data may lower it."""
-        self.asked_to_stop = threading.Event()
+        self.stop_requested = threading.Event()
         self._at_stop: list[Callable[[], None]] = []
 
-    def add[D: Destroyable](self, part: D) -> D:
+    def add[D: Destroyable](self, component: D) -> D:
         """Register a part and return it."""
-        self.callback(part.destroy)
-        return part
+        self.callback(component.destroy)
+        return component
 
     def engine(self, settings: TrainEngineConfig | None = None, spec: FinetuneSpec | None = None) -> TrainEngine:
         """A train engine of this rank, initialised.
@@ -263,7 +263,7 @@ class Parts(ExitStack):
             version=engine.version,
             # the log has the error; nothing else ends the thread that is stuck
             on_stuck_trainer=lambda error: os._exit(STUCK_EXIT_CODE),
-            stop=self.asked_to_stop.is_set,
+            stop=self.stop_requested.is_set,
         )
         rl_workflows.tune_garbage_collection()
         return self.add(rollout)
@@ -284,7 +284,7 @@ class Parts(ExitStack):
         directory = str(weights_directory(self.run.directory, settings.route))
         return self.add(rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, interrupt, dtype))
 
-    def sharing(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.MemorySharing | None:
+    def memory_sharing(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.MemorySharing | None:
         """What lets the servers sleep while the trainer learns, where both are on the same devices (`|`)."""
         if not self.run.layout.shared:
             return None
@@ -297,7 +297,7 @@ class Parts(ExitStack):
         dtypes = self.config.actor.dtype, client.served_dtype
         return rl_trainers.GapGate(engine, client, self.loop, self.config.gap, *dtypes, sharing)
 
-    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.CompletionEvaluation:
+    def completion_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.CompletionEvaluation:
         """The evaluation of answers on held-out rows."""
         rows = self.rows("test", "rl", self.config.evaluation.rows)
         return rl_trainers.CompletionEvaluation(
@@ -317,7 +317,7 @@ class Parts(ExitStack):
         Args:
             engines, parts, epochs: see `rl_trainers.RecoveryCheckpoints`.
         """
-        asked, launcher = self.asked_to_stop, os.getppid()
+        asked, launcher = self.stop_requested, os.getppid()
 
         def stopping() -> bool:
             if asked.is_set() and os.getppid() != launcher:  # which may have been about to die when the signal came
@@ -332,7 +332,7 @@ class Parts(ExitStack):
 
         self._hear_again(next(iter(engines.values())).parallel)
         before = signal.signal(signal.SIGTERM, stop)
-        if isinstance(before, Ending) and before.asked:
+        if isinstance(before, SigtermHandler) and before.asked:
             sys.exit(128 + signal.SIGTERM)
         return rl_trainers.RecoveryCheckpoints(
             self.run.directory, self.config.recover, engines, parts, stopping, epochs
@@ -367,7 +367,7 @@ class Parts(ExitStack):
         self.callback(signal.set_wakeup_fd, before)
         threading.Thread(target=hear, name="stop", daemon=True).start()
 
-    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.RunLog:
+    def run_log(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.RunLog:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.RunLog`."""
         return rl_trainers.RunLog(
             engine,

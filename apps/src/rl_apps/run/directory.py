@@ -26,7 +26,7 @@ from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, NAMES, flatten, last_records, read_config
 from rl_trainers.recovery.lookup import resumed_step, took_no_step
 
-TRAINERS = "trainers.lock"
+TRAINERS_LOCK = "trainers.lock"
 """File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
 
 TRAINERS_END = 10.0
@@ -39,7 +39,7 @@ RECENT = 20
 
 
 @contextmanager
-def claimed(directory: Path) -> Iterator[None]:
+def lock_run_directory(directory: Path) -> Iterator[None]:
     """Hold a run directory, made where it is missing, for this process. One in which nothing was done goes again.
 
     Raises:
@@ -72,7 +72,7 @@ def claimed(directory: Path) -> Iterator[None]:
 @contextmanager
 def held_by_trainer(directory: Path) -> Iterator[None]:
     """Keep commands out of a run directory while this trainer works, also when its own command is gone."""
-    with (directory / TRAINERS).open("a+") as file:
+    with (directory / TRAINERS_LOCK).open("a+") as file:
         _locked(file, fcntl.LOCK_SH)
         _sign(file)
         yield
@@ -80,20 +80,20 @@ def held_by_trainer(directory: Path) -> Iterator[None]:
 
 def _await_trainers(directory: Path) -> None:
     """Return when no trainer of an earlier command works in a directory any more."""
-    if not (directory / TRAINERS).exists():
+    if not (directory / TRAINERS_LOCK).exists():
         return
     config = directory / "config.yaml"
     settings = flatten(read_config(config)) if config.exists() else {}  # those of the earlier command
     seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
-    with (directory / TRAINERS).open("a+") as file:
-        deadline, said = time.monotonic() + seconds, False
+    with (directory / TRAINERS_LOCK).open("a+") as file:
+        deadline, announced = time.monotonic() + seconds, False
         while not _locked(file):
             who = f"trainers of an earlier command: process {_holders(file)}"
             if time.monotonic() > deadline:
                 raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
-            if not said:
+            if not announced:
                 print(f"waiting up to {seconds:g} s for {who}", flush=True)
-            said = True
+            announced = True
             time.sleep(0.1)
         file.truncate(0)
 
@@ -121,7 +121,7 @@ def _holders(file: IO[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Past:
+class PreviousRun:
     """What was run in a directory before."""
 
     step: int = 0
@@ -132,7 +132,7 @@ class Past:
     """Settings that differ from those of before, in words."""
 
 
-def past_of(run: Run[Any], start: int = 0) -> Past:
+def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
     """Look at what is in the directory of a run.
 
     Args:
@@ -144,7 +144,7 @@ def past_of(run: Run[Any], start: int = 0) -> Past:
     """
     config, directory = run.config, run.directory
     if not (directory / "metrics.jsonl").exists():
-        return Past(start)
+        return PreviousRun(start)
     step = start or resumed_step(directory, config.recover)
     resumes = bool(step or took_no_step(directory) or (config.recover.regular and config.recover.resume))
     file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
@@ -163,7 +163,7 @@ def past_of(run: Run[Any], start: int = 0) -> Past:
         )
     ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
     if ended and not start and (step or not found) and "total_epochs" not in found:
-        return Past(finished=True)
+        return PreviousRun(finished=True)
     if not resumes or not (step or (file.exists() and can_begin_again(directory, old))):
         raise ConfigError(
             f"{directory} contains an earlier run that cannot be resumed: it has no recovery checkpoint, is finished, "
@@ -171,7 +171,7 @@ def past_of(run: Run[Any], start: int = 0) -> Past:
             "recover.every_minutes=10 saves recovery checkpoints."
         )
     changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in found)
-    return Past(step, changes=tuple(changes))
+    return PreviousRun(step, changes=tuple(changes))
 
 
 def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
@@ -201,7 +201,7 @@ def check_started_from(run: Run[Any]) -> None:
     require(not there or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 
-def strangers(directory: Path) -> list[str]:
+def leftover_files(directory: Path) -> list[str]:
     """A note where a new run's directory holds files that are no run's, such as data."""
     found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", NAMES, "slurm"}
     if not found or (directory / "config.yaml").exists():

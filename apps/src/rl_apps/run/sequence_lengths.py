@@ -39,7 +39,7 @@ def longest_row(data: DataConfig, model: str) -> int:
     return data.max_length
 
 
-class Picked(Sequence[dict[str, Any]]):
+class SelectedRows(Sequence[dict[str, Any]]):
     """Rows of a data set by their numbers, some of them in another form."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int], instead: Mapping[int, dict[str, Any]]) -> None:
@@ -114,7 +114,9 @@ class Lengths:
         kept = [number for number in range(len(rows)) if number not in too_long or number in instead]
         if not kept:
             raise DataError(f"{sentence}: none is left. Raise data.max_length.")
-        return Picked(rows, kept, instead), f"{sentence}: {len(instead)} truncated, {len(rows) - len(kept)} dropped"
+        return SelectedRows(
+            rows, kept, instead
+        ), f"{sentence}: {len(instead)} truncated, {len(rows) - len(kept)} dropped"
 
     def _require_shown(self, texts: Sequence[Any], row: dict[str, Any], number: int) -> None:
         """Reject a row that the chat template does not show whole."""

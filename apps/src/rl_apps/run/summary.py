@@ -53,7 +53,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     return [
         *lines,
         *files(run_dir),
-        f"Try next: {_called(command)} --config {shlex.quote(f'{run_dir}/config.yaml')} "
+        f"Try next: {_command_prefix(command)} --config {shlex.quote(f'{run_dir}/config.yaml')} "
         f"{_setting('run_dir', f'{run_dir}-on-policy')} rollout.max_staleness=0",
     ]
 
@@ -69,7 +69,7 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     if config.recipe == EMBEDDED:
         settings["recipe"] = EMBEDDED
     said = " ".join(_setting(name, value) for name, value in settings.items())
-    return [*after_any(config, run_dir), f"Try next: {_called(command)} {said}"]
+    return [*after_any(config, run_dir), f"Try next: {_command_prefix(command)} {said}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -146,7 +146,7 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     return directory / f"step_{steps[-1]}" if steps else None
 
 
-def _called(command: str) -> str:
+def _command_prefix(command: str) -> str:
     """Return a command as the user types it: with uv in the repository, otherwise its path."""
     if Path.cwd().is_relative_to(REPOSITORY):
         return f"uv run --package rl-apps {command}"

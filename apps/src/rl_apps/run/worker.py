@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from rl_apps.run.app import App, Run
-from rl_apps.run.components import Ending
+from rl_apps.run.components import SigtermHandler
 from rl_apps.run.directory import held_by_trainer
 from rl_apps.settings.compose import compose
 from rl_apps.settings.device_layout import layout_of
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     reference, directory, device, addresses = argv
     rank = os.environ.get("RANK", "0")
     configure(rank=int(rank), role="trainer")
-    signal.signal(signal.SIGTERM, Ending())
+    signal.signal(signal.SIGTERM, SigtermHandler())
     try:
         app: App = registry.load("rl.apps", reference)
         config = compose(app.schema, [Path(directory) / "config.yaml"])

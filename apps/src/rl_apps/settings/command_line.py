@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `{self.prog} --help` says what it takes.")
 
 
-def say(text: str) -> None:
+def print_all(text: str) -> None:
     """Print what is all that a command has to say. Where the reader has read enough, as `head` does, it ends with a
     shell's code for that, 141."""
     try:

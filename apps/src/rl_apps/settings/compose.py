@@ -81,12 +81,12 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
         choices = _take_choices(layers, base)
         seams = dict(_seams(base))
         unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
-        said: Any = OmegaConf.merge(unsaid, *layers)
-        parts = {path: _part(said, path, seam) for path, seam in seams.items()}
+        merged: Any = OmegaConf.merge(unsaid, *layers)
+        parts = {path: _component_of(merged, path, seam) for path, seam in seams.items()}
         for path, seam in seams.items():
             section, _, name = path.rpartition(".")
             for layer in layers:
-                if _overruled(layer, path, seam, parts[path]):
+                if _warn_overridden(layer, path, seam, parts[path]):
                     OmegaConf.select(layer, section, default={}).pop(name, None)
             if parts[path]:
                 setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
@@ -102,10 +102,10 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
         raise ConfigError(_explain(error, base, overrides, parts)) from error
     except ConfigError as error:  # of one section, which does not know where it stands
         name = str(error).partition(":")[0].partition(" with ")[0]
-        said = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
-        if len(said) != 1:
+        merged = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
+        if len(merged) != 1:
             raise
-        raise ConfigError(said[0] + str(error).removeprefix(name)) from error
+        raise ConfigError(merged[0] + str(error).removeprefix(name)) from error
     assert isinstance(result, schema)
     return result
 
@@ -266,8 +266,8 @@ def _take_recipe(layers: list[DictConfig], base: Any) -> None:
     known = sorted({str(name) for recipes in offered.values() for name in recipes})
     if not known:
         return
-    said: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
-    name = said.recipe or (EMBEDDED if said.model.path in MADE else PRETRAINED)
+    merged: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
+    name = merged.recipe or (EMBEDDED if merged.model.path in MADE else PRETRAINED)
     if name not in known:
         raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.{did_you_mean(name, known)}")
     for layer in layers:
@@ -333,21 +333,21 @@ def _seams(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from _seams(value, f"{prefix}{item.name}.")
 
 
-def _part(said: DictConfig, path: str, seam: type) -> str:
+def _component_of(config: DictConfig, path: str, seam: type) -> str:
     """Name of the part to which a field belongs: the component of its section, or the first of its kind; "" if none."""
     if seam is SchedulerConfig:
-        return str(said.launcher.kind)
-    allocation = Allocation.parse(said.allocation)
+        return str(config.launcher.kind)
+    allocation = Allocation.parse(config.allocation)
     components = allocation.train if seam is TrainEngineConfig else allocation.inference
     named = [c for c in components if c.name == path.split(".")[0]]
     return next((c.backend for c in (*named, *components)), "")
 
 
-def _overruled(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
+def _warn_overridden(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
     """Whether a layer itself names another part for a field than the one that was chosen in the end."""
 
     try:
-        return _part(layer, path, seam) != chosen
+        return _component_of(layer, path, seam) != chosen
     except ConfigError:  # it was for parts that are not installed here
         return True
     except OmegaConfBaseException:  # it names none
@@ -408,7 +408,7 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
         if not (parts.get(path) and key.startswith(f"{path}.")):
             continue
         name = key.removeprefix(f"{path}.").split(".")[0]
-        if (others := _parts_with(name, seam)) and parts[path] not in others:
+        if (others := _components_with(name, seam)) and parts[path] not in others:
             chosen = "launcher" if seam is SchedulerConfig else "allocation"
             return (
                 f"{key} does not go with {parts[path]!r}, which the {chosen} names: it has no {name}. "
@@ -437,7 +437,7 @@ def _hint(key: str, values: Mapping[str, Any]) -> str:
     return (f" Did you mean {meant[0]!r}?" if meant else "") + f" {place} has {has}."
 
 
-def _parts_with(name: str, seam: type) -> list[str]:
+def _components_with(name: str, seam: type) -> list[str]:
     """The installed parts of a kind that have a setting of this name."""
     found = []
     for part in sorted(registry.available(SEAMS[seam])):

@@ -144,7 +144,7 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
         )
         turns = "; more processes than cores, so they share them" if 0 < cores < processes else ""
         sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}{turns}"
-        return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
+        return Devices("cpu", cores_each, sentence, _placements(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"
     require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")
     needed = layout.actor.world_size if layout.shared else processes
@@ -155,10 +155,10 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
         )
     each = ", ".join(f"{role.name} {role.world_size}" for role in roles)
     sentence = f"{needed} of {gpus} GPUs: {each}{on}"
-    return Devices("cuda", cores_each, sentence, _places(layout, nodes, cores_each, 1))
+    return Devices("cuda", cores_each, sentence, _placements(layout, nodes, cores_each, 1))
 
 
-def _places(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> dict[str, tuple[str, ...]]:
+def _placements(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> dict[str, tuple[str, ...]]:
     """Which process goes to which machine, by the arithmetic of the schedulers.
 
     Raises:

@@ -1,6 +1,5 @@
-"""Test classes that any implementation of a contract subclasses, ours or a third party's.
+"""Test classes for implementations of the contracts; subclass one to test a built-in or third-party implementation.
 
-Each module here needs pytest and is imported by tests only. Importing the base class's module under an alias, or
-subclassing it as `class TestMine(suite.XxxConformance)`, keeps pytest from collecting the base class itself (its name
-does not begin with `Test`).
+The modules here require pytest and are imported by tests only. The base classes are named `XxxConformance`, without
+the prefix `Test`, so pytest collects only the subclass, for example `class TestMyEngine(suite.XxxConformance)`.
 """

@@ -1,5 +1,7 @@
-"""What every inference engine promises. Subclass `InferenceEngineConformance`, with an `engine` fixture over running
-servers and a `next_weights` hook."""
+"""Conformance suite for inference engines.
+
+Subclass `InferenceEngineConformance` and override the `engine` fixture and the `next_weights` hook.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +23,42 @@ PROMPT = [5, 17, 42, 9, 28, 33]
 
 
 def request(seed: int | None = 1, prompt: list[int] | None = None, **generation: Any) -> ModelRequest:
-    """A request of 16 tokens that no end token cuts short, unless told otherwise."""
+    """Return a request for 16 tokens that ignores the end token, unless `generation` overrides this."""
     options = {"max_new_tokens": 16, "ignore_eos": True, **generation}
     return ModelRequest(list(prompt or PROMPT), GenerationConfig(**options), seed=seed)
 
 
 @pytest.mark.asyncio
 class InferenceEngineConformance:
-    """Tests of the `InferenceEngine` contract. They leave the servers as they found them, but for the version."""
+    """Tests of the `InferenceEngine` contract. They change nothing on the servers but the version of the weights."""
 
     logprob_tolerance = 1e-4
-    """Largest difference between log-probs as sampled and as scored."""
+    """Largest allowed difference between sampled and scored log-probs, in nats."""
     seeded = True
-    """Whether a seed decides the sampled tokens whatever else runs on the server."""
+    """Whether a seed alone determines the sampled tokens, independent of concurrent requests."""
     long_completion = 400
-    """Tokens that take the servers much longer than staging and committing weights."""
+    """Length of a completion that takes the servers much longer than staging and committing weights, in tokens."""
     context_length: int | None = None
-    """Tokens of prompt and answer together at most; None: too many to try."""
+    """Maximum tokens of prompt and completion together, or None to skip the tests that fill the context."""
 
     @pytest.fixture
     async def engine(self) -> InferenceEngine:
-        """Override: an initialized engine of running servers, destroyed after the test. (In pytest-asyncio's strict
-        mode use `pytest_asyncio.fixture`.)"""
+        """Initialized engine with running servers, destroyed after the test. Subclasses override it.
+
+        In pytest-asyncio's strict mode, use `pytest_asyncio.fixture`.
+        """
         raise NotImplementedError("override the `engine` fixture")
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        """Override: put weights that the servers can load onto a route, as `version`; the trainer's receipt."""
+        """Send weights that the servers can load over a route, as `version`. Subclasses override it.
+
+        Returns:
+            The metadata of the update and the trainer's receipt.
+        """
         raise NotImplementedError("override next_weights")
 
     async def publish(self, engine: InferenceEngine, interrupt: str = "keep") -> int:
-        """Stage, verify and commit the next version."""
+        """Stage, verify and commit the next version, and return its number."""
         await engine.stats()
         version = engine.version + 1
         meta, sent = await self.next_weights(version)
@@ -63,7 +71,7 @@ class InferenceEngineConformance:
         return version
 
     async def check(self, engine: InferenceEngine, response: ModelResponse, temperature: float = 1.0) -> None:
-        """Assert that a response is aligned and that its log-probs are those of its own tokens."""
+        """Assert that a response has one log-prob and version per token and that `score` returns the same log-probs."""
         count = len(response.output_ids)
         assert count == len(response.logprobs) == len(response.versions) > 0
         assert all(logprob <= 0 for logprob in response.logprobs)
@@ -78,7 +86,7 @@ class InferenceEngineConformance:
     # ---- generation
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-    async def test_agenerate_logprobs_and_versions_belong_to_the_tokens(
+    async def test_agenerate_returns_aligned_logprobs_and_versions(
         self, engine: InferenceEngine, temperature: float
     ) -> None:
         await engine.stats()
@@ -92,89 +100,89 @@ class InferenceEngineConformance:
         assert response.seconds >= 0
         await self.check(engine, response, temperature or 1.0)
 
-    async def test_agenerate_top_p_and_top_k_leave_logprobs_of_the_full_vocabulary(
-        self, engine: InferenceEngine
-    ) -> None:
+    async def test_agenerate_top_p_and_top_k_keep_full_vocabulary_logprobs(self, engine: InferenceEngine) -> None:
         try:
             response = await engine.agenerate(request(top_k=3, top_p=0.9))
         except InferenceError:
-            pytest.skip("the engine refuses truncated sampling, which is allowed")
+            pytest.skip("the engine rejects top_k and top_p, as the contract allows")
 
         await self.check(engine, response)
 
-    async def test_agenerate_seed_reproduces_and_seeds_differ(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_same_seed_repeats_and_other_seed_differs(self, engine: InferenceEngine) -> None:
         if not (self.seeded and engine.capabilities.seeds):
-            pytest.skip("this engine's servers do not promise seeds")
+            pytest.skip("the servers of this engine do not support seeds")
 
-        first, again, other = [(await engine.agenerate(request(seed=s))).output_ids for s in (1, 1, 2)]
-        together = await asyncio.gather(*(engine.agenerate(request(seed=s)) for s in (2, 1, 3, 1)))
+        first, repeated, other = [(await engine.agenerate(request(seed=s))).output_ids for s in (1, 1, 2)]
+        concurrent = await asyncio.gather(*(engine.agenerate(request(seed=s)) for s in (2, 1, 3, 1)))
 
-        assert first == again == together[1].output_ids == together[3].output_ids
-        assert other == together[0].output_ids != first
+        assert first == repeated == concurrent[1].output_ids == concurrent[3].output_ids
+        assert other == concurrent[0].output_ids != first
 
-    async def test_agenerate_without_seed_differs_and_greedy_does_not(self, engine: InferenceEngine) -> None:
-        drawn = [(await engine.agenerate(request(seed=None))).output_ids for _ in range(2)]
+    async def test_agenerate_without_seed_varies_and_greedy_repeats(self, engine: InferenceEngine) -> None:
+        sampled = [(await engine.agenerate(request(seed=None))).output_ids for _ in range(2)]
         greedy = [(await engine.agenerate(request(seed=s, temperature=0.0))).output_ids for s in (None, 1, 2)]
 
-        assert drawn[0] != drawn[1]
+        assert sampled[0] != sampled[1]
         assert greedy[0] == greedy[1] == greedy[2]
 
-    async def test_agenerate_stop_token_ends_the_answer_and_is_part_of_it(self, engine: InferenceEngine) -> None:
-        free = (await engine.agenerate(request(temperature=0.0))).output_ids
-        stop = free[5]
+    async def test_agenerate_stop_token_ends_completion_and_is_included(self, engine: InferenceEngine) -> None:
+        unstopped = (await engine.agenerate(request(temperature=0.0))).output_ids
+        stop = unstopped[5]
 
         response = await engine.agenerate(request(temperature=0.0, stop_token_ids=[stop]))
-        held = await engine.agenerate(request(temperature=0.0, stop_token_ids=[stop], min_new_tokens=16))
+        continued = await engine.agenerate(request(temperature=0.0, stop_token_ids=[stop], min_new_tokens=16))
 
-        assert response.output_ids == free[: free.index(stop) + 1]
+        assert response.output_ids == unstopped[: unstopped.index(stop) + 1]
         assert response.stop_reason == StopReason.STOP
-        assert (len(held.output_ids), held.stop_reason) == (16, StopReason.LENGTH)
+        assert (len(continued.output_ids), continued.stop_reason) == (16, StopReason.LENGTH)
         await self.check(engine, response)
 
-    async def test_agenerate_max_new_tokens_is_the_limit(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_max_new_tokens_limits_the_completion(self, engine: InferenceEngine) -> None:
         for limit in (1, 5):
             response = await engine.agenerate(request(max_new_tokens=limit))
 
             assert (len(response.output_ids), response.stop_reason) == (limit, StopReason.LENGTH)
 
-    async def test_agenerate_answer_that_would_exceed_the_context_ends_there(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_completion_at_context_length_is_truncated(self, engine: InferenceEngine) -> None:
         if self.context_length is None:
-            pytest.skip("the context is too long to be filled")
-        for room in (5, 1):
-            prompt = [7] * (self.context_length - room)
+            pytest.skip("context_length is None")
+        for remaining in (5, 1):
+            prompt = [7] * (self.context_length - remaining)
 
             response = await engine.agenerate(request(prompt=prompt, max_new_tokens=16, min_new_tokens=9))
 
-            assert (len(response.output_ids), response.stop_reason) == (room, StopReason.LENGTH)
+            assert (len(response.output_ids), response.stop_reason) == (remaining, StopReason.LENGTH)
             await self.check(engine, response)
 
-    async def test_agenerate_prompt_that_fills_the_context_is_refused(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_prompt_filling_the_context_raises(self, engine: InferenceEngine) -> None:
         if self.context_length is None:
-            pytest.skip("the context is too long to be filled")
+            pytest.skip("context_length is None")
         for length in (self.context_length, self.context_length + 1):
             with pytest.raises(InferenceError):
                 await engine.agenerate(request(prompt=[7] * length))
 
-    async def test_agenerate_many_at_once_each_gets_its_own_answer(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_concurrent_requests_get_their_own_completions(self, engine: InferenceEngine) -> None:
         prompts = [[7 + i % 40, 11, *PROMPT[: i % 5]] for i in range(24)]
         requests = [request(seed=i, prompt=p, max_new_tokens=4 + i % 9) for i, p in enumerate(prompts)]
 
         responses = await asyncio.gather(*map(engine.agenerate, requests))
 
-        for made, response in zip(requests, responses, strict=True):
-            assert response.input_ids == made.input_ids
-            assert len(response.output_ids) == made.generation.max_new_tokens
+        for sent, response in zip(requests, responses, strict=True):
+            assert response.input_ids == sent.input_ids
+            assert len(response.output_ids) == sent.generation.max_new_tokens
             await self.check(engine, response)
 
-    async def test_agenerate_bad_request_raises_inference_error_and_others_go_on(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_bad_request_raises_and_other_requests_succeed(self, engine: InferenceEngine) -> None:
         bad = ModelRequest([], GenerationConfig())
 
-        failed, fine = await asyncio.gather(engine.agenerate(bad), engine.agenerate(request()), return_exceptions=True)
+        error, response = await asyncio.gather(
+            engine.agenerate(bad), engine.agenerate(request()), return_exceptions=True
+        )
 
-        assert isinstance(failed, InferenceError)
-        assert isinstance(fine, ModelResponse)
+        assert isinstance(error, InferenceError)
+        assert isinstance(response, ModelResponse)
 
-    async def test_agenerate_cancelled_requests_leave_the_servers_usable(self, engine: InferenceEngine) -> None:
+    async def test_agenerate_after_cancelled_requests_succeeds(self, engine: InferenceEngine) -> None:
         tasks = await self._running(engine, 8)
         for task in tasks:
             task.cancel()
@@ -185,28 +193,28 @@ class InferenceEngineConformance:
 
     # ---- servers by name
 
-    async def test_servers_are_named_as_in_answers_and_each_scores_by_itself(self, engine: InferenceEngine) -> None:
+    async def test_score_on_each_named_server_agrees(self, engine: InferenceEngine) -> None:
         response = await engine.agenerate(request())
         ids = response.input_ids + response.output_ids
-        whichever = await engine.score(ids)
+        expected = await engine.score(ids)
 
         assert response.server in engine.servers
         assert len(set(engine.servers)) == len(engine.servers)
         for server in engine.servers:
-            assert await engine.score(ids, server=server) == pytest.approx(whichever, abs=self.logprob_tolerance)
+            assert await engine.score(ids, server=server) == pytest.approx(expected, abs=self.logprob_tolerance)
 
-    async def test_score_of_a_server_that_is_not_there_raises_inference_error(self, engine: InferenceEngine) -> None:
-        with pytest.raises(InferenceError, match="nowhere"):
-            await engine.score(PROMPT, server="nowhere")
+    async def test_score_unknown_server_raises_inference_error(self, engine: InferenceEngine) -> None:
+        with pytest.raises(InferenceError, match="unknown-server"):
+            await engine.score(PROMPT, server="unknown-server")
 
     # ---- weights
 
     @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
-    async def test_commit_stamps_the_new_version_on_later_tokens_only(
+    async def test_commit_weights_stamps_new_version_on_later_tokens_only(
         self, engine: InferenceEngine, interrupt: str
     ) -> None:
         await self.publish(engine)
-        for _ in range(5):  # on a busy machine an answer may end before the commit comes: then another is asked for
+        for _ in range(5):  # a completion can end before the commit on a busy machine: try again
             old = engine.version
             [running] = await self._running(engine)
 
@@ -220,7 +228,7 @@ class InferenceEngineConformance:
                 break
         assert set(response.versions) == ({old} if interrupt == "wait" else {old, new})
 
-    async def test_stage_serves_nothing_new_before_the_commit(self, engine: InferenceEngine) -> None:
+    async def test_stage_weights_serves_old_version_until_commit(self, engine: InferenceEngine) -> None:
         await self.publish(engine)
         old = engine.version
         meta, sent = await self.next_weights(old + 1)
@@ -228,14 +236,12 @@ class InferenceEngineConformance:
         receipts = await engine.stage_weights(meta)
 
         assert {receipt.version for receipt in receipts} == {old + 1}
-        sums = sent.checksums if engine.capabilities.checksums else {}
-        assert all(receipt.checksums == sums for receipt in receipts)
+        checksums = sent.checksums if engine.capabilities.checksums else {}
+        assert all(receipt.checksums == checksums for receipt in receipts)
         assert engine.version == old
         assert set((await engine.agenerate(request())).versions) == {old}
 
-    async def test_stage_of_missing_weights_and_commit_of_what_is_not_staged_raise_weight_update_error(
-        self, engine: InferenceEngine
-    ) -> None:
+    async def test_stage_missing_or_commit_unstaged_raises_weight_update_error(self, engine: InferenceEngine) -> None:
         await self.publish(engine)
         version = engine.version
         meta, _ = await self.next_weights(version + 1)
@@ -246,25 +252,25 @@ class InferenceEngineConformance:
         with pytest.raises(WeightUpdateError):
             await engine.commit_weights(version + 7)
 
-    # ---- the rest
+    # ---- pause, statistics, destroy
 
-    async def test_pause_holds_answers_back_until_resume(self, engine: InferenceEngine) -> None:
-        for _ in range(5):  # on a busy machine an answer may end before the pause comes: then another is asked for
+    async def test_pause_blocks_completions_until_resume(self, engine: InferenceEngine) -> None:
+        for _ in range(5):  # a completion can end before the pause on a busy machine: try again
             [running] = await self._running(engine)
 
             await engine.pause()
-            late = asyncio.ensure_future(engine.agenerate(request()))
-            done, _ = await asyncio.wait({running, late}, timeout=0.5)
+            queued = asyncio.ensure_future(engine.agenerate(request()))
+            done, _ = await asyncio.wait({running, queued}, timeout=0.5)
             await engine.resume()
 
-            assert late not in done
+            assert queued not in done
             assert len((await running).output_ids) == self.long_completion
-            assert len((await late).output_ids) == 16
+            assert len((await queued).output_ids) == 16
             if not done:
                 break
         assert not done
 
-    async def test_stats_count_servers_and_generated_tokens(self, engine: InferenceEngine) -> None:
+    async def test_stats_counts_servers_and_generated_tokens(self, engine: InferenceEngine) -> None:
         before = await engine.stats()
         await engine.agenerate(request(max_new_tokens=10))
         after = await engine.stats()
@@ -274,19 +280,22 @@ class InferenceEngineConformance:
         assert after["generated_tokens"] - before["generated_tokens"] >= 10
         assert after["busy_seconds"] >= before["busy_seconds"]
 
-    async def test_destroy_fails_what_waits_and_what_comes_with_inference_error(self, engine: InferenceEngine) -> None:
-        [waiting] = await self._running(engine)
+    async def test_destroy_fails_pending_and_later_requests(self, engine: InferenceEngine) -> None:
+        [pending] = await self._running(engine)
 
         await engine.destroy()
 
         with pytest.raises(InferenceError):
-            await asyncio.wait_for(waiting, 30)
+            await asyncio.wait_for(pending, 30)
         with pytest.raises(InferenceError):
             await engine.agenerate(request())
-        await engine.destroy()  # is safe twice
+        await engine.destroy()  # may be called twice
 
     async def _running(self, engine: InferenceEngine, count: int = 1) -> list[asyncio.Task[ModelResponse]]:
-        """Long answers that the servers generate, none of which has ended; asked for anew where one ends unseen."""
+        """Start `count` long completions and return their tasks while all of them are running.
+
+        If one ends before `stats` shows a running request, start over.
+        """
         long = request(max_new_tokens=self.long_completion)
         async with asyncio.timeout(120):
             while True:

@@ -1,4 +1,4 @@
-"""What every reward function promises. Subclass `RewardConformance`, with `target` and samples."""
+"""Conformance suite for reward functions. Subclass `RewardConformance` and set `target`, `right` and `wrong`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class RewardConformance:
     """Tests of the `RewardFunction` contract."""
 
     target: ClassVar[str | Callable[..., Any]]
-    """Name under `rl.rewards`, dotted path, or the function."""
+    """Name in the entry-point group `rl.rewards`, dotted path, or the function itself."""
     right: ClassVar[list[tuple[str, dict[str, Any]]]]
-    """Completions with their data rows that get the full reward, among them every gold answer form."""
+    """Pairs of completion and example that get the full reward. Include every format of the gold answer."""
     wrong: ClassVar[list[tuple[str, dict[str, Any]]]]
-    """Completions with their data rows that get less."""
+    """Pairs of completion and example that get less than the full reward."""
     full_reward: ClassVar[float] = 1.0
-    """The reward of what is right."""
+    """Reward of the completions in `right`."""
     gold_key: ClassVar[str | None] = "answer"
-    """Entry of the data row without which there is no reward; None: there is none such."""
+    """Field of an example that must hold the gold answer, or None if the reward needs no gold answer."""
 
     def score(self, completion: str, data: dict[str, Any]) -> float:
-        """The function's reward of one completion."""
+        """Return the reward of one completion."""
         function = load("rl.rewards", self.target) if isinstance(self.target, str) else self.target
         value = function("the question", completion, [1, 2], [3, 4], **data)
         if inspect.isawaitable(value):
@@ -44,7 +44,7 @@ class RewardConformance:
             value = asyncio.run(wait())
         return value
 
-    def test_right_completions_get_the_full_reward_and_wrong_ones_less(self) -> None:
+    def test_reward_right_completions_get_full_reward_and_wrong_ones_less(self) -> None:
         assert self.right
         assert self.wrong
         for completion, data in self.right:
@@ -52,8 +52,8 @@ class RewardConformance:
         for completion, data in self.wrong:
             assert self.score(completion, data) < self.full_reward, (completion, data)
 
-    def test_reward_is_a_finite_float_also_of_odd_completions(self) -> None:
-        odd = [
+    def test_reward_of_unusual_completions_is_a_finite_float(self) -> None:
+        unusual = [
             "",
             " ",
             "\n" * 50,
@@ -65,25 +65,25 @@ class RewardConformance:
             "答案是 \uff14\uff12",
             "a" * 100_000,
         ]
-        for completion, data in [*self.right, *self.wrong, *((text, self.right[0][1]) for text in odd)]:
+        for completion, data in [*self.right, *self.wrong, *((text, self.right[0][1]) for text in unusual)]:
             value = self.score(completion, data)
 
             assert isinstance(value, float), (completion[:80], value)
             assert math.isfinite(value), (completion[:80], value)
 
-    def test_reward_is_the_same_every_time_and_leaves_the_data_alone(self) -> None:
+    def test_reward_is_deterministic_and_does_not_modify_the_example(self) -> None:
         for completion, data in [*self.right, *self.wrong]:
             before = json.dumps(data)
 
             assert self.score(completion, data) == self.score(completion, data)
             assert json.dumps(data) == before
 
-    def test_further_entries_of_the_data_row_are_accepted(self) -> None:
+    def test_reward_accepts_unrelated_example_fields(self) -> None:
         completion, data = self.right[0]
 
         assert self.score(completion, {**data, "unrelated_entry": [1, {"a": None}]}) == self.full_reward
 
-    def test_missing_gold_answer_raises_and_is_no_reward(self) -> None:
+    def test_reward_missing_gold_answer_raises(self) -> None:
         if self.gold_key is None:
             pytest.skip("this reward needs no gold answer")
         completion, data = self.right[0]
@@ -95,10 +95,10 @@ class RewardConformance:
             self.score(completion, {k: v for k, v in data.items() if k != self.gold_key})
 
     @pytest.mark.asyncio
-    async def test_worker_process_gives_the_same_rewards(self) -> None:
+    async def test_reward_in_worker_process_equals_direct_call(self) -> None:
         samples = [*self.right, *self.wrong]
         async with AsyncRewardWrapper(self.target) as wrapper:
-            found = await asyncio.gather(*(wrapper("the question", c, [1, 2], [3, 4], **d) for c, d in samples))
+            rewards = await asyncio.gather(*(wrapper("the question", c, [1, 2], [3, 4], **d) for c, d in samples))
 
         expected = await asyncio.to_thread(lambda: [self.score(c, d) for c, d in samples])
-        assert found == expected
+        assert rewards == expected

@@ -1,6 +1,6 @@
-"""What every scheduler promises. Subclass `SchedulerConformance` and give it a `scheduler` fixture.
+"""Conformance suite for schedulers. Subclass `SchedulerConformance` and override the `scheduler` fixture.
 
-The workers are small Python programs that need the standard library only. A scheduler whose workers run on other
+The workers are small Python programs that use only the standard library. If the workers run on other machines, these
 machines must share a file system with the tests.
 """
 
@@ -34,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer((host, port), Handler).serve_forever()
 """
-"""Answers 503 for some seconds, then 200."""
+"""Program of a web server that responds with 503 for some seconds, then with 200. Arguments: seconds, host, port."""
 
 WRITE_ENVIRONMENT = """
 import json, os, pathlib, sys
@@ -42,7 +42,7 @@ path = pathlib.Path(sys.argv[1])
 path.with_suffix(".part").write_text(json.dumps([sys.argv[2:], dict(os.environ)]))
 path.with_suffix(".part").rename(path)
 """
-"""Writes its further arguments and its environment to the file that its first argument names."""
+"""Program that writes its remaining arguments and its environment to the file named by its first argument, as JSON."""
 
 IGNORE_TERMINATE = """
 import pathlib, signal, sys, time
@@ -50,23 +50,25 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(600)
 """
+"""Program that ignores SIGTERM, then creates the file named by its first argument."""
 
 SLEEP = "import time; time.sleep(600)"
+"""Program that runs for ten minutes."""
 
 
 def python(source: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs a program text with this interpreter."""
+    """Return the command that runs Python source code with the current interpreter."""
     return (sys.executable, "-c", source, *arguments)
 
 
 def server(role: str = "server", delay: float = 0.0, **fields: object) -> JobSpec:
-    """A role of small web servers that are ready after `delay` seconds."""
+    """Return the spec of a role of small web servers that become ready after `delay` seconds."""
     command = python(SERVER, str(delay), "{host}", "{port}")
     return JobSpec(role, command, needs_port=True, ready_path="/health", **fields)  # type: ignore[arg-type]
 
 
 def wait_for_end(scheduler: Scheduler, role: str) -> list[Worker]:
-    """The workers of a role once all have ended, seen through `poll`."""
+    """Poll the scheduler until all workers of a role have ended, and return them."""
 
     def ended() -> bool:
         scheduler.poll()
@@ -77,7 +79,7 @@ def wait_for_end(scheduler: Scheduler, role: str) -> list[Worker]:
 
 
 def listens(worker: Worker) -> bool:
-    """Whether anybody accepts connections at a worker's address."""
+    """Return whether a process accepts connections at the address of a worker."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return worker.port is not None and probe.connect_ex((worker.host, worker.port)) == 0
@@ -89,24 +91,24 @@ pathlib.Path(sys.argv[1]).mkdir(exist_ok=True)
 pathlib.Path(sys.argv[1], sys.argv[2]).touch()
 time.sleep(600)
 """
-"""Leaves a file in a directory."""
+"""Program that creates a file, named by its second argument, in the directory named by its first argument."""
 
 
 class SchedulerConformance:
     """Tests of the `Scheduler` contract."""
 
     restarts_workers = True
-    """Whether `restart_worker` is implemented; the launcher then brings back servers that die."""
+    """Whether the scheduler implements `restart_worker`, which the launcher uses to restart failed servers."""
 
     resizes_roles = True
-    """Whether `resize_workers` is implemented; servers can then be added and taken away while a run goes on."""
+    """Whether the scheduler implements `resize_workers`, which adds and removes servers during a run."""
 
     @pytest.fixture
     def scheduler(self) -> Scheduler:
-        """Override: a scheduler without workers, whose workers are gone after the test."""
+        """Scheduler without workers, whose workers are deleted after the test. Subclasses override it."""
         raise NotImplementedError("override the `scheduler` fixture")
 
-    def test_create_workers_program_ends_status_and_exit_code_tell_how(self, scheduler: Scheduler) -> None:
+    def test_create_workers_ended_program_has_status_and_exit_code(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(JobSpec("good", python("pass")))
         scheduler.create_workers(JobSpec("bad", python("raise SystemExit(3)")))
 
@@ -118,12 +120,12 @@ class SchedulerConformance:
         assert good.ended_at is not None
         assert abs(time.time() - good.ended_at) < 60
 
-    def test_create_workers_scratch_is_removed_before_the_first_and_after_the_last_that_share_it(
+    def test_create_workers_removes_scratch_before_first_and_after_last_role(
         self, scheduler: Scheduler, tmp_path: Path
     ) -> None:
         scratch = tmp_path / "scratch"
         scratch.mkdir()
-        (scratch / "left").touch()
+        (scratch / "stale").touch()
         for role in ("one", "two"):
             command = python(WRITE_FILE, str(scratch), role)
             scheduler.create_workers(JobSpec(role, command, scratch=(str(scratch),)))
@@ -135,7 +137,7 @@ class SchedulerConformance:
         scheduler.delete_workers("two", grace=0.0)
         assert not scratch.exists()
 
-    def test_create_workers_templates_become_the_workers_own(self, scheduler: Scheduler, tmp_path: Path) -> None:
+    def test_create_workers_fills_in_templates_for_each_worker(self, scheduler: Scheduler, tmp_path: Path) -> None:
         out = tmp_path / "worker-{index}.json"
         command = python(WRITE_ENVIRONMENT, str(out), "{host}:{port}", '{"kept": {}}')
         spec = JobSpec("role", command, count=2, needs_port=True, env={"ME": "{index}@{host}:{port}"})
@@ -149,7 +151,7 @@ class SchedulerConformance:
             assert arguments == [f"{worker.host}:{worker.port}", '{"kept": {}}']
             assert environment["ME"] == f"{worker.index}@{worker.host}:{worker.port}"
 
-    def test_create_workers_spmd_role_has_torchrun_variables(self, scheduler: Scheduler, tmp_path: Path) -> None:
+    def test_create_workers_spmd_role_sets_torchrun_variables(self, scheduler: Scheduler, tmp_path: Path) -> None:
         command = python(WRITE_ENVIRONMENT, str(tmp_path / "rank-{index}.json"))
 
         workers = scheduler.create_workers(JobSpec("actor", command, count=2, cpus=3, spmd=True))
@@ -161,7 +163,7 @@ class SchedulerConformance:
         assert ranks[0]["MASTER_ADDR"] == ranks[1]["MASTER_ADDR"]
         assert int(ranks[0]["MASTER_PORT"]) == int(ranks[1]["MASTER_PORT"])
 
-    def test_create_workers_role_exists_raises(self, scheduler: Scheduler) -> None:
+    def test_create_workers_existing_role_raises(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
         with pytest.raises(LaunchError, match="role"):
             scheduler.create_workers(JobSpec("role", python(SLEEP)))
@@ -171,8 +173,10 @@ class SchedulerConformance:
             scheduler.create_workers(JobSpec("role", ("no-such-program",)))
         assert scheduler.get_workers("role") == []
 
-    def test_create_workers_fixed_port_in_use_raises_naming_it(self, scheduler: Scheduler, tmp_path: Path) -> None:
-        with socket.create_server(("", 0)) as taken:  # at every address: whichever machine the worker goes to
+    def test_create_workers_fixed_port_in_use_raises_and_names_it(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        with socket.create_server(
+            ("", 0)
+        ) as taken:  # bind to every address, since the worker may run on another machine
             port = taken.getsockname()[1]
             started = tmp_path / "started"
             spec = JobSpec("role", python(f"open({str(started)!r}, 'w')"), port=port)
@@ -180,7 +184,7 @@ class SchedulerConformance:
                 scheduler.create_workers(spec)
         assert not started.exists()
 
-    def test_logs_hold_both_streams_and_only_the_last_lines(self, scheduler: Scheduler) -> None:
+    def test_logs_returns_last_lines_of_both_streams(self, scheduler: Scheduler) -> None:
         program = "import sys; [print('line', i) for i in range(50)]; sys.stdout.flush(); sys.stderr.write('oops\\n')"
         scheduler.create_workers(JobSpec("role", python(program)))
 
@@ -189,21 +193,21 @@ class SchedulerConformance:
         assert worker.log.name == "role-0.log"
         assert scheduler.logs(worker, lines=2).splitlines() == ["line 49", "oops"]
 
-    def test_wait_ready_slow_server_returns_when_it_answers(self, scheduler: Scheduler) -> None:
+    def test_wait_ready_slow_server_returns_when_ready(self, scheduler: Scheduler) -> None:
         (worker,) = scheduler.create_workers(server(delay=2.0))
         assert worker.status is WorkerStatus.STARTING
 
         (ready,) = scheduler.wait_ready("server")
 
         assert ready.status is WorkerStatus.RUNNING
-        with urllib.request.urlopen(f"{ready.address}/health", timeout=5) as answer:
-            assert answer.status == 200
+        with urllib.request.urlopen(f"{ready.address}/health", timeout=5) as response:
+            assert response.status == 200
 
-    def test_wait_ready_without_check_returns_the_running_workers(self, scheduler: Scheduler) -> None:
+    def test_wait_ready_without_ready_path_returns_running_workers(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(JobSpec("role", python(SLEEP), count=2))
         assert [worker.status for worker in scheduler.wait_ready("role")] == [WorkerStatus.RUNNING] * 2
 
-    def test_wait_ready_worker_ends_raises_with_its_log(self, scheduler: Scheduler) -> None:
+    def test_wait_ready_ended_worker_raises_with_its_log(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(JobSpec("role", python("raise ValueError('no weights')"), ready_path="/health"))
         with pytest.raises(LaunchError, match=r"(?s)role-0 .*exit code 1.*ValueError: no weights"):
             scheduler.wait_ready("role")
@@ -215,7 +219,7 @@ class SchedulerConformance:
             scheduler.wait_ready("server")
         assert 3 <= time.monotonic() - started < 30
 
-    def test_wait_ready_tick_raises_ends_the_wait(self, scheduler: Scheduler) -> None:
+    def test_wait_ready_error_in_tick_ends_the_wait(self, scheduler: Scheduler) -> None:
         def tick() -> None:
             raise KeyboardInterrupt
 
@@ -224,13 +228,13 @@ class SchedulerConformance:
             scheduler.wait_ready("server", tick=tick)
 
     def test_wait_ready_unknown_role_raises(self, scheduler: Scheduler) -> None:
-        with pytest.raises(LaunchError, match="nobody"):
-            scheduler.wait_ready("nobody")
+        with pytest.raises(LaunchError, match="unknown"):
+            scheduler.wait_ready("unknown")
 
     def test_get_workers_unknown_role_is_empty(self, scheduler: Scheduler) -> None:
-        assert scheduler.get_workers("nobody") == []
+        assert scheduler.get_workers("unknown") == []
 
-    def test_delete_workers_one_role_leaves_the_others(self, scheduler: Scheduler) -> None:
+    def test_delete_workers_of_one_role_keeps_other_roles(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(server("one"))
         scheduler.create_workers(server("two"))
         (one,) = scheduler.wait_ready("one")
@@ -246,21 +250,23 @@ class SchedulerConformance:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
         scheduler.delete_workers("role")
         scheduler.delete_workers("role")
-        scheduler.delete_workers("nobody")
+        scheduler.delete_workers("unknown")
         scheduler.delete_workers()
         assert scheduler.poll() == []
 
-    def test_delete_workers_plain_program_ends_by_the_first_signal(self, scheduler: Scheduler, tmp_path: Path) -> None:
-        masked = "import signal, sys; print(signal.pthread_sigmask(signal.SIG_BLOCK, [])); sys.stdout.flush(); "
-        (worker,) = scheduler.create_workers(JobSpec("role", python(masked + SLEEP)))
+    def test_delete_workers_ends_plain_program_with_sigterm(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        print_mask = "import signal, sys; print(signal.pthread_sigmask(signal.SIG_BLOCK, [])); sys.stdout.flush(); "
+        (worker,) = scheduler.create_workers(JobSpec("role", python(print_mask + SLEEP)))
         wait_until(lambda: "set()" in scheduler.logs(worker))
         scheduler.delete_workers("role", grace=60.0)
         assert worker.exit_code == -signal.SIGTERM
 
-    def test_delete_workers_stubborn_worker_is_killed_after_grace(self, scheduler: Scheduler, tmp_path: Path) -> None:
-        deaf = tmp_path / "deaf"
-        (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(deaf))))
-        wait_until(deaf.exists)
+    def test_delete_workers_kills_worker_ignoring_sigterm_after_grace(
+        self, scheduler: Scheduler, tmp_path: Path
+    ) -> None:
+        ignores_sigterm = tmp_path / "ignores-sigterm"
+        (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(ignores_sigterm))))
+        wait_until(ignores_sigterm.exists)
 
         started = time.monotonic()
         scheduler.delete_workers("role", grace=0.3)
@@ -268,22 +274,22 @@ class SchedulerConformance:
         assert 0.3 <= time.monotonic() - started < 10
         assert worker.exit_code == -9
 
-    def test_terminate_workers_asks_and_does_not_wait(self, scheduler: Scheduler, tmp_path: Path) -> None:
+    def test_terminate_workers_sends_sigterm_without_waiting(self, scheduler: Scheduler, tmp_path: Path) -> None:
         if type(scheduler).terminate_workers is Scheduler.terminate_workers:
-            pytest.skip("the scheduler deletes workers instead, which waits for their end")
-        deaf = tmp_path / "deaf"
-        scheduler.create_workers(JobSpec("deaf", python(IGNORE_TERMINATE, str(deaf))))
+            pytest.skip("this scheduler implements terminate_workers by delete_workers, which waits")
+        ignores_sigterm = tmp_path / "ignores-sigterm"
+        scheduler.create_workers(JobSpec("stubborn", python(IGNORE_TERMINATE, str(ignores_sigterm))))
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
-        wait_until(deaf.exists)
+        wait_until(ignores_sigterm.exists)
 
-        for role in ("nobody", "deaf", "role"):
+        for role in ("unknown", "stubborn", "role"):
             scheduler.terminate_workers(role)
 
         wait_until(lambda: worker in scheduler.poll() and worker.exit_code is not None)
         assert worker.exit_code == -signal.SIGTERM
-        assert scheduler.get_workers("deaf")[0].exit_code is None
+        assert scheduler.get_workers("stubborn")[0].exit_code is None
 
-    def test_delete_workers_role_can_be_created_again(self, scheduler: Scheduler) -> None:
+    def test_create_workers_after_delete_reuses_role_and_port(self, scheduler: Scheduler) -> None:
         port = free_port()
         for _ in range(2):
             scheduler.create_workers(server(port=port))
@@ -291,34 +297,39 @@ class SchedulerConformance:
             assert worker.port == port
             scheduler.delete_workers()
 
-    def test_restart_worker_killed_or_frozen_comes_back_at_its_address(self, scheduler: Scheduler) -> None:
+    def test_restart_worker_killed_or_stopped_keeps_its_address(self, scheduler: Scheduler) -> None:
         if not self.restarts_workers:
-            pytest.skip("the scheduler cannot restart a single worker")
+            pytest.skip("this scheduler cannot restart a single worker")
         one, two = scheduler.create_workers(server(count=2))
         scheduler.wait_ready("server")
 
-        for number, lives in ((signal.SIGKILL, 1), (signal.SIGSTOP, 2)):
+        for number, restarts in ((signal.SIGKILL, 1), (signal.SIGSTOP, 2)):
             os.kill(one.pid or 0, number)
-            again = scheduler.restart_worker(one, "planted")
-            assert (again.name, again.address, again.log, again.restarts) == (one.name, one.address, one.log, lives)
-            assert again.pid != one.pid
-            assert again.status is WorkerStatus.STARTING
+            restarted = scheduler.restart_worker(one, "injected")
+            assert (restarted.name, restarted.address, restarted.log, restarted.restarts) == (
+                one.name,
+                one.address,
+                one.log,
+                restarts,
+            )
+            assert restarted.pid != one.pid
+            assert restarted.status is WorkerStatus.STARTING
             scheduler.wait_ready("server")
-            assert listens(again)
-            one = again
+            assert listens(restarted)
+            one = restarted
 
         assert [worker.pid for worker in scheduler.poll()] == [one.pid, two.pid]
-        assert "planted" in one.log.read_text()
+        assert "injected" in one.log.read_text()
         scheduler.delete_workers()
         assert not listens(one)
 
     def test_restart_worker_unknown_raises(self, scheduler: Scheduler) -> None:
-        with pytest.raises(LaunchError, match="nobody-0"):
-            scheduler.restart_worker(Worker("nobody", 0, "127.0.0.1", None, Path("nobody-0.log")))
+        with pytest.raises(LaunchError, match="unknown-0"):
+            scheduler.restart_worker(Worker("unknown", 0, "127.0.0.1", None, Path("unknown-0.log")))
 
-    def test_resize_workers_starts_further_and_stops_the_last(self, scheduler: Scheduler) -> None:
+    def test_resize_workers_adds_workers_and_removes_the_last(self, scheduler: Scheduler) -> None:
         if not self.resizes_roles:
-            pytest.skip("the scheduler cannot resize a role")
+            pytest.skip("this scheduler cannot resize a role")
         (first,) = scheduler.create_workers(server())
         scheduler.wait_ready("server")
 
@@ -332,15 +343,15 @@ class SchedulerConformance:
         assert [worker.pid for worker in scheduler.poll()] == [first.pid]
         assert [listens(worker) for worker in workers] == [True, False, False]
 
-    def test_resize_workers_ranks_or_none_left_or_unknown_role_raises(self, scheduler: Scheduler) -> None:
+    def test_resize_workers_spmd_role_zero_or_unknown_role_raises(self, scheduler: Scheduler) -> None:
         if not self.resizes_roles:
-            pytest.skip("the scheduler cannot resize a role")
+            pytest.skip("this scheduler cannot resize a role")
         scheduler.create_workers(JobSpec("ranks", python(SLEEP), spmd=True))
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
         with pytest.raises(ConfigError, match="ranks"):
             scheduler.resize_workers("ranks", 2)
         with pytest.raises(ConfigError, match="at least 1"):
             scheduler.resize_workers("role", 0)
-        with pytest.raises(LaunchError, match="nobody"):
-            scheduler.resize_workers("nobody", 2)
+        with pytest.raises(LaunchError, match="unknown"):
+            scheduler.resize_workers("unknown", 2)
         assert [worker.name for worker in scheduler.poll()] == ["ranks-0", "role-0"]

@@ -1,7 +1,7 @@
-"""What every train engine promises. Subclass `TrainEngineConformance` and override `make_engine`.
+"""Conformance suite for train engines. Subclass `TrainEngineConformance` and override `make_engine`.
 
-The numbers are those of `rl_contracts.testing.ReferenceTrainEngine`. Tests run in one process; the ranks of an engine
-are compared with one rank by its own tests, on the same batches (`rl_contracts.testing.make_batch`).
+Expected values come from `rl_contracts.testing.ReferenceTrainEngine`. The suite runs in one process. The tests of each
+engine compare several ranks with one rank, on batches of `rl_contracts.testing.make_batch`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ __all__ = ["TrainEngineConformance"]
 OPTIMIZER = OptimizerConfig(
     lr=3e-3, weight_decay=0.1, eps=1e-4, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, max_grad_norm=0.5
 )
-"""Every part of the step counts; eps is large so that gradients of about 0 do not turn rounding into whole steps."""
+"""Optimizer settings that exercise every term of the step.
+
+A large `eps` keeps rounding errors in gradients near 0 from becoming full steps.
+"""
 STEPS = 5
+"""Total optimizer steps of the learning-rate schedule."""
 
 
 def policy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """A clipped policy-gradient loss with a sum, a mean and a maximum among its statistics."""
+    """Return the sum of a clipped policy-gradient loss.
+
+    Its statistics are a mean over tokens, a mean over sequences and a maximum.
+    """
     mask = packed["loss_mask"]
     ratio = (outputs.logprobs - packed["logprobs"]).clamp(-1, 1).exp()
     loss = -(ratio * packed["advantages"])[mask].sum()
@@ -50,37 +57,37 @@ def policy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tenso
 
 
 def pair_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """A loss that compares the rows of each unit, and counts the units that it sees."""
+    """Return the sum of a loss that compares the sequences of each unit, and the mean margin of the units."""
     sums = packed.sequence_sums(torch.where(packed["loss_mask"], outputs.logprobs, 0.0))
     margins = packed.unit_sums(torch.where(packed["rewards"] > 0, sums, -sums))
-    seen = torch.tensor(float(packed.num_units), device=margins.device)
-    return -torch.nn.functional.logsigmoid(margins).sum(), {"margin": (margins.detach().sum(), seen)}
+    unit_count = torch.tensor(float(packed.num_units), device=margins.device)
+    return -torch.nn.functional.logsigmoid(margins).sum(), {"margin": (margins.detach().sum(), unit_count)}
 
 
 def exploding_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """A loss whose gradients are not finite."""
+    """Return a loss with non-finite gradients."""
     return outputs.logprobs.sum() * math.inf, {}
 
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
-    """The denominator of `policy_loss`."""
+    """Return the denominator of `policy_loss`."""
     return batch["loss_mask"].sum()
 
 
 def pairs(batch: TensorDict) -> torch.Tensor:
-    """The denominator of `pair_loss`."""
+    """Return the denominator of `pair_loss`."""
     return (batch["rewards"] > 0).sum()
 
 
 def by_hub_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Views of a model's parameters, by the names of its checkpoint, where experts lie one by one."""
+    """Return views of the parameters of a model by their checkpoint names. Each expert is a separate view."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    parts = hub_slices(model, parameters.items())
-    return {part.name: part.slice_of(parameters[name]) for name, found in parts.items() for part in found}
+    slices = hub_slices(model, parameters.items())
+    return {view.name: view.slice_of(parameters[name]) for name, views in slices.items() for view in views}
 
 
 def logprobs_of(engine: TrainEngine, batch: TensorDict) -> torch.Tensor:
-    """Log-probs of a batch at the engine's weights, [B, T]."""
+    """Return the log-probs of a batch under the current weights of the engine, [B, T]."""
     return engine.forward(batch, lambda outputs, packed: outputs.logprobs)
 
 
@@ -88,53 +95,53 @@ class TrainEngineConformance:
     """Tests of the `TrainEngine` contract."""
 
     tolerance = 2e-5
-    """Absolute tolerance of log-probs and losses; relative of gradient norms, ten times. For float32."""
+    """Absolute and relative tolerance of log-probs and losses in float32. Gradient norms use ten times the value."""
 
     device = "cpu"
-    """`FinetuneSpec.device` on which the engine is tried."""
+    """Value of `FinetuneSpec.device` for the tests."""
 
     def make_engine(self) -> TrainEngine:
-        """Override: an engine of one rank that is not initialized."""
+        """Return an engine of one rank that is not initialized. Subclasses override it."""
         raise NotImplementedError("override make_engine")
 
     @pytest.fixture
     def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
-        """A Hugging Face model directory with a tokenizer; override to test another architecture."""
+        """Hugging Face model directory with a tokenizer. Override it to test another architecture."""
         return str(make_tiny_model(tmp_path_factory.mktemp("conformance-model"), hidden=32))
 
     @pytest.fixture
     def start(self, model_path: str) -> Iterator[Any]:
-        """Makes initialized engines, `start(optimizer=..., micro_batch_tokens=..., path=...)`, and destroys them."""
-        made: list[TrainEngine] = []
+        """Factory of initialized engines, `start(optimizer=..., micro_batch_tokens=..., path=...)`; destroys them."""
+        engines: list[TrainEngine] = []
 
         def start(
             optimizer: OptimizerConfig = OPTIMIZER, micro_batch_tokens: int = 64, path: str = model_path
         ) -> TrainEngine:
             engine = self.make_engine()
-            made.append(engine)
+            engines.append(engine)
             micro_batch = MicroBatchConfig(micro_batch_tokens)
             spec = FinetuneSpec(path, STEPS, optimizer=optimizer, micro_batch=micro_batch, device=self.device)
             engine.initialize(spec)
             return engine
 
         yield start
-        for engine in made:
+        for engine in engines:
             engine.destroy()
-            engine.destroy()  # is safe twice
+            engine.destroy()  # may be called twice
 
     @pytest.fixture
     def reference(self, model_path: str) -> ReferenceTrainEngine:
-        """The reference engine on the same model."""
+        """Reference engine with the same model."""
         engine = ReferenceTrainEngine()
         engine.initialize(FinetuneSpec(model_path, STEPS, optimizer=OPTIMIZER))
         return engine
 
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Assert that log-probs agree."""
+        """Assert that log-probs agree within `tolerance`."""
         torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=self.tolerance)
 
     def close_stats(self, found: dict[str, float], expected: dict[str, float]) -> None:
-        """Assert that the results of a step agree, all names included."""
+        """Assert that two steps return the same metrics with values that agree within `tolerance`."""
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             rel = 10 * self.tolerance if name == "grad_norm" else self.tolerance
@@ -142,18 +149,18 @@ class TrainEngineConformance:
 
     # ---- forward
 
-    def test_forward_equals_reference_in_the_order_of_the_rows(self, start: Any, reference: Any) -> None:
+    def test_forward_matches_reference_in_order_of_the_batch(self, start: Any, reference: Any) -> None:
         batch = make_batch(7)
 
         for output in ("logprobs", "entropy"):
-            found = start().forward(batch, lambda outputs, packed, o=output: getattr(outputs, o))
+            actual = start().forward(batch, lambda outputs, packed, o=output: getattr(outputs, o))
             expected = reference.forward(batch, lambda outputs, packed, o=output: getattr(outputs, o))
 
-            assert found.device.type == "cpu"
-            assert found.dtype == torch.float32
-            self.close(found, expected)
+            assert actual.device.type == "cpu"
+            assert actual.dtype == torch.float32
+            self.close(actual, expected)
 
-    def test_forward_entry_0_and_padding_are_0_and_entry_t_sees_tokens_up_to_t(self, start: Any) -> None:
+    def test_forward_is_causal_and_zero_at_first_token_and_padding(self, start: Any) -> None:
         batch, engine = make_batch(4, lengths=(8, 12)), start()
         changed = batch.clone()
         changed["input_ids"][:, 5] = (batch["input_ids"][:, 5] + 1) % 256
@@ -167,16 +174,16 @@ class TrainEngineConformance:
         assert ((after[:, 5] - before[:, 5]).abs() > 1e-3).all()
         assert ((after[:, 6] - before[:, 6]).abs() > 1e-3).all()
 
-    def test_forward_divides_logits_by_the_temperature_of_each_row(self, start: Any) -> None:
-        row = select(make_batch(1, lengths=(10, 10)), [0, 0, 0])
-        row["temperature"] = torch.tensor([1.0, 0.5, 1e6])
+    def test_forward_divides_logits_by_temperature_of_each_sequence(self, start: Any) -> None:
+        batch = select(make_batch(1, lengths=(10, 10)), [0, 0, 0])
+        batch["temperature"] = torch.tensor([1.0, 0.5, 1e6])
 
-        found = logprobs_of(start(), row)
+        logprobs = logprobs_of(start(), batch)
 
-        assert ((found[0] - found[1]).abs()[1:] > 1e-3).all()
-        torch.testing.assert_close(found[2, 1:], torch.full((9,), -math.log(259)), atol=1e-3, rtol=0)
+        assert ((logprobs[0] - logprobs[1]).abs()[1:] > 1e-3).all()
+        torch.testing.assert_close(logprobs[2, 1:], torch.full((9,), -math.log(259)), atol=1e-3, rtol=0)
 
-    def test_forward_without_rows_is_empty_and_row_that_fits_nowhere_raises_engine_error(self, start: Any) -> None:
+    def test_forward_empty_batch_is_empty_and_oversized_sequence_raises(self, start: Any) -> None:
         batch, engine = make_batch(2, lengths=(20, 20)), start(micro_batch_tokens=20)
 
         assert logprobs_of(engine, batch[:0]).shape == (0, 20)
@@ -185,21 +192,21 @@ class TrainEngineConformance:
 
     # ---- training
 
-    def test_train_batch_equals_reference_over_several_steps(self, start: Any, reference: Any) -> None:
+    def test_train_batch_matches_reference_over_several_steps(self, start: Any, reference: Any) -> None:
         engine = start()
 
         for step in range(STEPS):
             batch = make_batch(6, seed=step)
-            found = engine.train_batch(batch, policy_loss, trained_tokens)
-            self.close_stats(found, reference.train_batch(batch, policy_loss, trained_tokens))
+            metrics = engine.train_batch(batch, policy_loss, trained_tokens)
+            self.close_stats(metrics, reference.train_batch(batch, policy_loss, trained_tokens))
 
         probe = make_batch(4, seed=99)
         torch.testing.assert_close(logprobs_of(engine, probe), logprobs_of(reference, probe), atol=2e-4, rtol=1e-3)
 
-    @pytest.mark.parametrize("split", ["one row each", "one micro-batch", "other order", "wider padding"])
-    def test_train_batch_is_the_same_for_every_split(self, start: Any, reference: Any, split: str) -> None:
+    @pytest.mark.parametrize("split", ["one sequence each", "one micro-batch", "other order", "wider padding"])
+    def test_train_batch_result_does_not_depend_on_the_split(self, start: Any, reference: Any, split: str) -> None:
         batch, size = make_batch(6, seed=3), 64
-        if split == "one row each":
+        if split == "one sequence each":
             size = batch["input_ids"].shape[1]
         elif split == "one micro-batch":
             size = 1 << 20
@@ -208,59 +215,57 @@ class TrainEngineConformance:
         else:
             batch = pad_to(batch, 77)
 
-        found = start(micro_batch_tokens=size).train_batch(batch, policy_loss, trained_tokens)
+        metrics = start(micro_batch_tokens=size).train_batch(batch, policy_loss, trained_tokens)
 
-        self.close_stats(found, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
+        self.close_stats(metrics, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 0, 3, 1, 2, 4]])
-    def test_train_batch_rows_of_a_unit_meet_in_one_micro_batch(
-        self, start: Any, reference: Any, order: list[int]
-    ) -> None:
+    def test_train_batch_keeps_each_unit_in_one_micro_batch(self, start: Any, reference: Any, order: list[int]) -> None:
         batch = make_batch(6, seed=5)
         batch[UNIT_KEY], batch["rewards"] = torch.tensor([4, 4, 9, 9, 2, 2]), torch.tensor([1.0, 0, 1, 0, 1, 0])
         longest_pair = int(batch["attention_mask"].sum(-1).view(3, 2).sum(1).max())
 
-        found = start(micro_batch_tokens=longest_pair).train_batch(select(batch, order), pair_loss, pairs)
+        metrics = start(micro_batch_tokens=longest_pair).train_batch(select(batch, order), pair_loss, pairs)
 
-        self.close_stats(found, reference.train_batch(batch, pair_loss, pairs))
+        self.close_stats(metrics, reference.train_batch(batch, pair_loss, pairs))
         with pytest.raises(EngineError):
             start(micro_batch_tokens=longest_pair - 1).train_batch(batch, pair_loss, pairs)
 
-    def test_train_batch_row_with_nothing_to_learn_from_changes_nothing(self, start: Any, reference: Any) -> None:
+    def test_train_batch_ignores_sequence_without_trained_tokens(self, start: Any, reference: Any) -> None:
         batch = make_batch(4, seed=6)
         batch["loss_mask"][2] = False
         without = select(batch, [0, 1, 3])
 
-        found = start().train_batch(batch, policy_loss, trained_tokens)
+        metrics = start().train_batch(batch, policy_loss, trained_tokens)
 
         expected = reference.train_batch(without, policy_loss, trained_tokens)
         for name in ("loss", "grad_norm", "entropy", "logprob/max"):
-            assert found[name] == pytest.approx(expected[name], rel=10 * self.tolerance, abs=self.tolerance), name
+            assert metrics[name] == pytest.approx(expected[name], rel=10 * self.tolerance, abs=self.tolerance), name
 
-    def test_train_batch_every_weight_moves_as_in_the_reference(self, start: Any, reference: Any) -> None:
+    def test_train_batch_updates_every_weight_like_the_reference(self, start: Any, reference: Any) -> None:
         engine, batch = start(), make_batch(6, seed=7)
         before = {name: value.clone() for name, value in by_hub_names(reference.model).items()}
-        for each in (engine, reference):
-            each.train_batch(batch, policy_loss, trained_tokens)
+        for trained in (engine, reference):
+            trained.train_batch(batch, policy_loss, trained_tokens)
 
-        moved = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+        updated = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
         for name, value in by_hub_names(reference.model).items():
             step = (value - before[name]).norm()
-            assert (moved[name].cpu() - value).norm() <= 10 * self.tolerance * step, name
+            assert (updated[name].cpu() - value).norm() <= 10 * self.tolerance * step, name
 
-    def test_train_batch_zero_denominator_or_no_rows_raises_engine_error(self, start: Any) -> None:
+    def test_train_batch_zero_denominator_or_empty_batch_raises(self, start: Any) -> None:
         batch, engine = make_batch(3), start()
-        nothing = batch.clone()
-        nothing["loss_mask"][:] = False
+        masked = batch.clone()
+        masked["loss_mask"][:] = False
 
-        for refused in (nothing, batch[:0]):
+        for invalid in (masked, batch[:0]):
             with pytest.raises(EngineError):
-                engine.train_batch(refused, policy_loss, trained_tokens)
+                engine.train_batch(invalid, policy_loss, trained_tokens)
             with pytest.raises(EngineError):
-                engine.eval_batch(refused, policy_loss, trained_tokens)
+                engine.eval_batch(invalid, policy_loss, trained_tokens)
 
-    def test_train_batch_non_finite_gradients_change_nothing_and_stop_past_the_limit(self, start: Any) -> None:
+    def test_train_batch_skips_non_finite_gradients_up_to_the_limit(self, start: Any) -> None:
         batch, engine = make_batch(3), start(replace(OPTIMIZER, max_skipped_steps=1))
         before = logprobs_of(engine, batch)
 
@@ -271,7 +276,7 @@ class TrainEngineConformance:
         with pytest.raises(EngineError):
             engine.train_batch(batch, exploding_loss, trained_tokens)
 
-    def test_eval_batch_equals_the_loss_of_train_batch_and_changes_nothing(self, start: Any, reference: Any) -> None:
+    def test_eval_batch_matches_loss_of_train_batch_and_changes_nothing(self, start: Any, reference: Any) -> None:
         batch, engine = make_batch(5), start()
         before = logprobs_of(engine, batch)
 
@@ -282,7 +287,7 @@ class TrainEngineConformance:
         trained = engine.train_batch(batch, policy_loss, trained_tokens)
         assert evaluated["loss"] == pytest.approx(trained["loss"], abs=self.tolerance)
 
-    def test_offload_and_onload_keep_the_numbers(self, start: Any) -> None:
+    def test_offload_then_onload_keeps_logprobs_and_training(self, start: Any) -> None:
         batch, engine = make_batch(3), start()
         engine.train_batch(batch, policy_loss, trained_tokens)
         before = logprobs_of(engine, batch)
@@ -293,31 +298,29 @@ class TrainEngineConformance:
         self.close(logprobs_of(engine, batch), before)
         assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
 
-    def test_destroy_leaves_no_more_threads_each_time_than_one_group_has(self, start: Any) -> None:
-        def live() -> int:
+    def test_destroy_repeated_runs_do_not_accumulate_threads(self, start: Any) -> None:
+        def count_threads() -> int:
             engine = start()
             engine.train_batch(make_batch(3), policy_loss, trained_tokens)
             engine.destroy()
-            return len(os.listdir("/proc/self/task"))  # also those that are not Python's, as of a process group
+            return len(os.listdir("/proc/self/task"))  # includes native threads, for example of a process group
 
         if not Path("/proc/self/task").exists():
-            pytest.skip("threads are counted in /proc, which this system does not have")
-        first = live()
-        assert [live() for _ in range(3)][-1] <= first + 3  # a library may keep one group, of three threads
+            pytest.skip("this system has no /proc, where the test counts threads")
+        first = count_threads()
+        assert [count_threads() for _ in range(3)][-1] <= first + 3  # a library may keep one group of three threads
 
-    # ---- weights out, saving, loading
+    # ---- exporting weights, saving, loading
 
-    def test_param_specs_are_those_of_the_models_checkpoint_and_in_the_order_of_full_parameters(
-        self, start: Any, model_path: str
-    ) -> None:
+    def test_param_specs_match_checkpoint_and_order_of_full_parameters(self, start: Any, model_path: str) -> None:
         from safetensors.torch import load_file
 
         engine = start()
         specs = engine.param_specs()
 
-        found = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in engine.full_parameters()]
+        exported = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in engine.full_parameters()]
 
-        assert found == [(spec.name, spec.shape, False) for spec in specs]
+        assert exported == [(spec.name, spec.shape, False) for spec in specs]
         files = [load_file(file) for file in Path(model_path).glob("*.safetensors")]
         assert {spec.name: spec.shape for spec in specs} == {
             n: tuple(v.shape) for file in files for n, v in file.items()
@@ -325,27 +328,25 @@ class TrainEngineConformance:
         assert all(isinstance(getattr(torch, spec.dtype), torch.dtype) for spec in specs)
         assert engine.param_specs() == specs
 
-    def test_full_parameters_after_each_step_are_what_the_engine_computes_with(
-        self, start: Any, model_path: str
-    ) -> None:
+    def test_full_parameters_after_each_step_match_weights_of_forward(self, start: Any, model_path: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        batch, engine, seen = make_batch(3), start(), []
+        batch, engine, exports = make_batch(3), start(), []
         for _ in range(2):
             engine.train_batch(batch, policy_loss, trained_tokens)
 
-            held = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+            exported = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
             model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-            places = by_hub_names(model)
-            for name, tensor in held.items():
-                places[name].copy_(tensor)
-            self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
-            seen.append(held)
-        assert any(not torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+            parameters = by_hub_names(model)
+            for name, tensor in exported.items():
+                parameters[name].copy_(tensor)
+            self.close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
+            exports.append(exported)
+        assert any(not torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
 
     @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
-    def test_full_parameters_arrive_in_a_servers_own_tensors_with_the_checksums_of_the_sender(
+    def test_full_parameters_sent_over_route_arrive_with_equal_checksums(
         self, start: Any, tmp_path: Path, route: str
     ) -> None:
         engine, receiver = start(), WeightReceiver()
@@ -361,10 +362,10 @@ class TrainEngineConformance:
                 sending = pool.submit(sender.send, engine.full_parameters())
                 if route not in RENDEZVOUS_ROUTES:
                     sending.result(20)
-                sums = receiver.receive(with_rank(meta, 1, 2) if route in RENDEZVOUS_ROUTES else meta, targets)
+                checksums = receiver.receive(with_rank(meta, 1, 2) if route in RENDEZVOUS_ROUTES else meta, targets)
 
-                assert sending.result(20) == sums
-                assert {name: checksum(tensor) for name, tensor in targets.items()} == sums
+                assert sending.result(20) == checksums
+                assert {name: checksum(tensor) for name, tensor in targets.items()} == checksums
                 for name, tensor in engine.full_parameters():
                     assert torch.equal(targets[name], tensor.cpu().to(targets[name].dtype)), name
         receiver.close()
@@ -379,12 +380,12 @@ class TrainEngineConformance:
         engine.save(SaveLoadMeta(str(path), "hf", tokenizer_path=model_path))
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+        self.close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
         assert AutoTokenizer.from_pretrained(path).chat_template
         assert [p.name for p in path.parent.iterdir()] == ["saved"]
         self.close(logprobs_of(start(path=str(path)), batch), logprobs_of(engine, batch))
 
-    def test_save_state_and_load_continue_exactly_with_their_version(self, start: Any, tmp_path: Path) -> None:
+    def test_save_state_then_load_continues_exactly_with_version(self, start: Any, tmp_path: Path) -> None:
         first, path = start(), str(tmp_path / "state")
         for step in range(2):
             first.train_batch(make_batch(4, seed=step), policy_loss, trained_tokens)
@@ -401,7 +402,7 @@ class TrainEngineConformance:
             assert second.train_batch(batch, policy_loss, trained_tokens) == expected
 
     @pytest.mark.parametrize("kind", ["state", "hf"])
-    def test_snapshot_holds_what_was_at_its_moment_while_training_goes_on(
+    def test_snapshot_written_after_further_training_holds_earlier_state(
         self, start: Any, kind: str, tmp_path: Path
     ) -> None:
         first, meta = start(), SaveLoadMeta(str(tmp_path / "new"), kind)
@@ -410,19 +411,19 @@ class TrainEngineConformance:
 
         write = first.snapshot(meta)
         if write is None:
-            pytest.skip("this engine has no snapshots")
+            pytest.skip("this engine does not support snapshots")
         expected = first.train_batch(make_batch(4, seed=1), policy_loss, trained_tokens)
         with ThreadPoolExecutor(1) as pool:
-            written = pool.submit(write).result(60)
+            files = pool.submit(write).result(60)
 
-        assert sorted(written) == sorted(file for file in (tmp_path / "new").rglob("*") if file.is_file())
+        assert sorted(files) == sorted(file for file in (tmp_path / "new").rglob("*") if file.is_file())
         second = start()
         second.load(meta)
         self.close(logprobs_of(second, make_batch(4, seed=9)), probe)
         if kind == "state":
             assert second.train_batch(make_batch(4, seed=1), policy_loss, trained_tokens) == expected
 
-    def test_load_of_something_else_raises_model_error(self, start: Any, tmp_path: Path) -> None:
+    def test_load_empty_directory_raises_model_error(self, start: Any, tmp_path: Path) -> None:
         engine = start()
         for kind in ("hf", "state"):
             with pytest.raises(ModelError):
@@ -439,8 +440,8 @@ class TrainEngineConformance:
             engine.destroy()
 
 
-def _served(model: torch.nn.Module) -> ReferenceTrainEngine:
-    """What a reader of exported weights computes with them."""
+def _engine_of(model: torch.nn.Module) -> ReferenceTrainEngine:
+    """Return a reference engine that computes with the weights of a model."""
     engine = ReferenceTrainEngine(model=model.eval())
     engine.initialize(FinetuneSpec("", total_steps=1))
     return engine

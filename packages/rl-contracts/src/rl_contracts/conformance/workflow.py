@@ -1,6 +1,6 @@
-"""What every rollout workflow promises. Subclass `WorkflowConformance`, with `make_workflow` and `rows`.
+"""Conformance suite for rollout workflows. Subclass `WorkflowConformance`; override `make_workflow` and `rows`.
 
-Episodes run on a `NullInferenceEngine`, so nothing but the workflow itself is needed.
+Episodes run on a `NullInferenceEngine`, so the tests need no servers and no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["WorkflowConformance"]
 
 
 class RecordingEngine(NullInferenceEngine):
-    """A null engine that remembers what it answered, and whose version advances with every answer."""
+    """Null engine that records its responses and increments the version with each of them."""
 
     def __init__(self, config: NullInferenceEngineConfig) -> None:
         super().__init__(config)
@@ -39,93 +39,93 @@ class WorkflowConformance:
     """Tests of the `RolloutWorkflow` contract."""
 
     def make_workflow(self) -> RolloutWorkflow:
-        """Override: a workflow whose answers have at most 64 tokens."""
+        """Return a workflow whose completions have at most 64 tokens. Subclasses override it."""
         raise NotImplementedError("override make_workflow")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Override: data rows, at least one of which the workflow does not reject."""
+        """Return examples, at least one of which the workflow accepts. Subclasses override it."""
         raise NotImplementedError("override rows")
 
     def make_engine(self) -> RecordingEngine:
-        """The engine; it samples ids 0 to 63, and 2 ends an answer. Override where the tokenizer needs others."""
+        """Return an engine that samples token ids 0 to 63, with end token 2. Override it for other tokenizers."""
         return RecordingEngine(
             NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.0, eos_token_id=2)
         )
 
     async def run(self, engine: NullInferenceEngine) -> list[Trajectory]:
-        """All rows' episodes, one after the other; fails where every one was rejected."""
-        workflow, found = self.make_workflow(), []
-        for row in self.rows():
-            found += await workflow.arun_episode(engine, dict(row)) or []
-        assert found, "every row was rejected; give at least one that is not"
-        return found
+        """Run an episode for each example in turn and return all trajectories. Fail if every example is rejected."""
+        workflow, trajectories = self.make_workflow(), []
+        for example in self.rows():
+            trajectories += await workflow.arun_episode(engine, dict(example)) or []
+        assert trajectories, "the workflow rejected every example; rows() must return at least one that it accepts"
+        return trajectories
 
-    async def test_episode_rows_stack_to_a_valid_batch(self) -> None:
-        rows = await self.run(self.make_engine())
-        for number, row in enumerate(rows):
-            row.prompt_id = row.group_id = row.episode_id = number
+    async def test_episode_trajectories_stack_to_a_valid_batch(self) -> None:
+        trajectories = await self.run(self.make_engine())
+        for number, trajectory in enumerate(trajectories):
+            trajectory.prompt_id = trajectory.group_id = trajectory.episode_id = number
 
-        batch = stack(rows)
+        batch = stack(trajectories)
 
         validate(batch)
         assert batch["loss_mask"].any(-1).all()
 
-    async def test_only_generated_tokens_are_trained_and_only_they_carry_logprobs(self) -> None:
-        for row in await self.run(self.make_engine()):
-            generated = row.versions >= 0
-            assert generated[row.loss_mask].all()
-            assert (row.logprobs[~generated] == 0).all()
-            assert (row.logprobs[generated] <= 0).all()
-            assert np.isfinite(row.reward)
-            assert row.temperature > 0
+    async def test_episode_trains_only_on_generated_tokens_with_logprobs(self) -> None:
+        for trajectory in await self.run(self.make_engine()):
+            generated = trajectory.versions >= 0
+            assert generated[trajectory.loss_mask].all()
+            assert (trajectory.logprobs[~generated] == 0).all()
+            assert (trajectory.logprobs[generated] <= 0).all()
+            assert np.isfinite(trajectory.reward)
+            assert trajectory.temperature > 0
             for name, dtype in (("input_ids", np.int64), ("loss_mask", bool), ("logprobs", np.float32)):
-                assert getattr(row, name).dtype == dtype, name
-                assert len(getattr(row, name)) == len(row), name
+                assert getattr(trajectory, name).dtype == dtype, name
+                assert len(getattr(trajectory, name)) == len(trajectory), name
 
-    async def test_generated_runs_are_the_engines_answers_token_for_token(self) -> None:
-        """Token in, token out: what follows a prompt is what was sampled after exactly that prompt."""
+    async def test_episode_keeps_sampled_token_ids_unchanged(self) -> None:
+        """Each generated span equals a completion that the engine sampled for exactly the tokens before the span."""
         engine = self.make_engine()
-        for row in await self.run(engine):
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], row.versions >= 0, [False]]).astype(int)))
+        for trajectory in await self.run(engine):
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], trajectory.versions >= 0, [False]]).astype(int)))
             for begin, end in edges.reshape(-1, 2).tolist():
-                found = [r for r in engine.responses if r.input_ids == row.input_ids[:begin].tolist()]
-                assert found, f"tokens {begin} to {end}: no request had the tokens before them as its prompt"
-                assert any(self._is_answer(row, begin, end, response) for response in found)
+                matches = [r for r in engine.responses if r.input_ids == trajectory.input_ids[:begin].tolist()]
+                assert matches, f"tokens {begin} to {end}: the prompt of no request equals the tokens before them"
+                assert any(self._is_completion(trajectory, begin, end, response) for response in matches)
 
-    async def test_truncated_tells_whether_the_length_limit_ended_the_last_answer(self) -> None:
+    async def test_episode_truncated_is_set_if_last_completion_hit_the_limit(self) -> None:
         engine = self.make_engine()
-        for row in await self.run(engine):
-            ids = row.input_ids.tolist()
-            last = [r for r in engine.responses if ids == (r.input_ids + r.output_ids)[: len(ids)]]
-            if last:
-                assert row.truncated == (last[-1].stop_reason == StopReason.LENGTH)
+        for trajectory in await self.run(engine):
+            ids = trajectory.input_ids.tolist()
+            matches = [r for r in engine.responses if ids == (r.input_ids + r.output_ids)[: len(ids)]]
+            if matches:
+                assert trajectory.truncated == (matches[-1].stop_reason == StopReason.LENGTH)
 
-    async def test_failing_engine_ends_the_episode_with_its_error(self) -> None:
+    async def test_episode_engine_error_ends_it_with_this_error(self) -> None:
         engine = self.make_engine()
-        engine.faults.generate = lambda request: InferenceError("planted failure")
+        engine.faults.generate = lambda request: InferenceError("injected failure")
 
-        for row in self.rows():
-            with pytest.raises(RLError, match="planted failure"):
-                await self.make_workflow().arun_episode(engine, dict(row))
+        for example in self.rows():
+            with pytest.raises(RLError, match="injected failure"):
+                await self.make_workflow().arun_episode(engine, dict(example))
 
-    async def test_episodes_run_at_the_same_time_without_touching_each_other_or_the_data(self) -> None:
+    async def test_concurrent_episodes_are_independent_and_keep_examples_unchanged(self) -> None:
         engine, workflow = self.make_engine(), self.make_workflow()
         engine.config.seconds_per_token = 1e-4
-        rows = self.rows() * 8
-        before = repr(rows)
+        examples = self.rows() * 8
+        before = repr(examples)
 
-        results = await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows))
+        results = await asyncio.gather(*(workflow.arun_episode(engine, example) for example in examples))
 
-        assert repr(rows) == before
-        made = [trajectory for result in results for trajectory in result or []]
-        assert len({id(trajectory) for trajectory in made}) == len(made) > 0
+        assert repr(examples) == before
+        trajectories = [trajectory for result in results for trajectory in result or []]
+        assert len({id(trajectory) for trajectory in trajectories}) == len(trajectories) > 0
 
-    async def test_cancelled_episode_ends_with_the_cancellation(self) -> None:
+    async def test_episode_cancelled_raises_cancelled_error(self) -> None:
         engine = self.make_engine()
         engine.faults.hang = lambda request: True
         task = asyncio.ensure_future(self.make_workflow().arun_episode(engine, dict(self.rows()[0])))
         async with asyncio.timeout(30):
-            while not (await engine.stats())["running"]:  # noqa: ASYNC110 - the contract has no event for it
+            while not (await engine.stats())["running"]:  # noqa: ASYNC110 - the contract has no event for this
                 await asyncio.sleep(0.002)
 
         task.cancel()
@@ -134,10 +134,10 @@ class WorkflowConformance:
             await task
 
     @staticmethod
-    def _is_answer(row: Trajectory, begin: int, end: int, response: ModelResponse) -> bool:
+    def _is_completion(trajectory: Trajectory, begin: int, end: int, response: ModelResponse) -> bool:
         count = end - begin
         return (
-            row.input_ids[begin:end].tolist() == response.output_ids[:count]
-            and row.versions[begin:end].tolist() == response.versions[:count]
-            and bool(np.allclose(row.logprobs[begin:end], response.logprobs[:count], atol=1e-6))
+            trajectory.input_ids[begin:end].tolist() == response.output_ids[:count]
+            and trajectory.versions[begin:end].tolist() == response.versions[:count]
+            and bool(np.allclose(trajectory.logprobs[begin:end], response.logprobs[:count], atol=1e-6))
         )

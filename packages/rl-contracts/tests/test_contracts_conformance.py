@@ -1,4 +1,4 @@
-"""The conformance suites on the implementations of `rl_contracts.testing`, and on faulty ones that they must catch."""
+"""Run the conformance suites on the engines of `rl_contracts.testing`, and on faulty variants that must fail."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ class TestReferenceTrainEngine(TrainEngineConformance):
 
 
 class MeanOfMeans(ReferenceTrainEngine):
-    """Planted fault: divides each row by its own count."""
+    """Injected fault: the loss of each sequence is divided by its own token count."""
 
     def _loss(self, batch: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
         def mean(outputs: Any, packed: Any) -> Any:
             loss, stats = loss_fn(outputs, packed)
             return loss / packed["loss_mask"].sum().clamp(min=1), stats
 
-        return super()._loss(batch, mean, lambda share: torch.tensor(share.batch_size[0]))
+        return super()._loss(batch, mean, lambda shard: torch.tensor(shard.batch_size[0]))
 
 
 class Unaligned(ReferenceTrainEngine):
-    """Planted fault: entry t comes from the hidden state at t."""
+    """Injected fault: entry t comes from the hidden state at t instead of t-1."""
 
     def forward(self, batch: Any, output_fn: Any) -> torch.Tensor:
         return super().forward(batch, output_fn).roll(-1, 1)
 
 
-def test_train_suite_catches_a_mean_of_means_and_a_shifted_output(tmp_path: Path) -> None:
+def test_train_suite_rejects_mean_of_means_and_shifted_output(tmp_path: Path) -> None:
     from rl_contracts.testing import make_tiny_model
 
     suite = TrainEngineConformance()
@@ -78,28 +78,30 @@ def test_train_suite_catches_a_mean_of_means_and_a_shifted_output(tmp_path: Path
     def healthy(**options: Any) -> ReferenceTrainEngine:
         return start(ReferenceTrainEngine)
 
-    suite.test_train_batch_is_the_same_for_every_split(healthy, healthy(), "other order")
+    suite.test_train_batch_result_does_not_depend_on_the_split(healthy, healthy(), "other order")
     with pytest.raises(AssertionError):
-        suite.test_train_batch_is_the_same_for_every_split(lambda **_: start(MeanOfMeans), healthy(), "other order")
-    suite.test_forward_entry_0_and_padding_are_0_and_entry_t_sees_tokens_up_to_t(healthy)
+        suite.test_train_batch_result_does_not_depend_on_the_split(
+            lambda **_: start(MeanOfMeans), healthy(), "other order"
+        )
+    suite.test_forward_is_causal_and_zero_at_first_token_and_padding(healthy)
     with pytest.raises(AssertionError):
-        suite.test_forward_entry_0_and_padding_are_0_and_entry_t_sees_tokens_up_to_t(lambda **_: start(Unaligned))
+        suite.test_forward_is_causal_and_zero_at_first_token_and_padding(lambda **_: start(Unaligned))
 
 
-def test_policy_loss_of_the_suite_is_an_unnormalised_sum() -> None:
+def test_policy_loss_of_suite_is_an_unnormalized_sum() -> None:
     engine = ReferenceTrainEngine(model=torch.nn.Embedding(256, 256))
     engine.model.forward = lambda input_ids: torch.nn.functional.embedding(input_ids, engine.model.weight)
     engine.initialize(FinetuneSpec("", 1))
     batch = make_batch(4)
 
-    both = engine.eval_batch(batch, policy_loss, trained_tokens)["loss"] * int(batch["loss_mask"].sum())
-    each = [
+    total = engine.eval_batch(batch, policy_loss, trained_tokens)["loss"] * int(batch["loss_mask"].sum())
+    per_sequence = [
         engine.eval_batch(batch[i : i + 1], policy_loss, trained_tokens)["loss"] * int(batch["loss_mask"][i].sum())
         for i in range(4)
         if batch["loss_mask"][i].any()
     ]
 
-    assert both == pytest.approx(sum(each), rel=1e-5)
+    assert total == pytest.approx(sum(per_sequence), rel=1e-5)
 
 
 # ---- inference engine
@@ -131,7 +133,7 @@ class TestNullInferenceEngine(NullSuite):
 
 
 class StampsAtTheEnd(NullInferenceEngine):
-    """Planted fault: the client stamps the version when the answer arrives."""
+    """Injected fault: the client stamps its version on all tokens when the completion arrives."""
 
     async def agenerate(self, request: ModelRequest) -> Any:
         response = await super().agenerate(request)
@@ -139,7 +141,7 @@ class StampsAtTheEnd(NullInferenceEngine):
 
 
 class WrongTemperature(NullInferenceEngine):
-    """Planted fault: log-probs of the undivided logits."""
+    """Injected fault: log-probs of the logits without division by the temperature."""
 
     async def agenerate(self, request: ModelRequest) -> Any:
         response = await super().agenerate(request)
@@ -147,17 +149,17 @@ class WrongTemperature(NullInferenceEngine):
         return dataclasses.replace(response, logprobs=scores[len(response.input_ids) :])
 
 
-async def test_inference_suite_catches_client_stamps_and_a_wrong_temperature(tmp_path: Path) -> None:
+async def test_inference_suite_rejects_client_stamps_and_wrong_temperature(tmp_path: Path) -> None:
     suite = NullSuite()
     suite.folder = tmp_path
     config = NullInferenceEngineConfig(seconds_per_token=5e-4)
 
-    await suite.test_agenerate_logprobs_and_versions_belong_to_the_tokens(NullInferenceEngine(config), 0.6)
+    await suite.test_agenerate_returns_aligned_logprobs_and_versions(NullInferenceEngine(config), 0.6)
     with pytest.raises(AssertionError):
-        await suite.test_agenerate_logprobs_and_versions_belong_to_the_tokens(WrongTemperature(config), 0.6)
-    await suite.test_commit_stamps_the_new_version_on_later_tokens_only(NullInferenceEngine(config), "keep")
+        await suite.test_agenerate_returns_aligned_logprobs_and_versions(WrongTemperature(config), 0.6)
+    await suite.test_commit_weights_stamps_new_version_on_later_tokens_only(NullInferenceEngine(config), "keep")
     with pytest.raises(AssertionError):
-        await suite.test_commit_stamps_the_new_version_on_later_tokens_only(StampsAtTheEnd(config), "keep")
+        await suite.test_commit_weights_stamps_new_version_on_later_tokens_only(StampsAtTheEnd(config), "keep")
 
 
 # ---- reward
@@ -192,19 +194,19 @@ class TestAsyncReward(TestPlainReward):
     target = "suite_rewards:same_async"
 
 
-def test_reward_suite_catches_a_silent_zero() -> None:
+def test_reward_suite_rejects_zero_for_missing_gold_answer() -> None:
     class Silent(TestPlainReward):
         target = "suite_rewards:zero_if_missing"
 
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        Silent().test_missing_gold_answer_raises_and_is_no_reward()
+        Silent().test_reward_missing_gold_answer_raises()
 
 
 # ---- workflow
 
 
 class TwoTurns(RolloutWorkflow):
-    """Answers, gets three tokens of feedback, answers again; a row with `reject` is rejected."""
+    """Generate a completion, append three feedback tokens, generate again. Reject examples with `reject` set."""
 
     mask_feedback = True
 
@@ -215,12 +217,12 @@ class TwoTurns(RolloutWorkflow):
         second = await engine.agenerate(ModelRequest(prompt, generation))
         if data.get("reject"):
             return None
-        row = from_response(second, reward=1.0, temperature=1.0)
+        trajectory = from_response(second, reward=1.0, temperature=1.0)
         begin, end = len(first.input_ids), len(first.input_ids) + len(first.output_ids)
-        row.loss_mask[begin:end] = True
-        row.loss_mask[end : end + 3] = not self.mask_feedback
-        row.logprobs[begin:end], row.versions[begin:end] = first.logprobs, first.versions
-        return [row]
+        trajectory.loss_mask[begin:end] = True
+        trajectory.loss_mask[end : end + 3] = not self.mask_feedback
+        trajectory.logprobs[begin:end], trajectory.versions[begin:end] = first.logprobs, first.versions
+        return [trajectory]
 
 
 class TestTwoTurnWorkflow(WorkflowConformance):
@@ -232,23 +234,23 @@ class TestTwoTurnWorkflow(WorkflowConformance):
 
 
 class TrainsOnFeedback(TwoTurns):
-    """Planted fault: learns from tokens that the model did not write."""
+    """Injected fault: the loss mask includes the feedback tokens, which the model did not generate."""
 
     mask_feedback = False
 
 
 class Retokenizes(TwoTurns):
-    """Planted fault: the first answer comes back with another id in its middle."""
+    """Injected fault: the first generated token id of each trajectory is changed."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
-        rows = await super().arun_episode(engine, data)
-        for row in rows or []:
-            position = int(np.flatnonzero(row.versions >= 0)[0])
-            row.input_ids[position] = (row.input_ids[position] + 1) % 64
-        return rows
+        trajectories = await super().arun_episode(engine, data)
+        for trajectory in trajectories or []:
+            position = int(np.flatnonzero(trajectory.versions >= 0)[0])
+            trajectory.input_ids[position] = (trajectory.input_ids[position] + 1) % 64
+        return trajectories
 
 
-async def test_workflow_suite_catches_training_on_feedback_and_other_tokens() -> None:
+async def test_workflow_suite_rejects_trained_feedback_and_changed_token_ids() -> None:
     class Suite(TestTwoTurnWorkflow):
         kind: type[RolloutWorkflow] = TwoTurns
 
@@ -258,7 +260,7 @@ async def test_workflow_suite_catches_training_on_feedback_and_other_tokens() ->
     suite = Suite()
     suite.kind = TrainsOnFeedback
     with pytest.raises(AssertionError):
-        await suite.test_only_generated_tokens_are_trained_and_only_they_carry_logprobs()
+        await suite.test_episode_trains_only_on_generated_tokens_with_logprobs()
     suite.kind = Retokenizes
     with pytest.raises(AssertionError):
-        await suite.test_generated_runs_are_the_engines_answers_token_for_token()
+        await suite.test_episode_keeps_sampled_token_ids_unchanged()

@@ -1,4 +1,4 @@
-"""Name services: what each promises, and what only the shared file system can get wrong."""
+"""Run the conformance suite on both name services, and test `FileNames` for faults specific to shared files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestFileNames(NameServiceConformance):
         return FileNames(tmp_path / "run" / "names")
 
 
-def test_file_names_only_the_owner_may_look(tmp_path: Path) -> None:
+def test_file_names_are_accessible_to_the_owner_only(tmp_path: Path) -> None:
     FileNames(tmp_path / "names").add("run/trainer", "x")
 
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in [tmp_path / "names", *(tmp_path / "names").rglob("*")]}
@@ -34,7 +34,7 @@ def test_file_names_only_the_owner_may_look(tmp_path: Path) -> None:
     assert modes == {"names": 0o700, "run": 0o700, "trainer": 0o700, "=value": 0o600}
 
 
-def test_file_names_replaced_value_is_never_seen_in_part(tmp_path: Path) -> None:
+def test_file_names_replace_is_atomic_for_readers(tmp_path: Path) -> None:
     names = FileNames(tmp_path)
     values = {"a" * 20_000, "b" * 20_000}
     names.add("k", "a" * 20_000)
@@ -48,16 +48,16 @@ def test_file_names_replaced_value_is_never_seen_in_part(tmp_path: Path) -> None
 
     writer = threading.Thread(target=write)
     writer.start()
-    seen = set()
+    observed = set()
     while not done.is_set():
-        seen.add(FileNames(tmp_path).get("k"))
+        observed.add(FileNames(tmp_path).get("k"))
     writer.join()
 
-    assert seen <= values
+    assert observed <= values
     assert [path.name for path in (tmp_path / "k").iterdir()] == ["=value"]
 
 
-def test_file_names_another_process_is_heard(tmp_path: Path) -> None:
+def test_file_names_wait_sees_key_of_another_process(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     code = (
         "from rl_contracts.runtime.name_service import FileNames; "
@@ -68,7 +68,7 @@ def test_file_names_another_process_is_heard(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
-def test_file_names_reader_makes_nothing(tmp_path: Path) -> None:
+def test_file_names_reader_creates_no_files(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "run" / "names")
 
     assert names.children("servers/rollout") == {}

@@ -1,7 +1,7 @@
-"""The agreed language of the rl packages: contracts, data structures and the shared kernel.
+"""Contracts, data structures and the shared kernel of the rl packages.
 
-Import the module that holds what you need (`rl_contracts.registry`, `rl_contracts.batch.trajectory`, ...). This package
-imports nothing by itself, so that its light modules (names, errors, registry, configs) never cost an import of torch.
+Import the module that defines the name you need (`rl_contracts.registry`, `rl_contracts.batch.trajectory`, ...). This
+package imports none of its modules, so the light ones (names, errors, registry, configs) load without torch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""Which backend runs on which devices, and how it is split over them.
+"""Allocations: the assignment of backends to devices, and the parallel layout of each backend.
 
     allocation := group ("+" group)*               separate devices
-    group      := component ("|" component)*       the same devices, shared in turn
+    group      := component ("|" component)*       shared devices, used in turn
     component  := backend ["[" name "]"] ":" (dims | hybrid)
     backend    := installed name | module ":" class
-    dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; what is missing is 1
-    hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention; the p of ffn is
-                                                   that of attn, and its d what is left, where they are missing
+    dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; a missing size is 1
+    hybrid     := "(attn:" dims "|ffn:" dims ")"   separate layouts for attention and for the experts of an MoE; by
+                                                   default ffn has the p of attn and a d that fills the ranks of attn
 
-`sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic
-share. What a backend does follows from what is installed: names in the entry-point group `rl.inference_engines` serve,
-those in `rl.train_engines` train. Of a dotted path the class is imported; one with `server_spec` serves.
+Example: `sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` gives two devices to the servers `r`, and four devices to actor
+and critic, which share them.
+
+A name in the entry-point group `rl.inference_engines` is a server backend, a name in `rl.train_engines` a train
+backend. For a dotted path the class is imported: a class with `server_spec` is a server backend.
 """
 
 from __future__ import annotations
@@ -27,35 +29,34 @@ __all__ = ["Allocation", "Component", "ComponentKind", "ParallelStrategy"]
 
 
 class ComponentKind(StrEnum):
-    """What a component does with its devices."""
+    """Purpose of a component."""
 
     INFERENCE = "inference"
     TRAIN = "train"
 
 
 GROUPS = {ComponentKind.INFERENCE: "rl.inference_engines", ComponentKind.TRAIN: "rl.train_engines"}
-"""The entry-point group in which the backends of a kind are found."""
+"""Entry-point group of the backends of each kind."""
 
 DEFAULT_NAMES = {ComponentKind.INFERENCE: "rollout", ComponentKind.TRAIN: "actor"}
-"""The name of a component that is written without one."""
+"""Name of a component whose text gives none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelStrategy:
-    """How one model is split over `world_size` = data * tensor * pipeline * context ranks.
+    """Parallel layout of one model on `world_size` = data * tensor * pipeline * context ranks.
 
-    The layers of experts are split over those same ranks, so `expert` never multiplies the world size. Inside
-    a pipeline stage lie data * tensor * context ranks; an expert group takes expert * expert_tensor of them,
-    and what remains replicates the experts (`expert_data`). This is the parallel folding of Megatron-Core: in
-    the hybrid form the ranks of `attn` and `ffn` are the same, hence attn d*t*p*c == ffn d*t*p*e with the
-    same p.
+    The expert layers use the same ranks, so `expert` does not multiply the world size. A pipeline stage has
+    data * tensor * context ranks. An expert group has expert * expert_tensor ranks, and a stage has `expert_data` such
+    groups, each with a replica of the experts. This is the parallel folding of Megatron-Core. In the hybrid form `attn`
+    and `ffn` use the same ranks: attn d*t*p*c == ffn d*t*p*e, with the same p.
 
     Raises:
-        ConfigError: a size below one, or expert groups that do not fill a pipeline stage evenly.
+        ConfigError: a size is below one, or expert groups do not fill a pipeline stage evenly.
     """
 
     data: int = 1
-    """Replicas (or shards of one replica, with fully sharded data parallelism); for servers, their number."""
+    """Number of replicas, of shards with fully sharded data parallelism, or of servers."""
 
     tensor: int = 1
     """Ranks over which each matrix is split."""
@@ -67,10 +68,10 @@ class ParallelStrategy:
     """Ranks over which each sequence is split."""
 
     expert: int = 1
-    """Ranks over which the experts of a layer are spread."""
+    """Ranks over which the experts of a layer are distributed."""
 
     expert_tensor: int | None = None
-    """Ranks over which each matrix of an expert is split (`t` of ffn); None leaves it to the backend."""
+    """Ranks over which each matrix of an expert is split (`t` of ffn), or None to let the backend decide."""
 
     def __post_init__(self) -> None:
         sizes = (self.data, self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor or 1)
@@ -87,17 +88,17 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all: data * tensor * pipeline * context."""
+        """Total number of ranks: data * tensor * pipeline * context."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one replica together: tensor * pipeline * context."""
+        """Ranks of one replica: tensor * pipeline * context."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def expert_data(self) -> int:
-        """Replicas of each expert, `expert_tensor` taken as 1 where the backend decides."""
+        """Number of replicas of each expert; an `expert_tensor` of None counts as 1."""
         return self.data * self.tensor * self.context // (self.expert * (self.expert_tensor or 1))
 
     def __str__(self) -> str:
@@ -110,23 +111,23 @@ class ParallelStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One backend on its devices, for example the trainer of the actor or the rollout servers."""
+    """One backend and its devices, for example the actor's trainer or the rollout servers."""
 
     backend: str
     """Entry-point name or dotted path of the engine, for example `fsdp` or `my_package:MyEngine`."""
 
     name: str
-    """Role, unique in the allocation; `actor` or `rollout` where none is written."""
+    """Role, unique in the allocation. Default: `actor` for training, `rollout` for inference."""
 
     strategy: ParallelStrategy
-    """How the model is split."""
+    """Parallel layout of the model."""
 
     kind: ComponentKind
-    """Whether it serves or trains."""
+    """Purpose: inference or training."""
 
     @property
     def world_size(self) -> int:
-        """Devices that it uses."""
+        """Number of devices."""
         return self.strategy.world_size
 
     def __str__(self) -> str:
@@ -136,7 +137,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Device groups, each a tuple of the components that share its devices.
+    """Device groups; the components of a group share its devices.
 
     Example:
         >>> kinds = {"sglang": ComponentKind.INFERENCE, "fsdp": ComponentKind.TRAIN}
@@ -151,7 +152,7 @@ class Allocation:
         range(8, 16)
 
     Raises:
-        ConfigError: no component, two of one name, or components that share devices but not their number.
+        ConfigError: there is no component, two have the same name, or two that share devices differ in world size.
     """
 
     groups: tuple[tuple[Component, ...], ...]
@@ -181,16 +182,16 @@ class Allocation:
 
     @classmethod
     def parse(cls, text: str, kinds: Mapping[str, ComponentKind] | None = None) -> Allocation:
-        """Read an allocation such as `"sglang:d4t2+fsdp:d8"`. Blanks between its parts are allowed.
+        """Parse an allocation such as `"sglang:d4t2+fsdp:d8"`. Spaces between tokens are allowed.
 
         Args:
-            text: the allocation; the grammar heads this module.
-            kinds: what each backend does, by name. Default: what is installed.
+            text: the allocation, in the grammar of this module's docstring.
+            kinds: purpose of each backend by name. Default: the installed backends.
 
         Raises:
-            ConfigError: the text does not follow the grammar, a backend is not installed, or components cannot stand
-                side by side; shows the text (or, in the last case, how it was understood) with a mark under the
-                character where it went wrong, and what was expected there.
+            ConfigError: the text does not follow the grammar, a backend is not installed, or the components conflict.
+                The message shows the text (or, for a conflict, its normalized form) with a caret under the wrong
+                character, and what was expected there.
         """
         if kinds is None:
             kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}
@@ -198,29 +199,29 @@ class Allocation:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """All components, in the order written."""
+        """All components, in the order of the text."""
         return tuple(component for group in self.groups for component in group)
 
     @property
     def inference(self) -> tuple[Component, ...]:
-        """The components that serve."""
+        """Inference components."""
         return tuple(c for c in self.components if c.kind is ComponentKind.INFERENCE)
 
     @property
     def train(self) -> tuple[Component, ...]:
-        """The components that train."""
+        """Training components."""
         return tuple(c for c in self.components if c.kind is ComponentKind.TRAIN)
 
     @property
     def world_size(self) -> int:
-        """Devices in all: components of a group share theirs, groups do not."""
+        """Total number of devices: components of a group share devices, groups do not."""
         return sum(group[0].world_size for group in self.groups)
 
     def component(self, key: str) -> Component:
-        """The component called `key`, or else the only one whose backend is `key`.
+        """Return the component named `key`, or else the only component whose backend is `key`.
 
         Raises:
-            ConfigError: there is none, or several components have that backend.
+            ConfigError: no component matches, or several components have that backend.
         """
         named = [c for c in self.components if c.name == key]
         found = named or [c for c in self.components if c.backend == key]
@@ -253,7 +254,7 @@ def _component(written: ParsedComponent, text: str, kinds: Mapping[str, Componen
 
 
 def _kind_of_path(backend: str) -> ComponentKind:
-    """What a backend does that is no installed name."""
+    """Return the kind of a backend given as a dotted path, by importing its class."""
     if ":" not in backend:
         raise ConfigError(registry.unknown_name_error(backend, *GROUPS.values()))
     engine = registry.load(" or ".join(GROUPS.values()), backend)

@@ -1,4 +1,4 @@
-"""Reads the text of an allocation, whose grammar heads `rl_contracts.allocation`, and points at what is wrong in it."""
+"""Parser of allocation texts, with errors that mark the wrong character. `rl_contracts.allocation` has the grammar."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from dataclasses import dataclass
 from rl_contracts.errors import ConfigError
 
 _IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_.-]*"
-# the part after the colon of a dotted path is told from dimensions by what follows it
+# a name after a colon belongs to a dotted path only if ':' or '[' follows; else it starts the dimensions
 _BACKEND = _IDENTIFIER + r"(:[A-Za-z_][A-Za-z0-9_.]*(?=\s*[:\[]))?"
 _STRATEGY = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedComponent:
-    """A component as it is written, and where in the text."""
+    """Component of an allocation text, and its position in it."""
 
     backend: str
     name: str
-    """Empty where none is written."""
+    """Name in brackets, or empty."""
     sizes: dict[str, int]
     """Arguments of a `ParallelStrategy`."""
     at: int
+    """Index of the component's first character in the text."""
     sizes_at: int
+    """Index of the first character of its dimensions."""
 
 
 def with_caret(text: str, message: str, at: int) -> ConfigError:
-    """An error that shows the text with a mark under character `at`."""
+    """Return an error that shows the text with a caret under character `at`."""
     return ConfigError(f"allocation: {message}\n  {text}\n  {' ' * at}^")
 
 
 class Reader:
-    """Recursive descent over `text`; one method per rule of the grammar.
+    """Recursive-descent parser of `text`, with one method per rule of the grammar.
 
     Raises:
         ConfigError: the text does not follow the grammar.
@@ -44,7 +46,7 @@ class Reader:
         self.at = 0
 
     def groups(self) -> list[list[ParsedComponent]]:
-        """The device groups of an allocation, each with its components."""
+        """Parse the whole text into device groups, each a list of components."""
         groups = [[self.component()]]
         while sign := self.take(r"[+|]"):
             if sign == "+":
@@ -54,6 +56,7 @@ class Reader:
         return groups
 
     def component(self) -> ParsedComponent:
+        """Parse one component."""
         backend = self.take(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
         at, name = self.at - len(backend), ""
         if backend.partition(":")[0] == "archon":
@@ -67,8 +70,10 @@ class Reader:
         return ParsedComponent(backend, name, sizes, at, sizes_at)
 
     def hybrid(self) -> dict[str, int]:
-        """Attention and experts split apart over the same ranks (the opening bracket is read). Where `ffn` has no p or
-        d, they are that of `attn` and what is left of its ranks, as in AReaL."""
+        """Parse separate layouts of attention and experts over the same ranks, after the opening parenthesis.
+
+        Default sizes of `ffn`, as in AReaL: the p of `attn`, and the d that fills the ranks of `attn`.
+        """
         self.take("attn *: *", "'attn:'")
         attention = self.dimensions("dtpc")
         self.take(r"\| *", "'|'")
@@ -114,12 +119,19 @@ class Reader:
         return {_STRATEGY[letter]: size for letter, size in sizes.items()}
 
     def take(self, pattern: str, expected: str = "") -> str:
-        """`match` behind the blanks that may come first."""
+        """Skip spaces, then `match`."""
         self.match(" *")
         return self.match(pattern, expected)
 
     def match(self, pattern: str, expected: str = "") -> str:
-        """The text that comes next, if it is of the pattern; else an error, or nothing where none is `expected`."""
+        """Consume and return the text at the current position that matches a pattern.
+
+        Returns:
+            the text; empty if it does not match and `expected` is empty.
+
+        Raises:
+            ConfigError: the text does not match, and `expected` describes what should stand there.
+        """
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
             found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"

@@ -1,4 +1,4 @@
-"""Configs that more than one package reads. All others lie beside the component that they configure."""
+"""Settings that several packages read. All other settings are defined next to the component that they configure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def require(condition: bool, field_name: str, expected: str, found: object) -> None:
-    """Raise a `ConfigError` that names the field, what was expected and what was found, unless `condition` holds."""
+    """Raise a `ConfigError` with the field, the expected and the actual value, unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{field_name}: expected {expected}, found {found!r}.")
 
@@ -43,7 +43,7 @@ def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> Non
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, its base classes included, by field name: what `--help` shows."""
+    """Return the docstring under each field of a dataclass and its base classes, by field name, for `--help`."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not is_dataclass(base):
@@ -69,35 +69,37 @@ def _statements(cls: type) -> list[ast.stmt]:
 
 @cache
 def _classes(module: ModuleType) -> dict[str, list[ast.stmt]]:
-    """The bodies of the classes at the top of a module: parsed once, for help reads dozens of them."""
+    """Return the bodies of a module's top-level classes by name. Cached, because `--help` reads dozens of classes."""
     body = ast.parse(inspect.getsource(module)).body
     return {statement.name: statement.body for statement in body if isinstance(statement, ast.ClassDef)}
 
 
 def bounded(default: Any, expected: str, holds: Callable[[Any], bool]) -> Any:
-    """A field of `Settings` with its default, and what its value must be: in words, and as a condition."""
+    """Return a field of `Settings` whose values must satisfy `holds`, which `expected` describes in error messages."""
     return field(default=default, metadata={"expected": expected, "holds": holds})
 
 
 def choice(default: str, choices: Iterable[str]) -> Any:
-    """A field of `Settings` that is one of a few names."""
+    """Return a field of `Settings` whose value must be one of `choices`."""
     names = tuple(choices)
     return bounded(default, "one of " + ", ".join(names), lambda value: value in names)
 
 
 Reads = Mapping[str, Mapping[str, set[str]]]
-"""See `Settings.reads`."""
+"""Type of `Settings.reads`: for each selecting field, the settings that each of its values uses."""
 
 
 class Settings:
-    """Base of dataclasses of settings, frozen or not, whose fields say themselves what they may be (`bounded`,
-    `choice`)."""
+    """Base class of settings dataclasses, frozen or not. Fields made by `bounded` and `choice` are validated."""
 
     setting: ClassVar[str] = ""
-    """Where they stand, for messages."""
+    """Prefix of the field names in error messages, for example `optimizer`."""
     reads: ClassVar[Reads] = {}
-    """For each field that selects a part or a method, and each of its values: the settings that this value reads, of
-    those that not all values read. A value that is not listed may read all of them."""
+    """Settings that each value of a selecting field uses: selecting field -> value -> settings.
+
+    A selecting field chooses a component or a method. Settings that every value uses are not listed. A value that is
+    not listed may use all settings. A setting that the selected value does not use must keep its default.
+    """
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -121,7 +123,10 @@ class Settings:
 
     @classmethod
     def unread(cls, selector: str, value: str) -> set[str]:
-        """The settings that are not read where the field `selector` has this value (several values joined by `+`)."""
+        """Return the settings that are not used if the field `selector` has this value.
+
+        Several values may be joined with `+`.
+        """
         reads = cls.reads.get(selector, {})
         values = value.split("+")
         if not reads.keys() >= set(values):
@@ -131,52 +136,55 @@ class Settings:
 
 @dataclass
 class ComponentConfig(Settings):
-    """Settings of a part that is found by name (`rl_contracts.registry.load_components`). What it takes as keyword
-    arguments are their fields, by name, and `options`."""
+    """Settings of a component that is selected by name (see `rl_contracts.registry.load_components`).
+
+    The component receives the other fields and the entries of `options` as keyword arguments, by name.
+    """
 
     group: ClassVar[str]
-    """Entry-point group in which the name is looked up."""
+    """Entry-point group that contains the component's name."""
     kind: str = "none"
-    """An installed name, or a dotted path `package.module:attribute`."""
+    """Name of an installed component, or a dotted path `package.module:attribute`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further constants, by the names of its keyword arguments; null stands for its own default."""
+    """Further keyword arguments of the component, by name. null selects the component's default."""
 
     def constants(self) -> dict[str, Any]:
-        """What the part may take as keyword arguments."""
+        """Return the values that the component may take as keyword arguments."""
         settings = {item.name: getattr(self, item.name) for item in fields(self)} | self.options
         return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass
 class GenerationConfig(Settings):
-    """How answers are sampled."""
+    """Sampling settings of completions."""
 
     setting: ClassVar[str] = "generation"
     max_new_tokens: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens generated at most, at least 1."""
+    """Maximum number of tokens to generate per completion, at least 1."""
     min_new_tokens: int = 0
-    """Tokens before an end token may be sampled."""
+    """Minimum number of tokens to generate before an end token may be sampled."""
     temperature: float = bounded(1.0, "0 (greedy) or 1e-4 to 1e4", lambda value: value == 0 or 1e-4 <= value <= 1e4)
-    """Divides the logits; 0 is greedy decoding. Beyond 1e-4 and 1e4 nothing is left of them in float32."""
+    """Sampling temperature: divides the logits. 0 is greedy decoding; other values must be in [1e-4, 1e4], the range in
+    which float32 logits keep their information."""
     top_p: float = bounded(1.0, "in (0, 1]", lambda mass: 0 < mass <= 1)
-    """Smallest set of tokens with this probability mass; 1 switches it off."""
+    """Nucleus sampling: keep the smallest set of tokens with this probability mass. 1 disables it."""
     top_k: int = bounded(0, "0 (off) or more", lambda number: number >= 0)
-    """The k likeliest tokens; 0 switches it off."""
+    """Number of most likely tokens to sample from. 0 disables the limit."""
     min_p: float = bounded(0.0, "in [0, 1)", lambda fraction: 0 <= fraction < 1)
-    """Tokens with at least this fraction of the likeliest one's probability; 0 switches it off."""
+    """Minimum probability of a token, as a fraction of the most likely token's probability. 0 disables it."""
     presence_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
-    """Subtracted from the logits of every token that the answer already has; -2 to 2, 0 switches it off."""
+    """Penalty subtracted from the logit of every token that is already in the completion, in [-2, 2]. 0 disables it."""
     frequency_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
-    """The same, times how often the answer has it; -2 to 2, 0 switches it off."""
+    """Penalty subtracted from a token's logit once per occurrence in the completion, in [-2, 2]. 0 disables it."""
     repetition_penalty: float = bounded(1.0, "in [0.01, 100] (1 is off)", lambda factor: 0.01 <= factor <= 100)
-    """Divides the positive logits, and multiplies the negative ones, of every token that prompt or answer already have;
-    0.01 to 100, 1 switches it off."""
+    """Factor for tokens that are already in the prompt or the completion, in [0.01, 100]. It divides positive logits
+    and multiplies negative ones. 1 disables it."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end the answer where they appear in its text."""
+    """Strings that end the completion as soon as they appear in its text."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end the answer, besides the tokenizer's own end tokens."""
+    """Token ids that end the completion, in addition to the tokenizer's end tokens."""
     ignore_eos: bool = False
-    """Go on after an end token, to `max_new_tokens`."""
+    """Whether to continue after an end token, up to `max_new_tokens`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,23 +197,23 @@ class GenerationConfig(Settings):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether decoding is greedy (temperature 0)."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling leaves out tokens that the behaviour log-probs still count (top-p, top-k, min-p)."""
+        """Whether top-p, top-k or min-p exclude tokens that the behavior log-probs still include."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens are drawn after penalties that the behaviour log-probs do not have."""
+        """Whether a penalty changes the sampling distribution; behavior log-probs do not include penalties."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass
 class OptimizerConfig(Settings):
-    """The optimizer and its learning-rate schedule."""
+    """Optimizer and learning-rate schedule."""
 
     setting: ClassVar[str] = "optimizer"
     group: ClassVar[str] = "rl.optimizers"
@@ -219,40 +227,41 @@ class OptimizerConfig(Settings):
         "schedule": {"constant": set(), "linear": {"min_lr_ratio"}, "cosine": {"min_lr_ratio"}},
     }
     name: str = "adamw"
-    """`adamw`; `sgd`; `muon` (for the matrices of the decoder layers, AdamW for the rest); `adamw8bit` (moments in 8
-    bits; needs torchao); or anybody's, also as a dotted path such as `torch.optim:Adagrad`."""
+    """Optimizer: `adamw`; `sgd`; `muon` (for the matrices of the decoder layers, AdamW for the other parameters);
+    `adamw8bit` (8-bit moments; requires torchao); another installed name; or a dotted path such as
+    `torch.optim:Adagrad`."""
     lr: float = bounded(1e-6, "0 or more", lambda rate: rate >= 0)
     """Peak learning rate."""
     weight_decay: float = bounded(0.01, "0 or more", lambda decay: decay >= 0)
-    """Weight decay, decoupled but with `sgd`; not applied to biases and norms."""
+    """Weight decay: decoupled, except with `sgd`. Biases and norms have none."""
     momentum: float | None = bounded(None, "in [0, 1)", lambda decay: decay is None or 0 <= decay < 1)
-    """Decay of the momentum of `sgd` and `muon`. None: their own, 0 and 0.95."""
+    """Momentum decay of `sgd` and `muon`. None selects their defaults: 0 for `sgd`, 0.95 for `muon`."""
     beta1: float = bounded(0.9, "in [0, 1)", lambda beta: 0 <= beta < 1)
-    """Decay of AdamW's first moment."""
+    """Decay of the first moment of AdamW."""
     beta2: float = bounded(0.95, "in [0, 1)", lambda beta: 0 <= beta < 1)
-    """Decay of its second moment."""
+    """Decay of the second moment of AdamW."""
     eps: float = bounded(1e-8, "more than 0", lambda eps: eps > 0)
-    """Added to its denominator."""
+    """Constant added to the denominator of AdamW."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further constants of an optimizer, by the names of its keyword arguments."""
+    """Further keyword arguments of the optimizer, by name."""
     schedule: str = choice("constant", ("constant", "linear", "cosine"))
-    """After the warm-up: `constant`, or `linear` or `cosine` towards `min_lr_ratio * lr`, which the step after the last
-    one would have."""
+    """Learning-rate schedule after the warm-up: `constant`, or `linear` or `cosine` decay. The decay reaches
+    `min_lr_ratio * lr` one step after the last step."""
     warmup_steps: float = bounded(0.0, "0 or more", lambda steps: steps >= 0)
-    """Optimizer steps over which the rate rises linearly from 0; the first step already uses lr / warmup_steps. A
-    number below 1 is a fraction of the run's steps."""
+    """Optimizer steps of linear warm-up; the first step uses lr / warmup_steps. A number below 1 is a fraction of the
+    run's steps."""
     min_lr_ratio: float = bounded(0.0, "in [0, 1]", lambda ratio: 0 <= ratio <= 1)
-    """Rate at the end over the peak rate."""
+    """Final learning rate, as a fraction of the peak learning rate."""
     max_grad_norm: float = bounded(1.0, "0 (off) or more", lambda norm: norm >= 0)
-    """Global norm to which gradients are clipped; 0 switches clipping off."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
     max_skipped_steps: int = bounded(8, "0 or more", lambda steps: steps >= 0)
-    """Consecutive steps with non-finite gradients that may be skipped before the run stops."""
+    """Maximum number of consecutive steps that may be skipped for non-finite gradients; one more ends the run."""
 
     def rate(self, step: int, total_steps: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0.
+        """Return the learning rate of optimizer step `step`, counted from 0.
 
-        The warm-up ends at the peak rate, at the last step at the latest. What follows decays to `min_lr_ratio` times
-        the peak at step `total_steps`, one after the last, so that no step is without effect (as in torchtitan).
+        The warm-up ends at the peak rate, no later than the last step. The decay then reaches `min_lr_ratio` times the
+        peak at step `total_steps`, one after the last, so that every step has an effect (as in torchtitan).
         """
         warmup = min(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * total_steps, total_steps)
         warmup = math.ceil(warmup)
@@ -267,41 +276,45 @@ class OptimizerConfig(Settings):
 
 @dataclass
 class MicroBatchConfig(Settings):
-    """How a minibatch is cut so that it fits into memory. It never changes the gradient."""
+    """Division of a minibatch into micro-batches that fit into memory. It does not change the gradient."""
 
     setting: ClassVar[str] = "micro_batch"
     max_tokens: int = bounded(16384, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens in one packed micro-batch at most; a single longer row is refused."""
+    """Maximum number of tokens in a packed micro-batch. A single sequence longer than this is an error."""
 
 
 @dataclass
 class ClientConfig(Settings):
-    """How a client treats inference servers of any kind: deadlines, retries, probes, routing. How many requests are
-    open at once is up to who asks: in a run to `rollout.max_concurrent`."""
+    """Deadlines, retries, probes and routing of a client of inference servers, for any kind of server.
+
+    The client does not limit the number of open requests. In a run `rollout.max_concurrent` does.
+    """
 
     setting: ClassVar[str] = "client"
-    # servers show that they are alive every half second; a launcher starts one that is silent anew before this
+    # servers send a heartbeat every 0.5 s; the launcher restarts a silent server before this timeout
     progress_timeout: float = bounded(120.0, "1 s or more", lambda seconds: seconds >= 1)
-    """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and after which a
-    request that no server moves on fails."""
+    """Seconds without progress after which a server counts as lost: no byte during generation, no response to a control
+    request. A request that no server advances fails after the same time."""
     update_timeout: float = bounded(300.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds within which a server must have staged a version."""
+    """Seconds within which a server must stage a new version of the weights."""
     connect_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds for a connection to a server."""
+    """Seconds to wait for a connection to a server."""
     retry_seconds: float = bounded(0.2, "seconds above 0", lambda seconds: seconds > 0)
-    """First pause before a request tries again; doubles up to 5 s."""
+    """Seconds to wait before the first retry of a request. The wait doubles with each retry, up to 5 s."""
     probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
-    """Seconds between two questions to each server whether it is well; one that was evicted is asked four times as
-    often, and may come back. 0: never asked, and evicted for good."""
+    """Seconds between health probes of a server. Evicted servers are probed four times as often and rejoin once they
+    are healthy. 0 disables probes, so an evicted server cannot rejoin."""
     discover_interval: float = bounded(1.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds between two looks at which servers there are, where a run tells (never where `probe_interval` is 0)."""
+    """Seconds between updates of the list of servers, if the run publishes such a list. No updates if `probe_interval`
+    is 0."""
     probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds for such an answer."""
+    """Seconds to wait for the response to a health probe or for the list of servers."""
     rejoin_timeout: float = 0.0
-    """Seconds for which requests and updates wait when all servers are lost, until one is back. 0: nobody restarts
-    them, so fail at once."""
+    """Seconds for which requests and weight updates wait for a server to return when all servers are lost. 0: fail
+    immediately, because no process restarts the servers."""
     affinity_slack: int = 32
-    """A group follows its first member's server unless that has so many more open requests than the least busy one."""
+    """Number of open requests by which a group's server may exceed the least busy server. Above that, the group's next
+    request goes to the least busy server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -313,10 +326,12 @@ class ClientConfig(Settings):
         )
 
     def shared_by(self, clients: int) -> ClientConfig:
-        """For each of several clients of the same servers: together they probe, and look which servers there are, as
-        often as one would alone, up to the number at which each would have less than four probes within
-        `progress_timeout` (and `rejoin_timeout`), which it needs to notice in time that a server is silent or back.
-        What fails is asked about at once in any case."""
+        """Return the settings of each of several clients of the same servers, with longer probe intervals.
+
+        Together the clients probe, and update the list of servers, about as often as a single client. No interval
+        grows beyond a quarter of `progress_timeout` (and of `rejoin_timeout`, if set). So each client notices in time
+        that a server is silent or has returned. After a failure a client probes immediately.
+        """
         longest = min(self.progress_timeout, self.rejoin_timeout or self.progress_timeout) / 4
 
         def shared(interval: float) -> float:

@@ -1,4 +1,4 @@
-"""Plain data that crosses package and process borders."""
+"""Plain data types exchanged between packages and processes."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ __all__ = [
 
 
 class StopReason(StrEnum):
-    """Why a generation ended."""
+    """Reason why a generation ended."""
 
     STOP = "stop"
-    """An end token, a stop token or a stop string."""
+    """Ended by an end token, a stop token or a stop string."""
     LENGTH = "length"
-    """`max_new_tokens` or the model's context length was reached."""
+    """Reached `max_new_tokens` or the model's context length."""
     ABORT = "abort"
-    """Interrupted; the tokens so far are valid and the client may resubmit prompt plus tokens."""
+    """Interrupted. The tokens so far are valid; the client may resubmit the prompt plus these tokens."""
 
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One generation to make."""
+    """Request for one completion."""
 
     input_ids: list[int]
     """Prompt token ids."""
     generation: GenerationConfig
-    """How to sample."""
+    """Sampling settings."""
     request_id: str = ""
-    """Unique per request; empty: the client makes one."""
+    """Unique id of the request; if empty, the client creates one."""
     seed: int | None = None
-    """Sampling seed; the same seed, prompt and weights give the same tokens. None: the server draws one."""
+    """Sampling seed; the same seed, prompt and weights give the same tokens. None lets the server choose one."""
     group: str | None = None
-    """Requests of one group share their prompt: a hint for routing and prefix sharing."""
+    """Id of the group, whose requests share a prompt: a hint for routing and for reuse of the prefix cache."""
     schema: dict[str, Any] | None = None
-    """JSON schema that the answer is kept to, by servers that can (`Capabilities.schemas`). Its tokens are then drawn
-    from what the schema leaves of the distribution, so nothing is to be learned from them. None: free text."""
+    """JSON schema of the completion, or None for free text. Requires a server with `Capabilities.schemas`. The schema
+    changes the sampling distribution, so these tokens must not be trained on."""
 
 
 @dataclass(slots=True)
 class ModelResponse:
-    """One generated answer. All per-token lists have the length of `output_ids`."""
+    """One completion. All per-token lists have the length of `output_ids`."""
 
     input_ids: list[int]
-    """Prompt token ids, as sent."""
+    """Prompt token ids, as sent in the request."""
     output_ids: list[int]
-    """Generated token ids, an end token included."""
+    """Generated token ids, including an end token."""
     logprobs: list[float]
-    """Log-prob of each generated token: log_softmax(logits / temperature) over the full vocabulary (temperature 1 if
-    greedy)."""
+    """Log-prob of each generated token: log_softmax(logits / temperature) over the full vocabulary, with temperature 1
+    for greedy decoding."""
     versions: list[int]
-    """Weight version that produced each token, as stamped by the server."""
+    """Weight version that produced each token, as reported by the server."""
     stop_reason: StopReason
-    """Why it ended; never `ABORT` when it comes from a client's `agenerate`."""
+    """Reason why the generation ended; never `ABORT` in results of `InferenceEngine.agenerate`."""
     server: str = ""
-    """Name of the server that finished it."""
+    """Name of the server that finished the completion."""
     seconds: float = 0.0
-    """Time from submission to the last token."""
+    """Seconds from submission to the last token."""
     resubmissions: int = 0
-    """How often the client continued the answer after an interruption or a failure."""
+    """Number of times that the client resumed the completion after an interruption or a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,76 +89,79 @@ class ParamSpec:
     """Name, shape and served dtype of one parameter."""
 
     name: str
-    """Hugging Face name, as in the files of the model's checkpoint."""
+    """Hugging Face name, as in the model's checkpoint files."""
     shape: tuple[int, ...]
-    """Full (unsharded) shape, as there."""
+    """Full (unsharded) shape, as in the checkpoint files."""
     dtype: str
-    """Name of the torch dtype in which it is served, for example `"float32"` or `"bfloat16"`."""
+    """Name of the torch dtype in which the parameter is served, for example `"float32"` or `"bfloat16"`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """What one rank of the trainer sends of a version, and where."""
+    """Parameters of one weight version that one trainer rank sends, and the location of their data."""
 
     location: str
-    """Path of the shared-memory file or of the directory with the safetensors, address of a broadcast's rendezvous, or
-    handle of memory on a GPU."""
+    """Location of the data, by route: path of a shared-memory file, directory of safetensors files, address of the
+    broadcast rendezvous, or handle of GPU memory."""
     params: tuple[ParamSpec, ...]
-    """The parameters, in the order in which they are sent."""
+    """Parameters, in the order in which they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What an update says that carries low-rank adapters in place of the weights that they adapt. A server makes each
-    of these, base + scale B A, of the weights in the model directory that it was started with; what is neither sent
-    nor adapted is as it is there."""
+    """Description of a weight update that contains low-rank adapters instead of the weights that they adapt.
+
+    A server computes each adapted weight as base + scale B A. It reads the base weights from the model directory that
+    it was started with. Parameters that are neither sent nor adapted keep their values from that directory.
+    """
 
     scales: dict[str, float]
-    """Of each adapted weight [out, in] by its name. A [rank, in] and B [out, rank] are among the update's parameters,
-    under the names of `matrices`."""
+    """Scale of each adapted weight [out, in], by its name. The update contains A [rank, in] and B [out, rank] under the
+    names that `matrices` returns."""
     base: dict[str, str]
-    """Of each parameter that is not sent, by name: `rl_contracts.weights.adapters.prefix_checksum` of what the trainer
-    has. A server that was started with other weights refuses the update."""
+    """Checksum of the trainer's copy of each parameter that is not sent, by name
+    (`rl_contracts.weights.adapters.prefix_checksum`). A server that was started with other weights rejects the update.
+    """
     dtype: str
-    """Name of the torch dtype in which the adapted weights are served: computed in float32, they are rounded once."""
+    """Name of the torch dtype in which the adapted weights are served, rounded once after the float32 computation."""
 
     @staticmethod
     def matrices(name: str) -> tuple[str, str]:
-        """Names of A and B of the weight of that name."""
+        """Return the names of A and B of an adapted weight."""
         layer = name.removesuffix(".weight")
         return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 STORED_ROUTES = ("shm", "disk")
-"""Routes of weights on which a version lies somewhere for whoever comes to read it."""
+"""Weight routes that store a version, so that a server can read it at any time."""
 RENDEZVOUS_ROUTES = ("broadcast",)
-"""Routes on which senders and receivers must be there at the same time."""
+"""Weight routes on which all senders and receivers must be present at the same time."""
 NO_GPU_ROUTES = (*STORED_ROUTES, *RENDEZVOUS_ROUTES)
-"""Routes that need no GPU."""
+"""Weight routes that work without a GPU."""
 ROUTES = (*NO_GPU_ROUTES, "ipc")
-"""Every way for weights to travel."""
+"""All weight routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
-    """Where one version of the weights is and how it travels."""
+    """Location and route of one version of the weights."""
 
     route: str
-    """One of `ROUTES`."""
+    """Weight route, one of `ROUTES`."""
     version: int
-    """The version that these weights become once committed."""
+    """Version of these weights once they are committed."""
     parts: tuple[WeightPart, ...] = ()
-    """One for each rank that sends; each parameter is in one of them."""
+    """Contents sent by each sending rank; each parameter is in exactly one of them."""
     adapter: AdapterSpec | None = None
-    """How servers make weights of adapters, where these are sent alone. None: the parts have every parameter."""
+    """Adapter description if only adapters are sent, or None if `parts` contain every parameter."""
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        """The parameters of all parts."""
+        """Parameters of all `parts`."""
         return tuple(spec for part in self.parts for spec in part.params)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `from_json` is its inverse. Whole weights are told as before there were adapters."""
+        """Return a JSON object for `from_json`. Without an adapter it has no key `adapter`."""
         value = asdict(self)
         if self.adapter is None:
             del value["adapter"]
@@ -166,7 +169,7 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WeightUpdateMeta:
-        """Inverse of `to_json`.
+        """Build an update from the result of `to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: a field is missing or has the wrong type.
@@ -189,85 +192,85 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """What one side holds of a version: a checksum per parameter, taken after the cast to the served dtype."""
+    """Checksums of the parameters of a version in one process, computed after the cast to the served dtype."""
 
     holder: str
     """Name of the server, or `"trainer"`."""
     version: int
-    """The version that the checksums belong to."""
+    """Version that the checksums belong to."""
     checksums: dict[str, int]
-    """`rl_contracts.weights.checksum` of each parameter by name."""
+    """Checksum of each parameter (`rl_contracts.weights.checksum`), by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLoadMeta:
-    """Where and what to save or load."""
+    """Location and kind of the data to save or load."""
 
     path: str
-    """A directory."""
+    """Directory to write to or read from."""
     kind: str = "hf"
-    """`hf`: a Hugging Face model directory; `state`: weights, optimizer, schedule and RNG, to continue exactly;
-    `adapter`: the adapter of an engine that trains one (LoRA) by itself, as peft reads it."""
+    """Kind of data. `hf`: a Hugging Face model directory. `state`: weights, optimizer, schedule and RNG state, for an
+    exact resume. `adapter`: only the adapter (LoRA) of an engine that trains one, in the format of peft."""
     tokenizer_path: str | None = None
-    """Directory whose tokenizer files are copied beside the weights (`hf` only)."""
+    """Directory of tokenizer files to copy into the saved directory (`hf` only), or None."""
 
 
 DTYPES = ("float32", "bfloat16")
-"""Types in which a model may compute, and in which its weights may be served."""
+"""Dtypes in which a model can compute and in which its weights can be served."""
 HEADS = ("lm", "value", "score")
-"""What a model may say of each token, see `FinetuneSpec.head`."""
+"""Output heads of a model, see `FinetuneSpec.head`."""
 DEVICES = ("auto", "cpu", "cuda")
-"""Kinds of device that may be asked for."""
+"""Values of a `device` setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinetuneSpec(Settings):
-    """What follows from the run and is the same for every train engine; the engine's own settings are its config."""
+    """Settings of a run that every train engine receives, in addition to the engine's own config."""
 
     model_path: str
     """Hugging Face model directory or hub id."""
     total_steps: int
-    """Optimizer steps of the whole run, for the learning-rate schedule."""
+    """Total number of optimizer steps of the run, for the learning-rate schedule."""
     seed: int = 0
-    """Seed of everything random inside the engine."""
+    """Random seed of the engine."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """The optimizer and its schedule; None for a model that is never trained (a reference policy)."""
+    """Optimizer and its schedule, or None for a model that is not trained (a reference policy)."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """How much is run at once."""
+    """Size limit of a micro-batch."""
     dtype: str = choice("float32", DTYPES)
-    """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
+    """Dtype in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
     head: str = choice("lm", HEADS)
-    """What the model says of each token: `lm` log-probs and entropies of its vocabulary; `value` a critic's estimate,
-    made before the token is seen; `score` a reward model's, made after it. The last two load a causal language model,
-    whose head they replace by a new one that is zero, or a saved model of their own."""
+    """Output head. `lm`: log-probs and entropy of each token. `value`: a critic's estimate before each token. `score`:
+    a reward model's score after each token. `value` and `score` load a saved model with a scalar head, or replace the
+    head of a causal language model with a scalar head initialized to zero."""
     entropy_grad: bool = False
-    """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
+    """Whether the entropy has a gradient, as an entropy bonus in the loss requires; costs backward memory and time."""
     deterministic: bool = False
-    """The same rows give the same bits, and the log-probs of an embedded server that is deterministic too."""
+    """Whether results are bitwise reproducible and equal to the log-probs of a deterministic embedded server."""
     device: str = choice("auto", DEVICES)
-    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+    """Device: `cpu`, `cuda`, or `auto` (CUDA if available)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """What follows from a run for its inference servers, whichever engine serves."""
+    """Settings of a run that its inference servers receive, for any inference engine."""
 
     model_path: str = ""
-    """Hugging Face model directory that the servers load; empty for a client of servers that are already there."""
+    """Hugging Face model directory that the servers load; empty for a client of servers that already run."""
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
-    """How the model is served; `data` is the number of servers."""
+    """Parallel layout; `data` is the number of servers."""
     weights_dir: str = ""
-    """Directory in which weight updates are published; the servers read from nowhere else. Empty: no updates."""
+    """Directory in which weight updates are published, the only one that servers read. Empty: no updates."""
     version: int = 0
     """Version of the weights in `model_path`."""
     cpus: int = 0
-    """Cores, and threads of numeric libraries, per server; 0: not said."""
+    """Cores, and threads of numeric libraries, per server; 0 if not specified."""
     gpus: int = 0
-    """Devices per server."""
+    """GPUs per server."""
     device: str = "auto"
-    """Where they run: `cpu`, `cuda`, or `auto` (a GPU if there is one)."""
+    """Device of the servers: `cpu`, `cuda`, or `auto` (a GPU if available)."""
     shared: bool = False
-    """A trainer has the same devices, and servers that the run starts are to give their memory back while it learns."""
+    """Whether a trainer uses the same devices, so that the servers of the run release their memory while it trains."""
     deterministic: bool = False
-    """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
-    runs it alone."""
+    """Whether completions are bitwise reproducible, independent of other requests, with log-probs equal to those of a
+    trainer that processes the sequence alone."""

@@ -1,4 +1,4 @@
-"""What agents talk to: the contract between the side that serves their calls and the side that runs episodes."""
+"""Contract of the HTTP endpoint that agents call, between its server and the workflow that runs episodes."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ if TYPE_CHECKING:
 __all__ = ["Credit", "EpisodeReport", "RolloutEndpoint", "RolloutSession", "SequencesPer"]
 
 type SequencesPer = Literal["branch", "call"]
-"""What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each
-sampled token trained in one of them; or a `call`, its prompt and its answer."""
+"""Unit of a conversation that becomes one sequence. `branch`: from the first prompt to a final completion; each sampled
+token is trained in exactly one branch. `call`: one prompt and its completion."""
 
 type Credit = Literal["episode", "turn"]
-"""What rewards of single turns become: a part of the `episode`'s one reward, or returns of the `turn`s."""
+"""Use of turn rewards: added to the single reward of the `episode`, or turned into a return for each `turn`."""
 
 
 @dataclass(slots=True)
 class EpisodeReport:
-    """What an agent said of its episode while it ran, besides what it returns."""
+    """Rewards and metrics that an agent reported during its episode, in addition to its return value."""
 
     reward: float | None = None
-    """Outcome of the episode."""
+    """Reward of the episode, or None if the agent reported none."""
     turns: float | None = None
-    """Sum of what single answers earned; None where it was said of none."""
+    """Sum of the rewards of single completions, or None if the agent reported none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By name; they reach the metrics."""
+    """Metrics by name, recorded with the metrics of the run."""
 
 
 class RolloutSession(ABC):
-    """One episode's calls. They are made over HTTP with the session's key, and only while it is open."""
+    """Calls of one episode. The agent makes them over HTTP with the session's key while the session is open."""
 
     @property
     @abstractmethod
     def base_url(self) -> str:
-        """What OpenAI's clients take as `base_url`; those of Anthropic take the same."""
+        """URL to pass as `base_url` to the clients of OpenAI and Anthropic."""
 
     @property
     @abstractmethod
     def api_key(self) -> str:
-        """Of this session alone. Whoever has it may make calls until the session is closed, and nothing else."""
+        """Key of this session only. It permits calls until the session is closed, and nothing else."""
 
     @property
     @abstractmethod
     def failure(self) -> RLError | None:
-        """The first error of an engine in one of its calls. An agent that saw it fail cannot be blamed for its end."""
+        """First engine error in a call of this session, or None. With such an error the agent is not blamed."""
 
     @property
     def report(self) -> EpisodeReport:
-        """What its agent said of it; by default an endpoint is told nothing."""
+        """Rewards and metrics that the agent reported; empty by default."""
         return EpisodeReport()
 
     @abstractmethod
     def trajectories(self, reward: float, per: SequencesPer = "branch") -> list[Trajectory]:
-        """What was sampled in all calls that were answered, in the order of their answers. Of a closed session alone.
+        """Return the sequences sampled in all completed calls of a closed session, in the order of completion.
 
         Args:
-            reward: outcome of the episode, which all rows get. What single answers earned comes to it as the endpoint
-                is set up.
-            per: what a row is.
+            reward: reward of the episode, which every sequence gets. The settings of the endpoint define how rewards of
+                single completions are added.
+            per: unit that becomes one sequence.
 
         Returns:
-            rows of exactly the tokens that were sampled, with their log-probs and versions; none without an answer.
+            sequences with exactly the sampled tokens, their log-probs and versions; empty without a completion.
 
         Raises:
             AgentError: the session is still open.
@@ -76,29 +76,29 @@ class RolloutSession(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End its unfinished calls and refuse further ones. A second call does nothing."""
+        """Cancel unfinished calls and reject further ones. Calling it again has no effect."""
 
 
 class RolloutEndpoint(ABC):
-    """An HTTP server of a run, which agents speak to as they would to OpenAI's or Anthropic's."""
+    """HTTP server of a run with the API of OpenAI and Anthropic, for the calls of agents."""
 
     @abstractmethod
     async def open(
         self, engine: InferenceEngine, generation: GenerationConfig, max_length: int | None = None
     ) -> RolloutSession:
-        """Open a session; called on the event loop on which `engine` is used.
+        """Open a session. Call this on the event loop on which `engine` is used.
 
         Args:
-            engine: the episode's own handle, on which its calls generate.
-            generation: how answers are sampled, whatever an agent asks for, so that training knows the distribution. An
-                agent may ask for less tokens and for further stop strings.
-            max_length: tokens of a prompt and its answer at most; None: what the engine takes. A call whose prompt
-                leaves no room is refused as OpenAI's servers do (`context_length_exceeded`).
+            engine: the episode's engine handle, which generates the completions of its calls.
+            generation: sampling settings. They override those in an agent's calls, so that training knows the sampling
+                distribution. An agent may request fewer tokens and add stop strings.
+            max_length: maximum number of tokens of a prompt and its completion; None for the engine's limit. A call
+                whose prompt leaves no room is rejected with OpenAI's error code `context_length_exceeded`.
 
         Raises:
-            AgentError: there are as many sessions as may be.
+            AgentError: the maximum number of sessions is open.
         """
 
     @abstractmethod
     async def destroy(self) -> None:
-        """Close all sessions and stop serving. Safe to call twice."""
+        """Close all sessions and stop the server. Safe to call twice."""

@@ -1,7 +1,7 @@
-"""The contract of a train engine: the model, its optimizer and the ranks that hold them.
+"""Contract of a train engine: the model, its optimizer and the ranks that store them.
 
-A loss function sees one packed micro-batch and returns *sums*; the engine divides once, by the minibatch's denominator
-over all micro-batches and data-parallel ranks. That is why a gradient does not depend on how a batch was split.
+A loss function gets one packed micro-batch and returns *sums*. The engine divides once, by the minibatch's denominator
+over all micro-batches and data-parallel ranks. Therefore a gradient does not depend on how a batch was split.
 """
 
 from __future__ import annotations
@@ -39,69 +39,74 @@ __all__ = [
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """What a model says of each token of a packed micro-batch: float32 [N], entry t from the hidden state at t-1.
+    """Model outputs for each token of a packed micro-batch: float32 [N], entry t from the hidden state at t-1.
 
-    The first token of each row has no such state; its entries are 0. The scores of a reward model are the exception:
-    they come from the hidden state at t itself.
+    The first token of each sequence has no previous state, so its entries are 0. The scores of a reward model are the
+    exception: they come from the hidden state at t.
     """
 
     logprobs: torch.Tensor
-    """[N] log_softmax(logits / temperature of the row) at the token that stands there; 0 where the model has a scalar
+    """Log-probs [N]: log_softmax(logits / the sequence's temperature) at the actual token; 0 for a model with a scalar
     head."""
     entropy: torch.Tensor
-    """[N] entropy of that distribution, in nats; carries gradient only if the engine was asked for it. 0 where the
-    model has a scalar head."""
+    """Entropy [N] of that distribution, in nats; 0 for a model with a scalar head. It has a gradient only with
+    `FinetuneSpec.entropy_grad`."""
     values: torch.Tensor | None = None
-    """[N] of models with a scalar head, with gradient; None for language models. Of a critic entry t is the value
-    before token t is known, from the hidden state at t-1 of its row, 0 for the row's first token. Of a reward model
-    entry t is the score of the row up to and with token t, from the hidden state at t; a loss reads it at the row's
-    last token."""
+    """Outputs [N] of a scalar head, with gradient; None for a language model.
+
+    Critic: entry t is the value before token t, from the hidden state at t-1; 0 for the first token of a sequence.
+    Reward model: entry t is the score of the sequence up to and including token t, from the hidden state at t; a loss
+    reads it at the last token.
+    """
 
 
 Stats = dict[str, "tuple[torch.Tensor, torch.Tensor]"]
-"""Name to (sum, denominator), both scalars on the outputs' device. The engine sums both over micro-batches and ranks
-and then divides. A name that ends in `/max` is combined by maximum instead and its denominator is ignored."""
+"""Statistics of a loss: name to (sum, denominator), both scalars on the device of the outputs.
+
+The engine sums both over micro-batches and ranks, and then divides. For a name that ends in `/max` it takes the maximum
+of the first entries and ignores the denominators.
+"""
 
 LossFn = Callable[[TokenOutputs, "PackedBatch"], "tuple[torch.Tensor, Stats]"]
-"""`(outputs, packed) -> (loss_sum, stats)`: a scalar with gradient, not divided by any count."""
+"""Loss function `(outputs, packed) -> (loss_sum, stats)`; the loss is a scalar with gradient, not yet divided."""
 
 LossWeightFn = Callable[["TensorDict"], "torch.Tensor"]
-"""`(minibatch share of this rank) -> scalar`: its part of the denominator; the engine sums it over ranks."""
+"""Function `(this rank's sequences) -> scalar`: contribution to the denominator, which the engine sums over ranks."""
 
 Snapshot = Callable[[], "Sequence[Path]"]
-"""Writes this rank's files of what was copied, and says which; see `TrainEngine.snapshot`."""
+"""Function that writes the copied data of this rank and returns the paths of the files; see `TrainEngine.snapshot`."""
 
 OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
-"""`(outputs, packed) -> [N]`: what `forward` returns for each token."""
+"""Function `(outputs, packed) -> [N]`: the value of each token in the result of `forward`."""
 
 
 @dataclass
 class TrainEngineConfig(Settings):
-    """Settings that an engine has beside what follows from the run (`FinetuneSpec`); base of each engine's own.
+    """Base class of an engine's settings, which add to those of the run (`FinetuneSpec`).
 
-    An engine that is called `theirs:TheirEngine` brings `theirs:TheirEngineConfig`, beside it and importable without
-    torch; all its fields have defaults.
+    An engine `package.module:MyEngine` requires a class `package.module:MyEngineConfig` in the same module. That module
+    must be importable without torch, and all fields of the class must have defaults.
     """
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
-        """Refuse what the engine cannot do with these settings; by default nothing.
+        """Reject settings that the engine cannot run with. The default accepts all.
 
-        Called before any process starts, where the model may not be there yet, and once more by `initialize`.
+        Called before any process starts, when the model may not be available yet, and again by `initialize`.
 
         Raises:
-            ConfigError: names what does not go together, and what to set instead.
+            ConfigError: settings conflict; the message names them and the values to use instead.
         """
 
     def memory(
         self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int
     ) -> dict[str, float]:
-        """Bytes that a rank's device holds at most, by part, for `rl plan`; by default nothing is known.
+        """Return the peak device memory of a rank in bytes, by use, for `rl plan`. Empty by default (unknown).
 
         Args:
-            strategy: how many ranks, and along which dimensions.
-            spec: precision, optimizer and tokens of a micro-batch.
-            sizes: of the model.
-            micro_batches: of a rank in one optimizer step.
+            strategy: parallel layout.
+            spec: precision, optimizer and micro-batch size.
+            sizes: sizes of the model.
+            micro_batches: number of micro-batches of a rank in one optimizer step.
         """
         return {}
 
@@ -109,126 +114,138 @@ class TrainEngineConfig(Settings):
 class TrainEngine(ABC):
     """One rank of a model in training (SPMD: every rank makes the same calls in the same order).
 
-    Engines are made by `Engine(config, strategy)`, of their own `TrainEngineConfig` and the layout of ranks, and told
-    the rest by `initialize`. `batch` arguments are this rank's rows, as `rl_contracts.batch.trajectory` defines them,
-    on the CPU; a rank may have none (0 rows).
+    The constructor is `Engine(config, strategy)`: the engine's `TrainEngineConfig` and the parallel layout.
+    `initialize` receives the settings of the run. `batch` arguments are this rank's sequences on the CPU, in the format
+    of `rl_contracts.batch.trajectory`; a rank may have none.
     """
 
     parallel: ParallelContext
-    """Ranks and groups; set by `initialize`."""
+    """Ranks and process groups; set by `initialize`."""
 
     version: int = 0
-    """Training batches applied. The actor sets it; the engine saves and restores it."""
+    """Number of training batches applied. The actor sets it; the engine saves and restores it."""
 
     @abstractmethod
     def initialize(self, spec: FinetuneSpec) -> None:
-        """Join the process group, load the model and make the optimizer.
+        """Join the process group, load the model and create the optimizer.
 
         Raises:
             ModelError: the directory has no weights, or the architecture is not supported.
-            ConfigError: the parallel layout does not fit the number of ranks, or what `TrainEngineConfig.check` says.
+            ConfigError: the parallel layout does not fit the number of ranks, or `TrainEngineConfig.check` fails.
         """
 
     @abstractmethod
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
-        """One optimizer step on one minibatch.
+        """Run one optimizer step on one minibatch.
 
         Returns:
-            `loss` (the quotient), `grad_norm` (before clipping), `lr`, `applied` (1.0, or 0.0 where the step was
-            skipped for non-finite gradients), `tokens` (over all ranks), and each of the loss's statistics. The same on
-            every rank.
+            `loss` (the quotient), `grad_norm` (before clipping), `lr`, `applied` (1.0, or 0.0 if the step was skipped
+            for non-finite gradients), `tokens` (over all ranks), and each statistic of the loss; the same on every
+            rank.
 
         Raises:
-            EngineError: the denominator is zero over all ranks, a row is longer than a micro-batch, or more consecutive
-                steps were skipped than allowed.
+            EngineError: the denominator over all ranks is zero, a sequence is longer than a micro-batch, or more than
+                `optimizer.max_skipped_steps` consecutive steps were skipped.
         """
 
     @abstractmethod
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
-        """`loss` and the loss's statistics without a step, the same on every rank."""
+        """Return `loss` and the statistics of the loss without an optimizer step, the same on every rank."""
 
     @abstractmethod
     def forward(self, batch: TensorDict, output_fn: OutputFn) -> torch.Tensor:
-        """`output_fn` of every token, without gradient: [B, T] on the CPU, rows as in `batch`, 0 at padding."""
+        """Return `output_fn` of every token without gradient: [B, T] on the CPU, in batch order, 0 at padding."""
 
     @abstractmethod
     def param_specs(self) -> tuple[ParamSpec, ...]:
-        """What this rank's `full_parameters` yields, in that order; the same for as long as the engine lives.
+        """Return the parameters that this rank's `full_parameters` yields, in that order; constant for an engine.
 
         Names and shapes are those of the model's checkpoint on the hub (`rl_contracts.models.hub_names`), which servers
-        load: each expert of a mixture has its own. A tied parameter has one name. The dtype is the one in which they
-        are to be served (the cast is left to the route). No collective.
+        load: in an MoE each expert has its own. A tied parameter has one name. The dtype is the served dtype; the
+        weight route does the cast. Not a collective.
         """
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current weights as a stream of whole parameters by name (collective), one at a time, never a whole copy.
+        """Yield the current weights as (name, full parameter) one at a time, without a full copy (collective).
 
-        Each parameter is yielded, whole, on exactly one rank: on rank 0 by most engines, on one rank of each stage
-        where there are pipeline stages. A rank that yields nothing takes part all the same, so every rank must exhaust
-        its iterator. Tensors have any dtype, are detached, and are not to be kept or written to: the next one may use
-        their memory. Adapters are merged into the weights that they adapt.
+        Each parameter is yielded on exactly one rank: by most engines on rank 0, with pipeline parallelism on one rank
+        of each stage. Ranks that yield nothing take part in the collectives too, so every rank must exhaust its
+        iterator. Tensors are detached and have any dtype. The caller must not keep or modify them: the next one may
+        reuse their memory. Adapters are merged into the weights that they adapt.
         """
 
     def adapter(self) -> AdapterSpec | None:
-        """What an update says that carries `adapter_parameters` in place of `full_parameters` (collective, and the same
-        on every rank). None, which is the default: only whole weights can be published."""
+        """Return the adapter description for updates with `adapter_parameters` (collective, equal on all ranks).
+
+        None, the default, means that only full weights can be published.
+        """
         return None
 
     def adapter_specs(self) -> tuple[ParamSpec, ...]:
-        """What this rank's `adapter_parameters` yields, in that order; see `param_specs`. A and B in float32."""
+        """Return the parameters that this rank's `adapter_parameters` yields, in that order; A and B are float32."""
         return ()
 
     def adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A and B of each adapted weight (`AdapterSpec.matrices`), and what else is trained, as `full_parameters` has
-        it (collective)."""
+        """Yield A and B of each adapted weight (`AdapterSpec.matrices`) and all other trained parameters (collective).
+
+        The other parameters are those of `full_parameters`.
+        """
         return iter(())
 
     def without_adapter(self) -> AbstractContextManager[None] | None:
-        """For the time of a block, compute with the base weights alone; None: no adapter is trained. A diagnosis asks
-        for it, on every rank."""
+        """Return a context manager in which the model computes with the base weights only, or None without an adapter.
+
+        The diagnosis of a log-prob gap and the canary check use it, on every rank.
+        """
         return None
 
     def as_served(self) -> AbstractContextManager[None] | None:
-        """For the time of a block, compute with the weights as they are published, where the engine keeps more digits
-        than that. None: it cannot, or it always does. The gap gate asks for it, on every rank."""
+        """Return a context manager in which the model computes with the weights rounded to the served dtype.
+
+        None means that the engine cannot do this, or that its weights already have that precision. The log-prob gap
+        gate uses it, on every rank.
+        """
         return None
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
-        """Save (collective) into a new directory that appears whole or not at all."""
+        """Save into a new directory, which appears complete or not at all (collective)."""
 
     def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
-        """Copy what `save` would write to host memory (collective), so that training may go on while it is written.
+        """Copy the data of `save` to host memory (collective), so that training can continue while it is written.
 
         Returns:
-            what writes this rank's files into the directory `meta.path`, made where it is missing, and says which they
-            are. It takes part in no collective, may be called in another thread, once, and before the next snapshot of
-            that kind, which may use the same memory. The directory is whole when it was called on every rank, and
-            nothing renames it. None, which is the default: this engine does without, and `save` is called.
+            a function that writes this rank's files into the directory `meta.path`, which it creates if missing, and
+            returns their paths; or None, the default, if the engine has no snapshots, so that `save` is called. The
+            function is not a collective and may run in another thread. It may be called once, before the next snapshot
+            of that kind, which may reuse the memory. The directory is complete when all ranks have called it; it is not
+            renamed.
         """
         return None
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
-        """Load what `save` wrote (collective).
+        """Load a directory that `save` wrote (collective).
 
         Raises:
-            ModelError: the directory is not what `meta.kind` says.
+            ModelError: the directory does not contain data of `meta.kind`.
         """
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory, so that a server may use the device. A no-op on CPU."""
+        """Move weights and optimizer state to host memory, so that a server can use the device. No effect on CPU."""
 
     @abstractmethod
     def onload(self) -> None:
-        """Undo `offload`."""
+        """Move weights and optimizer state back to the device after `offload`."""
 
     def stats(self) -> dict[str, float | None]:
-        """Figures of this rank since the last call, for people: `memory/peak_gib`, `time/train_batch` (seconds in
-        `train_batch`), `throughput/mfu` (model FLOPs utilisation in that time; None where the peak of the device is not
-        known). None at all by default."""
+        """Return metrics of this rank since the last call, for display. Empty by default.
+
+        `memory/peak_gib`: peak memory in GiB. `time/train_batch`: seconds in `train_batch`. `throughput/mfu`: model
+        FLOPs utilization in that time, or None if the peak FLOPs of the device are unknown.
+        """
         return {}
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Every error that this project raises on purpose, one class per boundary.
+"""All errors that this project raises deliberately, one class per boundary.
 
-A message says what was expected, what was found and what to do. To add an error, subclass the boundary at which it
-arises; add a boundary only if a failed episode or a failed run should be counted apart from the others.
+A message says what is wrong, what was expected and what to do. To add an error, subclass the boundary at which it
+arises. Add a boundary only if such failures of episodes or runs should be counted separately.
 """
 
 from __future__ import annotations
@@ -38,109 +38,112 @@ __all__ = [
 
 
 class RLError(Exception):
-    """Root of all errors of the rl packages. `boundary` is the name under which a failure is counted."""
+    """Base class of all errors of the rl packages."""
 
     boundary = "internal"
+    """Name under which failures are counted."""
     user_error = False
-    """Whether the user's code, data or settings are to blame, so that it would come again."""
+    """Whether the user's code, data or settings caused the error, so that it would recur after a restart."""
 
 
 class ConfigError(RLError):
-    """A setting, or a combination of settings, that cannot work. Raised before any process starts."""
+    """Invalid setting or combination of settings. Raised before any process starts."""
 
     boundary = "config"
     user_error = True
 
 
 class DataError(RLError):
-    """A data set, a row or a batch that is not what its reader was promised."""
+    """Data set, example or batch with invalid contents or format."""
 
     boundary = "data"
     user_error = True
 
 
 class ModelError(RLError):
-    """A model directory, checkpoint or architecture that cannot be used as asked."""
+    """Model directory, checkpoint or architecture that cannot be used as requested."""
 
     boundary = "model"
     user_error = True
 
 
 class EngineError(RLError):
-    """A train engine could not do what was asked: bad batch, non-finite numbers past their limit, lost rank."""
+    """Failure of a train engine: invalid batch, too many steps with non-finite gradients, or lost rank."""
 
     boundary = "engine"
 
 
 class InferenceError(RLError):
-    """An inference server or its client failed: refused, unreachable, no progress before the deadline."""
+    """Failure of an inference server or its client: rejected request, unreachable server, or no progress in time."""
 
     boundary = "inference"
 
 
 class NoServersError(InferenceError):
-    """No inference server is left, and none came back in time: every further request would fail, too."""
+    """All inference servers are lost and none returned in time, so every further request would fail too."""
 
 
 class WeightUpdateError(RLError):
-    """New weights did not arrive as sent. Names the route, the version and the first wrong parameter."""
+    """New weights did not arrive as sent. The message names the route, the version and the first wrong parameter."""
 
     boundary = "weights"
 
 
 class ReceiversLostError(WeightUpdateError):
-    """Servers were lost while weights went to all of them at once. They are evicted; the others still serve the version
-    before, and sending again reaches them."""
+    """Servers were lost during a broadcast of weights. They are evicted.
+
+    The other servers still serve the previous version. Sending the weights again reaches them.
+    """
 
 
 class RewardError(RLError):
-    """A reward could not be computed (crash, deadline, missing gold answer). Never stands for a reward of zero."""
+    """Failure to compute a reward (crash, deadline, missing gold answer). It is never counted as a reward of 0."""
 
     boundary = "reward"
     user_error = True
 
 
 class TaskEnvironmentError(RLError):
-    """An environment of a multi-step task failed in `reset` or `step`."""
+    """Failure of a multi-turn environment in `reset` or `step`."""
 
     boundary = "environment"
     user_error = True
 
 
 class AgentError(RLError):
-    """An agent (user code that drives the episode) raised."""
+    """Exception in an agent (user code that drives the episode)."""
 
     boundary = "agent"
     user_error = True
 
 
 class LaunchError(RLError):
-    """A process could not be started, or ended when it should not have. Shows the last lines of its log."""
+    """Process that could not be started, or that ended unexpectedly. The message shows the last lines of its log."""
 
     boundary = "launch"
 
 
 class ServerStartError(LaunchError):
-    """A server ended before it was ready: with this model and these settings it cannot be started."""
+    """Server that ended before it was ready, so it cannot start with this model and these settings."""
 
 
 class StopRequestedError(RLError):
-    """The process was asked to stop: while it waited between two steps, or so urgently that a step was abandoned."""
+    """Request to stop this process, received between two steps or so urgent that a step was abandoned."""
 
     weights_unchanged = False
-    """Whether the weights are known to be those of the last finished step."""
+    """Whether the weights are certainly those of the last finished step."""
 
 
 class StalledError(RLError):
-    """Nothing moved for longer than allowed. Names the stage and its age."""
+    """No progress for longer than allowed. The message names the stage and how long it has waited."""
 
     boundary = "stalled"
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, lies in the user's code, data or settings.
+    """Return whether an error, or one of its causes, lies in the user's code, data or settings.
 
-    The boundaries that it crossed decide; only an error that crossed none is judged by the code that raised it.
+    The boundaries of the errors decide. If all of them are `internal`, the code that raised the first error decides.
     """
     ours = [each for each in causes(error) if isinstance(each, RLError)]
     if any(each.user_error for each in ours):
@@ -149,7 +152,7 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, the one that led to it, and so on."""
+    """Yield an error, its cause, the cause of its cause, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -157,8 +160,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def raised_at(error: BaseException) -> str:
-    """` (file:line)` of the user's code that led to an error, the innermost that is neither installed nor ours (modules
-    called `rl_...`); empty where there is none."""
+    """Return ` (file:line)` of the user's code that raised an error, or "" if there is none.
+
+    The innermost frame counts that is neither in an installed package nor in a module named `rl_...`.
+    """
     *_, root = causes(error)
     places = [
         # compiled code names the file that it was made of, its module the file that is installed
@@ -174,13 +179,13 @@ def raised_at(error: BaseException) -> str:
 
 
 def defined_at(function: object) -> str:
-    """` (file:line)` of a function's first line; empty where it has no source."""
+    """Return ` (file:line)` of a function's first line, or "" if it has no Python code."""
     code = getattr(function, "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def boundary_of(error: BaseException) -> str:
-    """The boundary at which `error` arose: its own if it is an `RLError`, else `"internal"`."""
+    """Return the boundary of `error` if it is an `RLError`, else `"internal"`."""
     return error.boundary if isinstance(error, RLError) else RLError.boundary
 
 

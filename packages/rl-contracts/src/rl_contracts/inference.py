@@ -1,4 +1,4 @@
-"""The contract of an inference engine: the client side of one or more servers that generate."""
+"""Contract of an inference engine: the client of one or more inference servers."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ __all__ = [
 ]
 
 type ServerSource = Callable[[], Mapping[str, str]]
-"""Says which servers there are now: address (`http://host:port`) by name. It may block, on a shared file system for
-example. Empty: it cannot say."""
+"""Function that returns the current servers: name to address (`http://host:port`).
+
+It may block, for example on a shared file system. An empty result means that the servers are unknown.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProgram:
-    """The Python program that a kind of server is, and what it needs where it runs."""
+    """Python program of a kind of inference server, and its requirements on the machine."""
 
     python: str
-    """Interpreter; empty: that of the command."""
+    """Path of the Python interpreter; empty for the interpreter of the command."""
     module: str
-    """What the interpreter must be able to import."""
+    """Module that the interpreter must be able to import."""
     distributions: tuple[str, ...]
-    """Names under which that is installed; one of them must be."""
+    """Names of the packages that provide the module; one of them must be installed."""
     remedy: str
-    """What to do where it is not."""
+    """Instructions for the user if it is not installed, in sentences."""
     min_version: str = ""
-    """First version that will do, by its numbers, such as `0.32`; empty: any."""
+    """Lowest supported version, by its numbers, such as `0.32`; empty for any."""
     below_version: str = ""
-    """First version that will not do any more; empty: none."""
+    """Lowest version that is too new; empty for none."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables that the import needs."""
+    """Environment variables that the import requires."""
 
     @property
     def describe_requirements(self) -> str:
-        """Which packages of which versions will do, in words."""
+        """Text of the supported packages and versions, for example `vllm >=0.20,<0.33`."""
         bounds = [f"{sign}{number}" for sign, number in ((">=", self.min_version), ("<", self.below_version)) if number]
         return f"{' or '.join(self.distributions)} {','.join(bounds)}".rstrip()
 
@@ -66,27 +68,27 @@ class ServerProgram:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a running server says of itself."""
+    """Self-description of a running server."""
 
     model_path: str
-    """What it was started with: a directory or a hub id; empty: it does not say."""
+    """Model that the server was started with: a directory or a hub id; empty if not reported."""
     version: int = 0
-    """Of the weights that it serves."""
+    """Version of the weights that the server serves."""
     weights_dir: str | None = None
-    """Directory in which it looks for updates; empty: it takes none; None: it takes them from anywhere."""
+    """Directory from which the server reads weight updates. Empty: it accepts none. None: it reads any directory."""
     program: str = ""
-    """The program that it is, and its version, such as `vllm 0.32.0`; empty: it does not say."""
+    """Program of the server and its version, such as `vllm 0.32.0`; empty if not reported."""
 
     def check(self, spec: ServeSpec, program: ServerProgram | None, stored: bool) -> None:
-        """Refuse a server that a run cannot use, whatever its version. Reads the models' settings.
+        """Reject a server that a run cannot use, whatever its weight version. Reads the `config.json` of the models.
 
         Args:
-            spec: what the run expects; what is empty there is not compared.
-            program: the one that the run is made for; None: not compared.
-            stored: whether new weights come as files, which the server must look for where they lie.
+            spec: expected values; empty ones are not compared.
+            program: expected program, or None to skip the comparison.
+            stored: whether weight updates are files, so that the server must read from the run's directory.
 
         Raises:
-            InferenceError: in words that go on a sentence about it.
+            InferenceError: the server does not match. The message continues a sentence about the server.
         """
         name, _, version = self.program.partition(" ")
         if program is not None and name and not (name in program.distributions and program.accepts(version)):
@@ -103,94 +105,114 @@ class ServedModel:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is the address of a server, `http://host:port`."""
+    """Return whether a text is the address of a server, such as `http://host:port`."""
     parts = urlsplit(text)
     return parts.scheme in ("http", "https") and bool(parts.netloc)
 
 
 @dataclass
 class ServerConfig(Settings):
-    """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
-    run. An engine `XxxEngine` brings a subclass `XxxEngineConfig` beside it."""
+    """Base class of the settings of one kind of inference server, which add to those of the run (`ServeSpec`).
+
+    An engine `XxxEngine` requires a subclass `XxxEngineConfig` in the same module.
+    """
 
     addresses: list[str] = field(
         default_factory=list,
         metadata={"expected": "http://host:port of each", "holds": lambda given: all(map(is_address, given))},
     )
-    """Servers that run already (`http://host:port`), as many as the allocation says: they are looked at and used, and
-    none is started. Their key is expected in `RL_RUN_KEY`. Empty: the launcher starts them."""
+    """Addresses (`http://host:port`) of running servers to use, as many as the allocation has. The run checks them and
+    starts none. `RL_RUN_KEY` must contain their key. Empty: the launcher starts the servers."""
 
     def program(self) -> ServerProgram | None:
-        """What must be installed where the servers run; the command looks before anything starts. None: nothing that
-        could be looked for."""
+        """Return the program that must be installed where the servers run, or None to check nothing.
+
+        The command checks it before anything starts.
+        """
         return None
 
     def check(self, spec: ServeSpec) -> None:
-        """Refuse what these servers cannot do. Called when a run's config is resolved, before anything starts.
+        """Reject settings that these servers do not support, when a run's config is resolved, before anything starts.
 
         Raises:
-            ConfigError: names both settings, and the fix.
+            ConfigError: two settings conflict; the message names both and the fix.
         """
 
     def max_concurrent_completions(self) -> int | None:
-        """Answers that one server generates at the same time at most, for `rl plan`; None: what its memory holds."""
+        """Return the maximum number of concurrent completions per server, or None if only memory limits it."""
         return None
 
     def cache_bytes(self, memory: float, weights: float) -> float:
-        """Bytes of a device's memory that are for keys and values, for `rl plan`.
+        """Return the bytes of a device's memory that the KV cache gets, for `rl plan`.
 
         Args:
-            memory: of the device.
-            weights: bytes of the model that lie on it.
+            memory: bytes of memory of the device.
+            weights: bytes of model weights on the device.
         """
         return max(0.9 * memory - weights, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What servers can do. Whoever wants something that not all of them can asks here first, and says so where it is
-    left out; what is asked for nevertheless raises an `InferenceError`. The defaults are what a method of the contract
-    promises that an implementation must have."""
+    """Optional features of a kind of server.
+
+    A caller checks a feature here before it uses it, and reports it if the feature is missing. A call that requires a
+    missing feature raises an `InferenceError`. The defaults describe a server that implements exactly the required
+    methods of the contract.
+    """
 
     routes: tuple[str, ...] = ROUTES
-    """Ways on which weights can come."""
+    """Supported weight routes."""
     staged_load: bool = True
-    """A new version is loaded beside the served one, while answers are generated. Else over it, in the commit."""
+    """Whether a new version is loaded while the current one is served. If False, the commit loads it in place."""
     checksums: bool = True
-    """Receipts, and `live_receipts`, have a checksum of each parameter. Else receipts are empty, and a `Canary` shows
-    what is served; so it is for all that do not stage beside, whose receipts would come too late."""
-    live_checksums: bool = True
-    """Those of `live_receipts` are of what is computed with. Else of what was loaded last, which a diagnosis is not
-    shown: it says nothing of what is served."""
-    version_stamps: bool = True
-    """Servers say which version made which token. Else tokens count for the oldest version that can have made them."""
-    version_stamps_at_end: bool = False
-    """They say it in the last message of an answer: of one whose server is lost the same as without `stamps`."""
-    any_score_temperature: bool = True
-    """`score` takes every temperature. Else 1 alone."""
-    scores_previous_weights: bool = False
-    """`score_previous_weights` works."""
-    truncated_logprobs: bool = False
-    """After top-p, top-k, min-p and penalties, log-probs are of what these left: such requests are refused."""
-    seeds: bool = True
-    """A seed decides the tokens. Else it counts for nothing."""
-    seeds_by_position: bool = True
-    """A resumed answer draws what it would have drawn uninterrupted. Else each attempt has a seed of its own."""
-    resumes_completions: bool = True
-    """A resumed answer goes on with its stop strings and penalties. Else the client looks for stop strings itself,
-    which takes the tokenizer of `ServeSpec.model_path`, and penalties are refused."""
-    keeps_cache: bool = True
-    """`interrupt="keep"` goes on with the KV cache of the old weights. Else it is computed anew in the server, which no
-    answer notices."""
-    heartbeats: bool = True
-    """Whoever answers shows at least every few seconds that it does. Else silence says nothing, and `/health` is asked.
+    """Whether receipts and `live_receipts` contain a checksum of each parameter.
+
+    If False, receipts are empty and a `Canary` checks the served weights. This must be False without `staged_load`,
+    because then a receipt would arrive after the weights are served.
     """
+    live_checksums: bool = True
+    """Whether the checksums of `live_receipts` are those of the tensors used in computation.
+
+    If False, they are those of the last load. The diagnosis of a log-prob gap then ignores them.
+    """
+    version_stamps: bool = True
+    """Whether servers report the version of each token. If False, tokens get the oldest version that is possible."""
+    version_stamps_at_end: bool = False
+    """Whether the versions arrive only in the last message of a completion.
+
+    If the server is lost before that message, tokens get their versions as without `version_stamps`.
+    """
+    any_score_temperature: bool = True
+    """Whether `score` accepts every temperature; if False, only 1."""
+    scores_previous_weights: bool = False
+    """Whether `score_previous_weights` is supported."""
+    truncated_logprobs: bool = False
+    """Whether top-p, top-k, min-p and penalties change the log-probs; if True, requests with them are rejected."""
+    seeds: bool = True
+    """Whether a seed makes sampling reproducible; if False, seeds are ignored."""
+    seeds_by_position: bool = True
+    """Whether a resumed completion samples the same tokens as without interruption.
+
+    If False, each attempt has a different seed.
+    """
+    resumes_completions: bool = True
+    """Whether a resumed completion keeps the state of its stop strings and penalties.
+
+    If False, the client detects stop strings itself, with the tokenizer of `ServeSpec.model_path`, and rejects
+    penalties.
+    """
+    keeps_cache: bool = True
+    """Whether `interrupt="keep"` continues with the KV cache of the old weights; if False, the server recomputes it."""
+    heartbeats: bool = True
+    """Whether a server sends a heartbeat every few seconds while it works on a request; if False, the client probes
+    `/health`."""
     lora: bool = False
-    """Updates may carry adapters alone (`WeightUpdateMeta.adapter`)."""
+    """Whether weight updates may contain only adapters (`WeightUpdateMeta.adapter`)."""
     sleeps: bool = False
-    """`sleep` and `wake` work."""
+    """Whether `sleep` and `wake` are supported."""
     schemas: bool = False
-    """Answers can be kept to a JSON schema (`ModelRequest.schema`)."""
+    """Whether completions can be constrained to a JSON schema (`ModelRequest.schema`)."""
 
     def __post_init__(self) -> None:
         expected = "False where staged_load is, because a receipt is compared before anything is served"
@@ -199,75 +221,81 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class CanaryCompletion:
-    """What one server showed of the weights that it serves now."""
+    """Results of the canary prompt on one server, for the weights that it serves now."""
 
     server: str
-    """Its name."""
+    """Name of the server."""
     scores: list[float]
     """Log-probs of the prompt's tokens at temperature 1; entry 0 is 0."""
     output_ids: list[int]
-    """Greedy tokens after the prompt."""
+    """Greedy completion of the prompt."""
     logprobs: list[float]
-    """Their log-probs at temperature 1."""
+    """Log-probs of `output_ids` at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """How servers without checksums show after an update what they serve, before they get requests again: the same
-    prompt is answered on each before the update (so that it lies in its prefix cache) and after it."""
+    """Check of the served weights after an update, for servers without checksums, before they get requests again.
+
+    Every server completes the same prompt before the update, so that its prefix cache contains it, and after the
+    update.
+    """
 
     input_ids: list[int]
-    """Several hundred tokens."""
+    """Token ids of the prompt, several hundred."""
     tokens: int
-    """Greedy tokens to generate after them."""
+    """Number of greedy tokens to generate."""
     judge: Callable[[int, list[CanaryCompletion]], Awaitable[None]]
-    """Called with the version and what servers showed of it: in a commit with all of them; later with one that was
-    brought up to the same version. Raises a `WeightUpdateError` that names the server and what differs."""
+    """Function called with the version and the servers' results.
+
+    A commit calls it with the results of all servers. When a server is later brought to the same version, it is called
+    with the result of that server. It raises a `WeightUpdateError` that names the server and the difference.
+    """
 
 
 class InferenceEngine(ABC):
-    """Client of all servers of one role. Every method but `initialize` and `server_spec` is a coroutine of one event
-    loop.
+    """Client of all servers of one role. Its coroutines must run on one event loop.
 
-    The client owns retries: a request that a server loses is continued elsewhere with the tokens it already has. A
-    deadline limits the time without progress (no token, no byte), never the length of an answer.
+    The client does all retries: a request that a server loses is resumed on another server with the tokens received so
+    far. A deadline limits the time without progress (no token, no byte), not the duration of a completion.
     """
 
-    __slots__ = ()  # so that a handle per episode can be small
+    __slots__ = ()  # keeps the per-episode handles small
 
     @abstractmethod
     def __init__(self, config: Any, spec: ServeSpec, client: ClientConfig) -> None:
         """
         Args:
-            config: the servers' own settings, of the `ServerConfig` subclass that comes with this class.
-            spec: what follows from the run.
+            config: settings of the servers, an instance of this engine's `ServerConfig` subclass.
+            spec: settings of the run.
             client: deadlines, retries, probes, routing.
         """
 
     @classmethod
     @abstractmethod
     def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
-        """What a launcher must know to start the servers of this engine: command, readiness check, resources.
+        """Return the job that a launcher starts for the servers of this engine: command, readiness check, resources.
 
         Raises:
-            ConfigError: these servers cannot do what `spec` asks for.
+            ConfigError: these servers do not support `spec`.
         """
 
     @abstractmethod
     def initialize(self, addresses: list[str], key: str = "") -> None:
-        """Remember the servers (`http://host:port`) and the run key. Connects to nothing yet.
+        """Set the addresses of the servers (`http://host:port`) and the run key, without connecting.
 
         Raises:
-            ConfigError: no address, or one that is not a URL.
+            ConfigError: there is no address, or one is not a URL.
         """
 
     def follow_discovery(self, source: ServerSource) -> bool:
-        """From now on take in servers that `source` names, and let those go that it names no more; called once, after
-        `initialize`. A server that comes in holds the committed version, and has shown it, before it is used; one that
-        goes is no failure, and its answers go on elsewhere.
+        """Keep the list of servers equal to the one that `source` returns. Call this once, after `initialize`.
+
+        A new server gets requests only after it serves the committed version and that was checked. Removing a server
+        does not count as a failure; its requests are resumed on other servers.
 
         Returns:
-            False where this client does not: its servers stay those of `initialize`.
+            False, the default, if this client cannot add or remove servers.
         """
         return False
 
@@ -277,152 +305,162 @@ class InferenceEngine(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the servers can do; known before `initialize`."""
+        """Optional features of the servers, available before `initialize`."""
         return Capabilities()
 
     @property
     @abstractmethod
     def served_dtype(self) -> str:
-        """Name of the torch dtype in which the servers hold weights and compute, for example `"float32"`; or how they
-        quantise them (`"fp8"`)."""
+        """Torch dtype of the servers' weights and computation, for example `"float32"`, or quantization (`"fp8"`)."""
 
     @property
     @abstractmethod
     def servers(self) -> list[str]:
-        """Names of the live servers, as `ModelResponse.server` and `WeightReceipt.holder` have them. They may come and
-        go (`follow`)."""
+        """Names of the live servers, as in `ModelResponse.server` and `WeightReceipt.holder`.
+
+        The list may change during a run (`follow_discovery`).
+        """
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """The last version committed on all live servers; what a group that starts now may count on."""
+        """Last version committed on all live servers; a group that starts now gets at least this version."""
 
     async def describe(self, server: str) -> ServedModel | None:
-        """Ask one of `servers` what it is; a run asks each that it did not start itself. None: this kind does not say.
+        """Return the self-description of one of `servers`, or None if this kind of server has none.
+
+        A run calls this for each server that it did not start.
 
         Raises:
-            InferenceError: it does not answer, or not as servers of this kind do, or refuses the key.
+            InferenceError: the server does not respond, is of another kind, or rejects the key.
         """
         return None
 
     @abstractmethod
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Generate one answer, through interruptions and lost servers, to its end.
+        """Generate one complete completion, resuming it after interruptions and lost servers.
 
         Raises:
-            InferenceError: refused as invalid, or no server made progress before the deadline.
+            InferenceError: the request is invalid, or no server made progress before the deadline.
         """
 
     @abstractmethod
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
-        """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0.
+        """Return the log-prob of each input token at the current weights.
+
+        Entry t is the log-prob of `input_ids[t]`; entry 0 is 0.
 
         Args:
-            temperature: 1, unless `capabilities.any_score_temperature`.
-            server: the one of `servers` that is asked, and no other; None: whichever has the least to do.
+            input_ids: token ids to score.
+            temperature: sampling temperature; must be 1 unless `capabilities.any_score_temperature`.
+            server: the only server to use, one of `servers`; None selects the least busy one.
 
         Raises:
-            InferenceError: refused as invalid, no live server could, or the one that was named is not live or failed.
+            InferenceError: the request is invalid, all live servers failed, or `server` is not live or failed.
         """
 
     async def score_previous_weights(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """As `score`, at the weights that were served before the last commit. A diagnosis asks for it.
+        """Return the log-prob of each input token at the weights served before the last commit, for a diagnosis.
 
         Raises:
-            InferenceError: no server holds them any more, or this kind of server never does.
+            InferenceError: no server has these weights any more, or this kind of server does not keep them.
         """
         raise InferenceError(f"{type(self).__name__} keeps no weights of an earlier version.")
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
-        """Checksums of the tensors that each server serves now, under all of their names. A diagnosis asks for them.
+        """Return checksums of the tensors that each server serves now, under all of their names, for a diagnosis.
 
         Args:
-            server: the one of `servers` that is asked; None: all.
+            server: the only server to use, one of `servers`; None selects all.
 
         Raises:
-            InferenceError: no server answered, or this kind of server has no such checksums.
+            InferenceError: no server responded, or this kind of server has no such checksums.
         """
         raise InferenceError(f"{type(self).__name__} gives no checksums of served tensors.")
 
     @abstractmethod
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Load a version beside the served one on every server, while they go on generating; or, where
-        `capabilities.staged_load` is false, see that `commit_weights` will be able to load it.
+        """Load a new version on every server while the current one is served; `commit_weights` then switches to it.
+
+        Without `capabilities.staged_load` this only checks that `commit_weights` can load the version.
 
         Returns:
-            each server's receipt, without checksums where `capabilities.checksums` is false. Nothing is served from the
-            new weights before `commit_weights`.
+            receipt of each server, without checksums if `capabilities.checksums` is False.
 
         Raises:
-            WeightUpdateError: no live server could stage. A server that could not while others did is evicted.
+            WeightUpdateError: all live servers failed. If only some fail, they are evicted.
         """
 
     @abstractmethod
     async def commit_weights(self, version: int, interrupt: str = "keep", canary: Canary | None = None) -> float:
-        """pause -> swap -> commit -> resume the staged version on every server.
+        """Pause every server, switch it to the staged version, and resume it.
 
         Args:
-            interrupt: what happens to unfinished generations: `keep` (go on, old KV cache), `recompute` (go on, KV
-                cache rebuilt with the new weights) or `wait` (finish them first).
-            canary: what each server has to show before it gets requests again. Always given where
-                `capabilities.checksums` is false.
+            version: the staged version.
+            interrupt: handling of unfinished completions: `keep` (continue with the old KV cache), `recompute`
+                (continue after rebuilding the KV cache with the new weights) or `wait` (finish them first).
+            canary: check of the served weights before a server gets requests again. Required if
+                `capabilities.checksums` is False.
 
         Returns:
-            the longest time, in seconds, that a server did not generate.
+            the longest time, in seconds, for which a server did not generate.
 
         Raises:
             WeightUpdateError: no live server committed, or the canary's judge raised it. A server that does not
-                acknowledge is evicted before any resumes.
+                acknowledge the commit is evicted before any server resumes.
         """
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop generating on all servers; unfinished answers stay where they are."""
+        """Pause generation on all servers, without aborting unfinished completions."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Undo `pause`."""
+        """Resume generation after `pause`."""
 
     async def sleep(self) -> float:
-        """Give the servers' memory back until weights are committed, or `wake`, for a trainer on the same devices;
-        requests wait. Weights can be staged meanwhile.
+        """Release the servers' device memory until the next commit or `wake`, for a trainer on the same devices.
+
+        Requests wait meanwhile. Weights can be staged.
 
         Returns:
-            how many bytes less they have then, as they measure it; 0 where they do not.
+            number of bytes released, as measured by the servers; 0 if they do not measure it.
 
         Raises:
-            InferenceError: these servers cannot (`capabilities.sleeps`), or none did.
+            InferenceError: these servers do not support it (`capabilities.sleeps`), or all of them failed.
         """
         raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
 
     async def wake(self) -> None:
-        """Undo `sleep` without a commit: the servers go on with the version that they served. Does nothing where they
-        are awake.
+        """End `sleep` without a commit; the servers continue with the version that they served. No effect if awake.
 
         Raises:
-            InferenceError: these servers cannot (`capabilities.sleeps`), or none did.
+            InferenceError: these servers do not support it (`capabilities.sleeps`), or all of them failed.
         """
         raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`. The last two
-        never go down, whoever leaves.
+        """Return sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`.
 
-        Also refreshes `version`, for a client beside the one that published.
+        `generated_tokens` and `busy_seconds` never decrease, even when a server leaves. This also updates `version` in
+        a client that did not publish the weights itself.
         """
 
     async def sync_version(self, version: int) -> None:
-        """Hear that another client has committed a version on the servers: from now on `version` is at least that, and
-        no server that is behind it is used. Here `stats` finds out."""
+        """Register that another client has committed a version on the servers.
+
+        Afterwards `version` is at least that version, and servers with an older one are not used. The default calls
+        `stats`.
+        """
         await self.stats()
 
     @abstractmethod
     async def destroy(self) -> None:
-        """Close connections. Requests that still wait fail with an `InferenceError`."""
+        """Close all connections. Waiting requests fail with an `InferenceError`."""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: `0.32.0rc1+cpu` is (0, 32, 0)."""
+    """Return the numbers of a version: (0, 32, 0) for `0.32.0rc1+cpu`."""
     release = re.match(r"[\d.]*", version)
     return tuple(int(number) for number in release[0].split(".") if number) if release else ()

@@ -1,7 +1,7 @@
-"""How parts find each other: by entry point or dotted path, never by a table in our code.
+"""Registry of components, which are selected by entry point, dotted path or file, not by a table in the code.
 
-A part that has settings brings them: the dataclass of a class `Engine` is called `EngineConfig` and stands beside it,
-in the module that the entry point names.
+A component with settings has a dataclass for them: the settings of a class `Engine` are `EngineConfig`, in the module
+that the entry point names.
 """
 
 from __future__ import annotations
@@ -44,34 +44,37 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.trackers": "rl-trainers",
     "rl.apps": "rl-apps",
 }
-"""The entry-point groups and the packages of this project that fill each, with spaces between; a third party may fill
-any."""
+"""Packages of this project that provide each entry-point group, separated by spaces.
+
+Third-party packages can add names to any group.
+"""
 
 
 def available(group: str) -> dict[str, str]:
-    """Names installed in an entry-point group, each with the `module:attribute` that it stands for."""
+    """Return the names installed in an entry-point group, each with its `module:attribute`."""
     return {e.name: e.value for e in _installed(tuple(sys.path)).select(group=group)}
 
 
 def load(group: str, name: str) -> Any:
-    """The object that `name` stands for in an entry-point group.
+    """Import and return the object that `name` refers to in an entry-point group.
 
     Args:
         group: entry-point group, for example `"rl.rewards"`.
-        name: a name installed in the group, a dotted path `package.module:attribute`, or a file `my/part.py:attribute`.
+        name: a name installed in the group, a dotted path `package.module:attribute`, or a file `my/file.py:attribute`.
 
     Raises:
-        ConfigError: nothing of that name is installed, or it cannot be imported.
+        ConfigError: the name is not installed, or it cannot be imported.
     """
     return _imported(group, name, _target(group, name))
 
 
 def settings(group: str, name: str) -> type:
-    """The dataclass with the settings of the class that `name` stands for: for `module:Engine` it is
-    `module:EngineConfig`. Imports that module, which is to leave heavy libraries to the class itself.
+    """Return the settings dataclass of the class that `name` refers to: `module:EngineConfig` for `module:Engine`.
+
+    This imports the module. The module should import heavy libraries only inside the functions that use them.
 
     Raises:
-        ConfigError: nothing of that name is installed, or it brings no such dataclass.
+        ConfigError: the name is not installed, or it has no such dataclass.
     """
     target = f"{_target(group, name)}Config"
     found = _imported(group, name, target)
@@ -83,13 +86,13 @@ def settings(group: str, name: str) -> type:
 
 
 def load_components(config: ComponentConfig) -> list[Any]:
-    """What the settings of a part name, with its constants; nothing for `none`, several for names joined by `+`.
+    """Return the components that the settings select, with their options bound; empty for `kind=none`.
 
-    A part is a function whose constants are keyword-only arguments, or a class that takes them so and whose objects are
-    called like the function.
+    Several names may be joined with `+`. A component is a function whose options are keyword-only arguments, or a class
+    with such constructor arguments and callable instances.
 
     Raises:
-        ConfigError: nothing of that name is installed, an option is none of its keyword arguments, or one that it needs
+        ConfigError: a name is not installed, an option is not a keyword argument of any of them, or a required option
             is missing.
     """
     constants, parts, known = config.constants(), [], set[str]()
@@ -116,14 +119,15 @@ def load_components(config: ComponentConfig) -> list[Any]:
 
 
 def load_component(config: ComponentConfig, optional: bool = False) -> Any:
-    """The one part that settings name.
+    """Return the single component that the settings select.
 
     Args:
         config: the settings.
-        optional: whether they may name none; None then.
+        optional: whether `kind=none` is allowed; the result is then None.
 
     Raises:
-        ConfigError: they name several, or none where one is needed, or as `load_components`.
+        ConfigError: the settings select several components, or none although one is required; also the errors of
+            `load_components`.
     """
     parts = load_components(config) or ([None] if optional else [])
     if len(parts) != 1:
@@ -153,12 +157,12 @@ def unknown_name_error(name: str, *groups: str) -> str:
 
 @functools.cache
 def _installed(path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
-    """All entry points on a search path; to read them takes tens of milliseconds."""
+    """Return all entry points on a search path. Cached, because reading them takes tens of milliseconds."""
     return importlib.metadata.entry_points()
 
 
 def _target(group: str, name: str) -> str:
-    """`module:attribute` of a name."""
+    """Return the `module:attribute` that a name refers to."""
     target = name if ":" in name else available(group).get(name)
     if target is None and name.endswith(".py"):
         raise ConfigError(
@@ -178,7 +182,7 @@ def _imported(group: str, name: str, target: str) -> Any:
         return attrgetter(attribute)(found)
     except (Exception, SystemExit) as error:  # any code runs at import: told in a sentence, with the place of it
         if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
-            raise  # this process was asked to end meanwhile
+            raise  # this process received SIGTERM during the import
         raise ConfigError(
             f"{group}: {name!r}{stands_for} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}."
             f"{_hint(error, found, attribute)}"
@@ -186,7 +190,7 @@ def _imported(group: str, name: str, target: str) -> Any:
 
 
 def _hint(error: BaseException, module: ModuleType | None, attribute: str) -> str:
-    """What to do about a part that cannot be imported; empty where the error says it."""
+    """Return advice about a component that cannot be imported, or "" if the error is sufficient."""
     if module is not None:
         names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         close = get_close_matches(attribute, names, n=1)
@@ -206,7 +210,7 @@ def _of_file(path: str) -> ModuleType:
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
         spec = importlib.util.spec_from_file_location(str(file), file)
-        assert spec is not None  # of any name that ends with .py
+        assert spec is not None  # true for every name that ends with .py
         assert spec.loader is not None
         module = sys.modules[str(file)] = importlib.util.module_from_spec(spec)
         try:

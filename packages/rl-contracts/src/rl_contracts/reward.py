@@ -1,4 +1,4 @@
-"""The contract of a reward function. `rl_contracts.reward_worker` runs plain ones in processes that can be killed."""
+"""Contract of a reward function. `rl_contracts.reward_worker` runs synchronous ones in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ _time_limit: float | None = None
 
 
 def time_limit() -> float | None:
-    """Return the seconds that a call may take in this reward worker, or None outside of a worker."""
+    """Return the maximum duration of a call in this reward worker, in seconds, or None outside a worker."""
     return _time_limit
 
 
 def set_time_limit(seconds: float) -> None:
-    """Set the result of `time_limit`, in a new reward worker before it imports its function."""
+    """Set the result of `time_limit`. A new reward worker calls this before it imports its function."""
     global _time_limit
     _time_limit = seconds
 
 
 class CompositeReward(float):
-    """The sum of named rewards, such as `CompositeReward(right=1.0, format=0.5)`: a number that keeps them, for an
-    advantage that treats them separately (`algorithm.advantage.kind=gdpo`)."""
+    """Sum of named rewards that keeps its components, such as `CompositeReward(right=1.0, format=0.5)`.
+
+    An advantage such as `algorithm.advantage.kind=gdpo` treats the components separately.
+    """
 
     components: dict[str, float]
+    """Rewards by name."""
 
     def __new__(cls, /, **components: float) -> CompositeReward:
         reward = super().__new__(cls, sum(components.values()))
@@ -51,25 +54,25 @@ class CompositeReward(float):
 
 
 def components_of(reward: float) -> dict[str, float]:
-    """The named rewards that a reward is the sum of; none of a plain number."""
+    """Return the named components of a reward; empty for a plain number."""
     return reward.components if isinstance(reward, CompositeReward) else {}
 
 
 MAX_REWARD = (2 - 2.0**-23) * 2.0**127
-"""Largest number of float32, in which batches hold rewards."""
+"""Largest finite float32; batches store rewards in float32."""
 
 
 def is_valid_reward(reward: Any) -> bool:
-    """Whether a number, and each of its parts if it is a `CompositeReward`, is finite in float32."""
+    """Return whether a reward, and each component of a `CompositeReward`, is finite in float32."""
     values = (reward, *components_of(reward).values())
     return all(abs(value) <= MAX_REWARD and math.isfinite(value) for value in values)
 
 
 class RewardFunction(Protocol):
-    """Scores one sample. Plain or async.
+    """Function that scores one completion, synchronous or asynchronous.
 
-    A function with the attribute `scores_gold`, True, gives the text of a row's `answer` the reward 1: commands try
-    this on all rows before a run.
+    The attribute `scores_gold = True` promises that the text of an example's `answer` has the reward 1. Commands check
+    this for all examples before a run.
     """
 
     def __call__(
@@ -80,23 +83,25 @@ class RewardFunction(Protocol):
         completion_ids: list[int],
         **data: Any,
     ) -> float | Awaitable[float]:
-        """Reward of one completion: a number, or a `CompositeReward`, with the same names for every completion.
+        """Return the reward of one completion.
+
+        It is a number, or a `CompositeReward` with the same names for all completions.
 
         Args:
             prompt: text of the prompt.
-            completions: text of this one sample; the field's customary name.
+            completions: text of this single completion; the plural is the customary name of the argument.
             prompt_ids: token ids of the prompt.
             completion_ids: generated token ids.
-            **data: the data row's other entries, for example `answer`, and `final_text`: what follows the completion's
-                reasoning, empty where that does not end. A function without such an argument is called without it.
+            **data: other entries of the example, for example `answer`, and `final_text`: the text after the reasoning,
+                empty if the reasoning does not end. A function without an argument `final_text` does not get it.
 
         Raises:
-            RewardError: the reward cannot be computed. Never return 0 for that.
+            RewardError: the reward cannot be computed. Do not return 0 in this case.
         """
 
 
 def takes_final_text(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is to be given the keyword `final_text`."""
+    """Return whether a reward function accepts the keyword argument `final_text`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in function
@@ -107,4 +112,4 @@ def takes_final_text(function: Callable[..., Any]) -> bool:
 RESERVED_KEYS = frozenset(
     ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
 )
-"""Keys of a data row that a reward function gets in another form, or not at all."""
+"""Keys of an example that a reward function does not get from it, or gets in another form."""

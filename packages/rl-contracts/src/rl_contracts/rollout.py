@@ -1,4 +1,4 @@
-"""What a training loop needs of the asynchronous side. rl-workflows implements it; rl-trainers knows only this."""
+"""Contract of the asynchronous rollout runtime, which rl-workflows implements and rl-trainers uses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["RolloutRuntime"]
 
 
 class RolloutRuntime(ABC):
-    """Keeps generation going and hands out batches under a bound on staleness.
+    """Runtime that generates rollouts continuously and returns batches of bounded staleness.
 
-    One runs on each data-parallel head. Calls come from the training thread and block; the work happens on a loop of
-    its own.
+    One runs on each data-parallel leader. The training thread makes blocking calls; the work runs on a separate event
+    loop.
     """
 
     @abstractmethod
@@ -30,76 +30,87 @@ class RolloutRuntime(ABC):
         """Wait for this step's groups and return them (collective).
 
         Returns:
-            this rank's rows, in global order of (group, episode).
+            this rank's sequences, in global order of (group, episode).
 
         Raises:
-            RLError: the runtime or another head failed; on every rank, with the cause.
-            StopIteration: the data of some head were at their end with the last batch; on every rank.
-            StopRequestedError: some rank was asked to stop while it waited; on every rank. No batch was taken, so that
-                the state can be saved.
+            RLError: the runtime of any rank failed; raised on every rank, with the cause.
+            StopIteration: the data of some rank was exhausted by the previous batch; raised on every rank.
+            StopRequestedError: some rank received a stop request while it waited; raised on every rank. No batch was
+                taken, so the state can be saved.
         """
 
     def return_batch(self) -> None:
-        """Take the last batch back, instead of `end_step`: nothing was learned from it, and `state_dict` is to have its
-        groups as accepted ones.
+        """Return the last batch to the runtime, instead of `end_step`, because it was not trained on.
+
+        Afterwards `state_dict` contains its groups as accepted groups.
 
         Raises:
-            RLError: it cannot be taken back, which is the default.
+            RLError: the batch cannot be returned. This is the default.
         """
         raise RLError(f"{type(self).__name__} cannot take a batch back.")
 
     @abstractmethod
     def end_step(self, version: int) -> None:
-        """The step of the last batch is over: `version` is committed on all live servers, or was already (a skipped
-        step).
+        """End the training step of the last batch and admit new prompts in place of its groups.
 
-        Frees the places of the batch's groups and lets new prompts in.
+        Args:
+            version: version committed on all live servers; the previous one if the step was skipped.
         """
 
     @abstractmethod
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
-        """Answer each row `n` times at the one version that is committed now, apart from all training counters
-        (collective).
+        """Generate `n` completions per example with the current version, apart from training counters (collective).
 
-        What workflow and reward record meanwhile goes to the caller's collector
+        Metrics that the workflow and the reward record go to the caller's collector
         (`rl_contracts.runtime.metrics.collect`).
 
+        Args:
+            data: examples to evaluate.
+            generation: sampling settings.
+            n: completions per example.
+
         Returns:
-            on every rank, the trajectories of this rank's share of the rows, in order; each has a reward.
+            on every rank, the trajectories of this rank's examples, in order; each has a reward.
         """
 
     @abstractmethod
     def pause(self) -> None:
-        """Admit no new groups; those that run go on."""
+        """Stop admitting new groups. Running groups continue."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Undo `pause`."""
+        """Admit new groups again after `pause`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on with nothing lost or repeated: JSON values and tensors."""
+        """Return the state (JSON values and tensors) for a later process to resume without lost or repeated work."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, before the first `next_batch`.
+        """Restore the state of `state_dict`. Call this before the first `next_batch`.
 
-        A runtime that can go on with another number of ranks also has `load_states`, which takes the states of all
-        former ranks, in order of rank; one without it is resumed with the same number alone.
+        A runtime that can resume with another number of ranks also has `load_states`, which takes the states of all
+        previous ranks in rank order. A runtime without it can resume only with the same number of ranks.
         """
 
     @abstractmethod
     def stats(self) -> Metrics:
-        """This replica's counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens),
-        what workflows and rewards recorded, and, on the first replica, the servers' own."""
+        """Return this replica's metrics since the last call.
+
+        They include its counters (groups accepted, rejected and failed, seconds of waiting, tokens) and the metrics
+        that workflows and rewards recorded. On the first replica they also include those of the servers.
+        """
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """What became of each prompt of this replica since the last call; one that `state_dict` found untold is told
-        after the state was loaded. JSON objects of `prompt_id`, `epoch`, `group_id` (null where it was never
-        admitted), `ending` (`trained`: it left in a batch; `rejected`, `failed` or `left_over`) and `reason` (null
-        where it was trained on). Nothing from a runtime that keeps no such account."""
+        """Return the outcomes of this replica's prompts since the last call. Empty by default.
+
+        Each outcome is a JSON object of `prompt_id`, `epoch`, `group_id`, `ending` and `reason`. `group_id` is null if
+        the prompt was never admitted. `ending` is `trained`, `rejected`, `failed` or `left_over`; `reason` is null if
+        `trained`. `state_dict` contains outcomes that were not returned yet; they are returned after
+        `load_state_dict`.
+        """
         return []
 
     @abstractmethod
     def destroy(self) -> None:
-        """Stop everything that runs in the background. Safe to call twice."""
+        """Stop all background work. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""The contract of a scheduler: start, watch and stop processes. What to start comes as data."""
+"""Contract of a scheduler, which starts, monitors and stops the processes described by job specs."""
 
 from __future__ import annotations
 
@@ -26,66 +26,69 @@ __all__ = [
 ]
 
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
-"""Environment variable that carries the key of a run's control endpoints to its processes."""
+"""Environment variable that passes the key of a run's control endpoints to its processes."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A role of equal processes.
+    """Role of identical processes.
 
-    `{index}`, `{host}` and `{port}` in `command` and `env` values become the worker's own. `{port}` is a free port
-    unless `port` fixes it.
+    In `command` and in the values of `env`, `{index}`, `{host}` and `{port}` are replaced by the worker's values.
+    `{port}` is a free port unless `port` fixes it.
     """
 
     role: str
-    """Name of the role, for example `rollout` or `actor`; also of its log files, `<role>-<index>.log`."""
+    """Name of the role, for example `rollout` or `actor`. Its log files are `<role>-<index>.log`."""
     command: tuple[str, ...]
-    """Program and arguments. Never holds a secret."""
+    """Program and arguments, without secrets."""
     count: int = 1
-    """Processes to start."""
+    """Number of processes."""
     env: dict[str, str] = field(default_factory=dict)
-    """Added to the environment. The run key travels here."""
+    """Additional environment variables, including the run key."""
     cpus: int = 1
     """Cores, and threads of numeric libraries, per process."""
     gpus: int = 0
-    """Devices per process."""
+    """GPUs per process."""
     colocated_with: str = ""
-    """Role that has started, whose devices these processes use too; empty: they have devices of their own. Needs a
-    scheduler with `SchedulerConfig.shares_devices`."""
+    """Role, already started, whose devices these processes share; empty for separate devices. Requires a scheduler with
+    `SchedulerConfig.shares_devices`."""
     port: int | None = None
-    """Fixed port of worker 0 (worker i gets port + i); None: any free one."""
+    """Fixed port of worker 0 (worker i gets port + i), or None for any free port."""
     needs_port: bool = False
-    """Whether the workers listen."""
+    """Whether each worker listens on a port."""
     ready_path: str | None = None
-    """URL path that answers 200 once a worker is ready, for example `/health`; None: ready when it runs."""
+    """URL path that returns status 200 once a worker is ready, for example `/health`. None: ready once started."""
     ready_timeout: float = 180.0
-    """Seconds within which it must."""
+    """Seconds within which a worker must become ready."""
     spmd: bool = False
-    """Set torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for the workers of this role.
-    """
+    """Whether the workers are ranks of one process group, which get the variables of torchrun: RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR, MASTER_PORT."""
     scratch: tuple[str, ...] = ()
-    """Directories of a machine, such as in its memory, that roles share which name them: all their workers are on that
-    machine, and the directories are removed there before the first of them starts and after the last has ended."""
+    """Local directories, for example in shared memory, that roles with the same entries share.
+
+    All workers of these roles run on one machine. The directories are removed before the first worker starts and after
+    the last one ends.
+    """
     remedy: str = ""
-    """What to do where a server ends before it is ready, in sentences."""
+    """Advice to the user if a server ends before it is ready, in sentences."""
 
 
 class WorkerStatus(StrEnum):
-    """Life of a worker."""
+    """State of a worker."""
 
     STARTING = "starting"
-    """Started; has not answered its readiness check yet."""
+    """Started; the readiness check still fails."""
     RUNNING = "running"
-    """Ready. A worker without a readiness check is so from its start."""
+    """Ready. A worker without a readiness check is in this state from its start."""
     DONE = "done"
     """Ended with exit code 0."""
     FAILED = "failed"
-    """Ended with another exit code or by a signal."""
+    """Ended with another exit code, or by a signal."""
 
 
 @dataclass
 class Worker:
-    """One started process."""
+    """Process that a scheduler started."""
 
     role: str
     index: int
@@ -94,147 +97,152 @@ class Worker:
     log: Path
     status: WorkerStatus = WorkerStatus.STARTING
     exit_code: int | None = None
-    """As `subprocess` gives it: negative for the signal that ended the worker. None while it runs."""
+    """Exit code as in `subprocess`: negative for the signal that ended the worker. None while it runs."""
     cause: str = ""
-    """Why it ended, in words that go on a sentence about it, where the exit code does not say so."""
+    """Reason for the end if the exit code does not show it, as the predicate of a sentence about the worker."""
     pid: int | None = None
     ended_at: float | None = None
-    """When it ended, in seconds since the epoch. Of several dead workers the first is the likely cause."""
+    """Time of the end, in seconds since the epoch. Of several failed workers, the first is the likely cause."""
     restarts: int = 0
-    """How often its process was started anew."""
+    """Number of times that the process was restarted."""
     node: str = ""
-    """Name of the scheduler's node on which it runs, which decides what is "the same host"; empty: there is one."""
+    """Name of the node on which the worker runs; empty if there is only one. Workers with equal names share a host."""
 
     @property
     def name(self) -> str:
-        """`<role>-<index>`."""
+        """Name of the worker, `<role>-<index>`."""
         return f"{self.role}-{self.index}"
 
     @property
     def address(self) -> str:
-        """`http://host:port`."""
+        """URL of the worker, `http://host:port`."""
         return url_of(self.host, self.port)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster, as its scheduler sees it."""
+    """Machine of a cluster, as its scheduler reports it."""
 
     name: str
-    """The scheduler's own name for it."""
+    """Name of the machine in the scheduler."""
     host: str
-    """Address under which its processes listen and are reached."""
+    """Address on which its processes listen and are reachable."""
     cores: int
     gpus: int = 0
-    """CUDA devices."""
+    """Number of CUDA devices."""
     servers: bool | None = None
-    """Whether it is for servers only, or for all others only (roles with `spmd`); None: for all."""
+    """Whether the machine runs only servers (True), only roles with `spmd` (False), or both (None)."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a scheduler can hand out."""
+    """Resources that a scheduler can allocate."""
 
     gpus: int
-    """CUDA devices in all."""
+    """Total number of CUDA devices."""
     cores: int
-    """Cores in all."""
+    """Total number of CPU cores."""
     nodes: tuple[Node, ...] = ()
-    """On which machines these are; empty: on one."""
+    """Machines with these resources; empty for a single machine."""
 
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """A run that is handed to a cluster as a job."""
+    """Run to submit to a cluster as a job."""
 
     command: tuple[str, ...]
-    """Program and arguments of this same run, which launch it where the job runs. No secrets."""
+    """Program and arguments that launch this run inside the job, without secrets."""
     run_dir: Path
-    """The run's directory, which the cluster's machines share. `logs/launcher.log` in it is the command's output."""
+    """Directory of the run on a shared file system. The command's output is `logs/launcher.log` in it."""
     roles: tuple[JobSpec, ...]
-    """What it will start."""
+    """Roles that the run will start."""
     grace: float = 30.0
-    """Seconds that the run needs after a request to stop, to write a recover point."""
+    """Seconds that the run needs after a stop request to save a recovery checkpoint."""
 
 
 @dataclass
 class SchedulerConfig(Settings):
-    """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
+    """Base class of a scheduler's settings. A scheduler `XxxScheduler` requires a subclass `XxxSchedulerConfig`."""
 
     kills_soon: ClassVar[bool] = False
-    """Whether the cluster kills the processes of a run soon after it asked them to stop, finished or not."""
+    """Whether the cluster kills a run's processes soon after its stop request, even if they have not finished."""
     shares_devices: ClassVar[bool] = False
-    """Whether it starts a role beside another, on the same devices (`JobSpec.colocated_with`)."""
+    """Whether the scheduler can start a role on the devices of another role (`JobSpec.colocated_with`)."""
 
     def resources(self) -> Resources | None:
-        """What there is to run on; None where that is not known before a job starts, so that the user must say it."""
+        """Return the available resources, or None if they are unknown before a job starts and must be set."""
         return None
 
     def planned(self) -> Resources | None:
-        """What a plan (`--dry-run`) counts on: `resources`, or what the settings say where no cluster can be asked.
-        Machines whose cores nobody knows have 0."""
+        """Return the resources that a plan (`--dry-run`) assumes.
+
+        They are those of `resources`, or those in the settings if no cluster is reachable. A machine with an unknown
+        number of cores has 0.
+        """
         return self.resources()
 
     def check(self, roles: Sequence[JobSpec]) -> None:
-        """Refuse roles that could not be started, where that is known before anything is.
+        """Reject roles that cannot be started, as far as this is known before anything starts.
 
         Raises:
-            ConfigError: says which, and why.
+            ConfigError: a role cannot be started; the message names it and the reason.
         """
 
     def submits(self) -> bool:
-        """Whether a run is to be handed to the cluster as a job, from here; else this process launches it."""
+        """Return whether this process submits a run to the cluster as a job, instead of launching it itself."""
         return False
 
     def submit(self, submission: JobSubmission) -> int:
-        """Hand a run to the cluster and follow it to its end, where `submits`. Ctrl-C ends only the following.
+        """Submit a run to the cluster and follow it to its end, if `submits` is True. Ctrl-C ends only the following.
 
         Returns:
-            the exit code of the run, or 130 where it is not followed any more.
+            the exit code of the run, or 130 after Ctrl-C.
 
         Raises:
-            ConfigError: the cluster does not take it; why, and what to do.
-            LaunchError: what became of it cannot be known.
+            ConfigError: the cluster rejects the job; the message has the reason and the remedy.
+            LaunchError: the outcome of the job is unknown.
         """
         raise NotImplementedError
 
     def script(self, submission: JobSubmission) -> str:
-        """What `submit` would hand in, as text for people; needs no cluster. Empty where there is nothing to show."""
+        """Return the job script that `submit` would submit, for display, or "". Works without a cluster."""
         return ""
 
     def attach(self, run_dir: Path) -> int | None:
-        """Follow the job of a run that was handed in earlier and lives, as `submit` does. None: there is none."""
+        """Follow the job of a run submitted earlier, like `submit`; return None if there is no unfinished job."""
         return None
 
     def use_nodes(self, number: int) -> None:
-        """The run is to have so many machines (`cluster.nodes`), where these settings do not say how many.
+        """Set the number of machines of the run to `cluster.nodes`, unless these settings already have a number.
 
         Raises:
-            ConfigError: they say another number.
+            ConfigError: these settings have a different number.
         """
 
     def job_state(self, run_dir: Path) -> str:
-        """The state of the job of a run that was handed in, in words that begin with `pending` where it waits; empty
-        where there is none any more, or nobody can be asked."""
+        """Return a text with the state of a run's submitted job, or "" if it has ended or its state is unavailable.
+
+        The text of a waiting job begins with `pending`.
+        """
         return ""
 
     def cancel(self, run_dir: Path) -> None:
-        """End that job, also one that waits, and do not start it again.
+        """Cancel the submitted job of a run, running or waiting, without a restart.
 
         Raises:
-            LaunchError: the cluster cannot be told.
+            LaunchError: the cluster cannot be reached.
         """
 
 
 class Scheduler(ABC):
-    """Starts, watches and stops the workers of a run on some kind of machine or cluster.
+    """Starts, monitors and stops the workers of a run on one kind of machine or cluster.
 
-    Made as `Scheduler(log_dir, config)`: the directory of the workers' logs, and the scheduler's own settings.
+    The constructor is `Scheduler(log_dir, config)`: the directory of the workers' logs, and the scheduler's settings.
     """
 
     tick: Callable[[], object] = staticmethod(lambda: None)
-    """Called several times a second where a start of workers waits for machines; what it raises ends the wait. Set by a
-    launcher, so that it hears of signals meanwhile."""
+    """Function called several times a second while the start of workers waits for machines. An exception from it ends
+    the wait. A launcher sets it to react to signals."""
 
     def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:  # noqa: B027 - one machine has no choice
         """Use so many machines at most, and of each so many cores and GPUs; 0: what there is. Before any worker."""
@@ -244,67 +252,75 @@ class Scheduler(ABC):
         """Start the workers of a role and return at once; `wait_ready` waits for them.
 
         Raises:
-            LaunchError: the command is not there, the fixed port is in use, or the role exists already.
+            LaunchError: the program does not exist, the fixed port is in use, or the role exists already.
         """
 
     @abstractmethod
     def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
-        """Block until every worker of the role answers its readiness check.
+        """Block until the readiness check of every worker of the role succeeds.
 
         Args:
             role: a role that `create_workers` started.
-            tick: called several times a second while it waits; what it raises ends the wait. So a launcher reacts to
-                signals and to other roles' deaths in the meantime.
+            tick: function called several times a second during the wait; an exception from it ends the wait. A launcher
+                uses it to react to signals and to the end of other roles.
 
         Raises:
-            LaunchError: no such role, or a worker ended or was not ready in time; shows the last lines of its log.
+            LaunchError: the role does not exist, or a worker ended or was not ready in time. The message shows the last
+                lines of the worker's log.
         """
 
     @abstractmethod
     def get_workers(self, role: str) -> list[Worker]:
-        """The workers of a role with their last known status; empty for an unknown role."""
+        """Return the workers of a role with their last known status; empty for an unknown role."""
 
     @abstractmethod
     def poll(self) -> list[Worker]:
-        """All workers, status refreshed."""
+        """Return all workers, with their current status."""
 
     def restart_worker(self, worker: Worker, note: str = "") -> Worker:
-        """Start one worker anew and return at once: the same command, address, devices and log, to which it appends.
-        What is left of the former process is killed first.
+        """Restart one worker and return immediately, with the same command, address, devices and log file.
+
+        Remaining processes of the previous start are killed first. The worker appends to its log.
 
         Args:
-            worker: one that `create_workers` or `restart_worker` returned.
-            note: why, for the line that separates the two lives in the log.
+            worker: a worker that `create_workers` or `restart_worker` returned.
+            note: reason of the restart, for the line that separates the two starts in the log.
 
         Raises:
-            LaunchError: unknown worker, its process outlives SIGKILL or cannot be started, or this scheduler cannot
-                restart a single worker.
+            LaunchError: the worker is unknown, its process survives SIGKILL or cannot be started, or this scheduler
+                cannot restart a single worker.
         """
         raise LaunchError(f"{type(self).__name__} cannot restart {worker.name} alone. Set launcher.max_restarts to 0.")
 
     def resize_workers(self, role: str, count: int, grace: float = 5.0) -> list[Worker]:
-        """Start further workers of a role, or stop its last ones, until there are `count`. Returns at once for those
-        that start, and when they are gone for those that end (see `delete_workers`).
+        """Start further workers of a role, or stop its last ones, so that it has `count` workers.
+
+        The call does not wait for started workers to become ready. It waits for stopped ones (see `delete_workers`).
 
         Returns:
             the workers that the role has now.
 
         Raises:
-            ConfigError: a role of ranks, or none would be left.
-            LaunchError: no such role, there is no room for more, or this scheduler cannot do it; the role is as before.
+            ConfigError: the role has ranks (`spmd`), or no worker would remain.
+            LaunchError: the role does not exist, resources are insufficient, or this scheduler cannot resize a role.
+                The role is unchanged.
         """
         raise LaunchError(f"{type(self).__name__} cannot change how many workers role {role!r} has.")
 
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:
-        """The last lines of a worker's log; before them there may be earlier ones that say why it ended."""
+        """Return the last lines of a worker's log, possibly preceded by earlier lines with the cause of its end."""
 
     def terminate_workers(self, role: str) -> None:
-        """Send SIGTERM to the process group of each worker of a role, and return without waiting for their end. Unknown
-        roles are fine. A scheduler that cannot do that deletes them, with half a minute, which is the default."""
+        """Send SIGTERM to the process group of each worker of a role, without waiting for its end.
+
+        Unknown roles are ignored. The default deletes the workers instead, with a grace period of 30 s.
+        """
         self.delete_workers(role, grace=30.0)
 
     @abstractmethod
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
-        """Stop a role, or all: SIGTERM to its process group, SIGKILL after `grace` seconds. Returns when they are
-        gone."""
+        """Stop the workers of a role, or of all roles, and wait until they have ended.
+
+        Their process groups get SIGTERM, and SIGKILL after `grace` seconds.
+        """

@@ -1,4 +1,4 @@
-"""Where the figures of a run go besides its own files: TensorBoard, Weights & Biases, anybody's dashboard."""
+"""Contract of an experiment tracker, such as TensorBoard or Weights & Biases, which receives the metrics of a run."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ __all__ = ["TrackedRun", "Tracker"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
+    """Description of a run for a tracker."""
 
     name: str
-    """How people call it."""
+    """Display name of the run."""
     project: str
-    """What it belongs to."""
+    """Project that the run belongs to."""
     directory: Path
-    """Where the tracker may keep files of its own; it is there."""
+    """Existing directory for the tracker's files."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's settings, nested, of JSON's types."""
+    """Nested settings of the run, of JSON types."""
     id: str = ""
-    """What `open` returned when the run began; empty: it begins now."""
+    """Id that `open` returned at the start of the run; empty for a new run."""
     step: int = -1
-    """Last step whose figures count; those after it were lost with a trainer, and come again. -1: none."""
+    """Last step with valid metrics, or -1. Later steps were lost with a trainer and will be logged again."""
 
 
 class Tracker(ABC):
-    """Shows the figures of one run somewhere. It is called in a thread of its own, so it may block.
+    """Sends the metrics of one run to a dashboard. Its methods run in a separate thread, so they may block.
 
     Settings are keyword-only arguments of the constructor, which opens nothing and imports no library.
     """
 
     library: ClassVar[str] = ""
-    """Module that must be installed; empty: none."""
+    """Module that must be installed; empty for none."""
     install: ClassVar[str] = ""
-    """What to install for it."""
+    """Name of the package that provides the library, for `pip install`; empty if equal to `library`."""
     can_rewind: ClassVar[bool] = False
-    """Whether `open` takes back what was logged after `TrackedRun.step`. One that cannot is given each step once, as it
-    was when it was taken first."""
+    """Whether `open` discards the metrics logged after `TrackedRun.step`. If False, each step is logged only once, with
+    the metrics of its first execution."""
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
-        """Begin to show a run, or go on with it. Also called after `close`, where the run's trainers are started anew.
+        """Start or resume the tracking of a run. Also called after `close`, when the trainers of the run restart.
 
         Returns:
-            the id by which the run goes on: `run.id`, where that is not empty.
+            the id for resuming the run: `run.id` if that is not empty.
         """
 
     @abstractmethod
     def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
-        """Show figures.
+        """Send the metrics of one step.
 
         Args:
-            figures: by name; those that could not be measured are left out.
-            step: of the run; never less than before, and the same twice where an evaluation follows the last step.
-            time: when they were written, in seconds since 1970 (UTC).
+            figures: metrics by name, without those that could not be measured.
+            step: step of the run. It never decreases; it repeats if an evaluation follows the last step.
+            time: time of the measurement, in seconds since 1970 (UTC).
         """
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Send what is left. By default there is nothing to do."""
+        """Send the remaining metrics. The default does nothing."""
 
     def check(self) -> None:
-        """Refuse to be used where the library is missing, without importing it.
+        """Check that the library is installed, without importing it.
 
         Raises:
-            ConfigError: names what to install.
+            ConfigError: the library is missing; the message names the package to install.
         """
         found = importlib.util.find_spec(self.library) if self.library else None
         if self.library and (found is None or found.origin is None):  # without: a folder of the user's of that name

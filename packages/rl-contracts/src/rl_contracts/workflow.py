@@ -1,4 +1,4 @@
-"""Contracts of what happens in one episode: rollout workflows, agents, and environments."""
+"""Contracts of rollout workflows, agents and environments, which define one episode."""
 
 from __future__ import annotations
 
@@ -13,39 +13,43 @@ __all__ = ["AgentWorkflow", "Environment", "RolloutWorkflow"]
 
 
 class RolloutWorkflow(ABC):
-    """Turns one data row into the trajectories of one episode.
+    """Workflow that turns one example into the trajectories of one episode.
 
-    The runtime fans a prompt out into a group of episodes, stamps ids and seeds, and decides what a failure means; a
-    workflow only says what happens in one of them.
+    The runtime starts a group of episodes per prompt, assigns ids and seeds, and handles failures. A workflow defines
+    only a single episode.
     """
 
     max_length: int | None = None
-    """Tokens of a row at most, prompt and answers together: the runtime ends each generation there. None: the server
-    decides."""
+    """Maximum number of tokens of a sequence, prompt and completions together, at which the runtime ends each
+    generation. None leaves the limit to the server."""
     invalid_text: str = "reject"
-    """Handling of text of tools and environments that is not UTF-8: `reject` it (the episode fails) or `replace` it."""
+    """Handling of invalid UTF-8 from tools and environments: `reject` (the episode fails) or `replace`."""
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
         """Run one episode.
 
         Args:
-            engine: the episode's own handle: its requests get the episode's seed and group.
-            data: the data row.
+            engine: the episode's engine handle; its requests get the episode's seed and group.
+            data: the example.
 
         Returns:
-            one trajectory or several (one a turn, say), each with the reward of the whole episode; or None to reject
-            the episode.
+            one or several trajectories (for example one per turn), each with the reward of the whole episode; or None
+            to reject the episode.
 
         Raises:
-            RLError: anything that failed, by boundary. The runtime records it; it is never retried from here.
+            RLError: the episode failed; the class is the boundary of the failure. The runtime records it and does not
+                retry the episode.
         """
 
 
 class AgentWorkflow(ABC):
-    """An agent that speaks the OpenAI or Anthropic API, and so any program: what it samples in an episode becomes the
-    episode's trajectories (`rl_contracts.endpoint`). It knows nothing of tokens, versions or training. A command makes
-    one for all episodes, with the run's reward function as its only argument."""
+    """Agent that calls the model through the OpenAI or Anthropic API.
+
+    Its calls during an episode become the trajectories of the episode (`rl_contracts.endpoint`), so the agent needs no
+    code for tokens, versions or training. A command creates one object for all episodes, with the run's reward function
+    as the only constructor argument.
+    """
 
     @abstractmethod
     async def run(
@@ -54,18 +58,18 @@ class AgentWorkflow(ABC):
         """Run one episode.
 
         Args:
-            data: a copy of the data row.
-            base_url: where its calls go; what OpenAI's and Anthropic's clients take under this name.
+            data: a copy of the example.
+            base_url: URL of the endpoint, for the argument `base_url` of the clients of OpenAI and Anthropic.
             api_key: the key of this episode.
-            http_client: a client that all episodes share, for SDKs that take one as `http_client`; None: they make
-                their own.
+            http_client: HTTP client that all episodes share, for SDKs with an argument `http_client`; None lets the SDK
+                create one.
 
         Returns:
-            the reward of the episode; or figures by name, of which `reward` is that, and the others reach the metrics.
-            Either without the reward where it was said at the endpoint.
+            the reward of the episode, or metrics by name with the reward as `reward`. The reward may be missing (or the
+            result None) if the agent reported it at the endpoint.
 
         Raises:
-            Exception: whatever it raises fails the episode, at the boundary `agent`.
+            Exception: any exception fails the episode, at the boundary `agent`.
         """
 
     async def close(self) -> None:  # noqa: B027 - most keep nothing
@@ -73,33 +77,35 @@ class AgentWorkflow(ABC):
 
 
 class Environment(ABC):
-    """The other side of one episode: it says something, the model answers, and it says what came of that. A command
-    makes one for each episode, without arguments."""
+    """Environment of one episode: it sends messages, and responds to the model's completions with messages and rewards.
+
+    A command creates one object per episode, without arguments.
+    """
 
     @abstractmethod
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Begin.
+        """Begin the episode.
 
         Args:
-            data: a copy of the data row.
+            data: a copy of the example.
 
         Returns:
             the first messages, at least one.
 
         Raises:
-            Exception: whatever it raises fails the episode, at the boundary `environment`; so in the others.
+            Exception: any exception fails the episode, at the boundary `environment`; this holds for all methods.
         """
 
     @abstractmethod
     async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
-        """Go on.
+        """Process one completion.
 
         Args:
-            completion: the text of the model's answer, without its reasoning.
+            completion: text of the model's completion, without its reasoning.
 
         Returns:
-            the next messages, without the answer itself; what the answer earned, a finite number; and whether the
-            episode is over, so that the messages are not shown.
+            the next messages, without the completion; its reward, a finite number; and whether the episode has ended,
+            in which case the model does not get the messages.
         """
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing

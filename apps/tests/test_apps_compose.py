@@ -262,13 +262,13 @@ def _refused(capsys, *arguments):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["allocation=embeded:d1+fsdp:d1"], "nothing is called 'embeded'; did you mean 'embedded'?"),
+        (["allocation=embeded:d1+fsdp:d1"], "unknown name 'embeded'; did you mean 'embedded'?"),
         (["allocation=embedded:d1+fsdp:p2"], "pipeline and expert dimensions must be 1"),
         (["allocation=embedded:d1t2+fsdp:d1"], "splits no model"),
         (["algorithm=ppo", "critic.engine.offload=true", "cluster.device=cpu"], "offload=True does not go with"),
         (["cluster.device=cuda"], "expected 2 GPUs, one a rank, found 0"),
         (["cluster.device=gpu"], "cluster.device: expected one of auto, cpu, cuda"),
-        (["launcher=slurmm"], "rl.schedulers: nothing is called 'slurmm'"),
+        (["launcher=slurmm"], "rl.schedulers: unknown name 'slurmm'"),
     ],
 )
 def test_parts_that_cannot_do_it_are_refused_before_anything_is_made(capsys, monkeypatch, overrides, message, dry_run):

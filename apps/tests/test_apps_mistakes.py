@@ -147,7 +147,7 @@ SETTINGS = {
     "dtype": (*_set("actor.dtype=fp16"), "actor.dtype: expected one of float32, bfloat16, found 'fp16'"),
     "constant-there-is-not": (
         *_set("algorithm.loss.options.slop=1"),
-        "dual_clip), found slop. Leave out those of another",
+        "dual_clip), found slop. Remove an option of another",
     ),
     "constant-of-another-estimator": (
         *_set("algorithm.advantage.options.slop=1"),
@@ -164,7 +164,7 @@ NAMES = {
     "preset": (*_set("algorithm=gropo"), "Did you mean 'grpo'?"),
     "recipe": (*_set("recipe=pretraind"), "Did you mean 'pretrained'?"),
     "tracker": (*_set("trackers=wandbb"), "did you mean 'wandb'?"),
-    "tracker-not-installed": (*_set("trackers=swanlab"), "install swanlab, or leave the tracker out"),
+    "tracker-not-installed": (*_set("trackers=swanlab"), "install swanlab, or remove the tracker"),
     "launcher": (*_set("launcher=slrum"), "did you mean 'slurm'?"),
     "loss": (*_set("algorithm.loss.kind=clipp"), "did you mean 'clip'?"),
     "route": (*_set("publish.route=nccl"), "expected one of auto, shm, disk, broadcast, ipc, found 'nccl'"),
@@ -176,7 +176,7 @@ ALLOCATIONS = {
     "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "`+` joins its parts"),
     "space": (*_set("allocation=embedded:d1 fsdp:d1"), "expected another dimension, '+', '|' or the end, found 'f'"),
     "no-rank": (*_set("allocation=embedded:d1+fsdp:d0"), "expected a size of at least 1 for dimension 'd', found 0"),
-    "no-size": (*_set("allocation=embedded"), "expected ':', found the end; such as embedded:d1+fsdp:d1"),
+    "no-size": (*_set("allocation=embedded"), "expected ':', found the end; example: embedded:d1+fsdp:d1"),
     "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
     "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
     "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
@@ -209,7 +209,7 @@ CONFLICTS = {
     "none-short-enough": (*_set("data.max_length=4", "data.overlong=drop"), "none is left. Raise data.max_length"),
     "addresses-of-no-server": (
         *_set("rollout.server.addresses=[localhost:1]"),
-        "rollout.server.addresses: expected http://host:port of each, found ['localhost:1']",
+        "rollout.server.addresses: expected a list of http://host:port, found ['localhost:1']",
     ),
 }
 WORDS = {
@@ -245,15 +245,15 @@ WORDS = {
     "defaults-of-an-unknown-preset": (*_file("defaults:\n- algorithm: gropo\n"), "Did you mean 'grpo'?"),
 }
 CODE = {
-    "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Looked from /"),
-    "no-module": (*_reward("", "nowhere:f"), "No module named 'nowhere'. Looked in the current directory"),
+    "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Relative paths start in /"),
+    "no-module": (*_reward("", "nowhere:f"), "No module named 'nowhere'. Searched the current directory"),
     "no-name-in-it": (
         *_reward("from pathlib import Path\n" + REWARD + "    return 1\n", "theirs.py:reward"),
-        "has no attribute 'reward'. It has: f.",
+        "has no attribute 'reward'. It defines: f.",
     ),
     "name-misspelt": (*_reward("", "good.py:ff"), "Did you mean 'f'?"),
     "syntax": (*_reward("def f(:\n"), "SyntaxError: invalid syntax (theirs.py, line 1)"),
-    "import-ends-the-program": (*_reward("import sys\nsys.exit(3)\n"), "must not end the program"),
+    "import-ends-the-program": (*_reward("import sys\nsys.exit(3)\n"), "must not exit the program"),
     "no-function": (*_reward("f = 3\n"), "rollout.reward: expected a function, not a int"),
     "returns-none": (*_reward(REWARD + "    pass\n"), "expected a number as reward, found NoneType"),
     "returns-list": (*_reward(REWARD + "    return [1.0]\n"), "expected a number as reward, found list: [1.0]"),

@@ -135,4 +135,4 @@ def test_command_whose_uv_run_was_killed_before_anything_started_starts_nothing(
 def test_app_that_is_nowhere_is_refused(folder):
     done = subprocess.run([str(BIN / "rl"), "run", "gsm8k-grop"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "rl.apps: nothing is called 'gsm8k-grop'; did you mean 'gsm8k-grpo'?" in done.stderr
+    assert "rl.apps: unknown name 'gsm8k-grop'; did you mean 'gsm8k-grpo'?" in done.stderr

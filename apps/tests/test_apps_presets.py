@@ -156,7 +156,7 @@ def _refused(capsys, *arguments):
 
 
 def test_command_policy_loss_that_is_not_installed_is_refused_before_anything_starts(capsys):
-    assert "nothing is called 'clipp'; did you mean 'clip'?" in _refused(capsys, "algorithm.loss.kind=clipp")
+    assert "unknown name 'clipp'; did you mean 'clip'?" in _refused(capsys, "algorithm.loss.kind=clipp")
 
 
 def test_command_reference_that_is_not_there_is_refused_before_anything_starts(capsys):

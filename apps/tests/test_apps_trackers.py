@@ -49,8 +49,8 @@ def test_trackers_may_be_named_by_themselves_and_as_a_list(said, kind, tmp_path)
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ("trackers=tensorbord", "rl.trackers: nothing is called 'tensorbord'; did you mean 'tensorboard'?"),
-        ("trackers=lacking:Lacking", "Lacking needs the library no_such_library, found none here; install the-package"),
+        ("trackers=tensorbord", "rl.trackers: unknown name 'tensorbord'; did you mean 'tensorboard'?"),
+        ("trackers=lacking:Lacking", "library no_such_library, which is not installed; install the-package"),
         ("trackers.close_seconds=-1", "trackers.close_seconds: expected 0 or more, found -1"),
         ("report_to=wandb", "unknown setting 'report_to'. Did you mean 'trackers.kind'?"),
     ],
@@ -65,7 +65,7 @@ def test_trackers_that_cannot_be_are_refused_before_anything_starts(said, answer
 def test_trackers_options_of_nobody_are_refused(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     assert main("gsm8k-grpo", ["trackers=tensorboard", "trackers.options.mood=1", f"run_dir={tmp_path / 'run'}"]) == 2
-    assert "trackers.options: expected constants of trackers.kind=tensorboard (" in capsys.readouterr().err
+    assert "trackers.options: expected options of trackers.kind=tensorboard (" in capsys.readouterr().err
 
 
 ENDLESS = """

@@ -110,7 +110,7 @@ def test_example_advantage_is_that_of_the_only_right_answer(installed):
 
 
 def test_example_misspelt_constant_is_refused(installed):
-    with pytest.raises(ConfigError, match=r"expected constants of algorithm.loss.kind=tempered .*, found powr\."):
+    with pytest.raises(ConfigError, match=r"expected options of algorithm.loss.kind=tempered .*, found powr\."):
         load_component(_config(*PARTS, "algorithm.loss.options.powr=0.8").loss)
 
 

@@ -73,10 +73,10 @@ def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatc
         assert "and its key in RL_RUN_KEY" in refused
 
         refused = _refused(monkeypatch, capsys, tmp_path, other, server.address)
-        assert f"it serves the model {model}, and the run is about {other}" in refused
+        assert f"it serves the model {model}, but this run requires {other}" in refused
 
         refused = _refused(monkeypatch, capsys, tmp_path / "elsewhere", model, server.address)
-        assert f"it looks for updates in {tmp_path}/run/weights, and this run puts them into {tmp_path}/else" in refused
+        assert f"weight updates from {tmp_path}/run/weights, but this run writes them to {tmp_path}/else" in refused
 
 
 @pytest.mark.nightly
@@ -84,7 +84,7 @@ def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatc
     ("options", "message"),
     [
         ({"version": 7}, "it serves version 7 of another run's weights, and this run begins with version 0"),
-        ({"weights_dir": ""}, "it takes no updates of its weights"),
+        ({"weights_dir": ""}, "it does not accept weight updates"),
     ],
 )
 def test_attached_server_with_a_past_or_without_updates_is_refused(

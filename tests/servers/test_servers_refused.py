@@ -192,8 +192,8 @@ def test_attached_server_of_another_version_or_temperature_is_refused(refused, m
     attached.faults.write_text("")
     later(monkeypatch)
     told = refused(attached.name, *attached.settings, run_dir=attached.run_dir)
-    assert f"it is {attached.name} " in told
-    assert f"and this run is made for {attached.name}" in told
+    assert f"it runs {attached.name} " in told
+    assert f"but this run requires {attached.name}" in told
     assert ">=9.1,<9.2" in told
 
 
@@ -203,8 +203,8 @@ def test_attached_address_of_a_server_of_another_kind_is_refused(refused, monkey
     other = OTHER[attached.name]
 
     told = refused(other, *attached.settings, run_dir=attached.run_dir)
-    assert f"it is {attached.name} " in told
-    assert f"and this run is made for {other}" in told
+    assert f"it runs {attached.name} " in told
+    assert f"but this run requires {other}" in told
 
     told = refused("embedded", *attached.settings, run_dir=attached.run_dir)
     # SGLang has a route of that name

@@ -115,7 +115,7 @@ def test_parse_installed_backends_are_known_by_their_entry_points(monkeypatch: p
     with pytest.raises(ConfigError) as caught:
         Allocation.parse("theirs:d1+embeded:d1")
     lines = str(caught.value).splitlines()
-    assert "nothing is called 'embeded'; did you mean 'embedded'? Installed: embedded, theirs." in lines[0]
+    assert "unknown name 'embeded'; did you mean 'embedded'? Installed: embedded, theirs." in lines[0]
     assert "Install rl-inference or rl-engines-fsdp" in lines[0]
     assert lines[2] == " " * 12 + "^"
 

@@ -60,19 +60,19 @@ def test_load_unknown_name_lists_installed_suggests_and_names_the_package() -> N
         registry.load(GROUP, "fixture_goood")
 
     message = str(caught.value)
-    assert "rl.rewards: nothing is called 'fixture_goood'; did you mean 'fixture_good'? Installed: " in message
+    assert "rl.rewards: unknown name 'fixture_goood'; did you mean 'fixture_good'? Installed: " in message
     assert "fixture_nested" in message
     missing = "a package that registers it" if importlib.util.find_spec("rl_rewards") else "rl-rewards"
-    assert f"Install {missing}, or give a dotted path" in message
+    assert f"Install {missing}, or use a dotted path" in message
 
 
 def test_load_an_engine_of_ours_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "available", lambda group: {"fsdp": "rl_engines_fsdp.engine:FSDPEngine"})
-    assert "Install rl-engines-megatron, or give" in registry.unknown_name_error("megatron", "rl.train_engines")
+    assert "Install rl-engines-megatron, or use" in registry.unknown_name_error("megatron", "rl.train_engines")
 
 
 def test_load_unknown_name_without_a_near_one_makes_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"nothing is called 'zzzzzz'\. Installed: "):
+    with pytest.raises(ConfigError, match=r"unknown name 'zzzzzz'\. Installed: "):
         registry.load(GROUP, "zzzzzz")
 
 
@@ -98,8 +98,8 @@ def test_settings_are_the_dataclass_beside_the_class(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fixture_bare", "'fixture_bare' stands for 'fixture_rewards:RewardsConfig', which cannot be imported"),
-        ("fixture_odd", "brings its settings as 'fixture_rewards:OddConfig': expected a dataclass, found {'depth': 3}"),
+        ("fixture_bare", "'fixture_bare' refers to 'fixture_rewards:RewardsConfig', which cannot be imported"),
+        ("fixture_odd", "'fixture_rewards:OddConfig' must be the settings dataclass of 'fixture_odd'; found {'depth': 3}"),
         ("fixture_engin", "did you mean 'fixture_engine'"),
     ],
 )
@@ -116,7 +116,7 @@ def test_settings_that_are_not_there_are_named_as_expected(name: str, message: s
         ("value = 1 / 0", r"ZeroDivisionError: division by zero \({file}:1\)"),
         (
             "import module_that_is_nowhere",
-            r"No module named 'module_that_is_nowhere' \({file}:1\)\. Looked in the current",
+            r"No module named 'module_that_is_nowhere' \({file}:1\)\. Searched the current",
         ),
     ],
 )

@@ -361,7 +361,7 @@ async def test_data_that_is_no_json_raises_reward_error_naming_the_key(data: dic
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("no_such_reward", "nothing is called 'no_such_reward'"),
+        ("no_such_reward", "unknown name 'no_such_reward'"),
         ("no_such_module:f", "cannot be imported"),
         ("worker_rewards:missing", "cannot be imported"),
         ("worker_rewards:not_callable", "cannot be called"),

@@ -99,7 +99,7 @@ def test_validate_command_with_offending_rows_fails_and_lists_them(tmp_path, cap
 
 def test_validate_command_that_cannot_run_says_why(tmp_path, capsys):
     assert main(["gsm9k", str(tmp_path), "--reward", "json:dumps"]) == 2
-    assert "nothing is called 'gsm9k'" in capsys.readouterr().err
+    assert "unknown name 'gsm9k'" in capsys.readouterr().err
     assert main(["gsm8k", str(tmp_path / "none"), "--reward", "json:dumps"]) == 2
     assert "found nothing there" in capsys.readouterr().err
 

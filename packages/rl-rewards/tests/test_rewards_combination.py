@@ -42,7 +42,7 @@ def test_weighted_reward_with_a_failing_part_fails():
 
 @pytest.mark.parametrize(
     ("parts", "message"),
-    [([], "at least one"), ([("gsm9k", 1.0)], "nothing is called"), ([(slow_reward_fn, 1.0)], "asynchronous")],
+    [([], "at least one"), ([("gsm9k", 1.0)], "unknown name"), ([(slow_reward_fn, 1.0)], "asynchronous")],
 )
 def test_weighted_reward_that_cannot_work_is_refused(parts, message):
     with pytest.raises(ConfigError, match=message):

@@ -136,11 +136,9 @@ def toy(monkeypatch):
 def test_part_takes_constants_from_its_settings_and_from_options(toy):
     bound = load_component(LossConfig(toy, clip_high=0.3, options={"sharpness": 2.0, "slope": None}))
     assert bound.keywords == {"clip_high": 0.3, "sharpness": 2.0}
-    with pytest.raises(ConfigError, match=r"needs the constants \['sharpness'\]; give them as algorithm.loss.options"):
+    with pytest.raises(ConfigError, match=r"the options \['sharpness'\]; set them with algorithm.loss.options"):
         load_component(LossConfig(toy))
-    with pytest.raises(
-        ConfigError, match=r"expected constants of .*sharpness.*, found sharpnes\..*options.<name>=null"
-    ):
+    with pytest.raises(ConfigError, match=r"expected options of .*sharpness.*, found sharpnes\..*options.<name>=null"):
         load_component(LossConfig(toy, options={"sharpness": 2.0, "sharpnes": 2.0}))
 
 

@@ -177,7 +177,7 @@ async def test_tools_are_found_by_name():
 
     assert '"name": "calculator"' in asked[0]
     assert '"10"<|eot_id|>' in asked[1]
-    with pytest.raises(ConfigError, match=r"rl.tools: nothing is called 'calculater'; did you mean 'calculator'"):
+    with pytest.raises(ConfigError, match=r"rl.tools: unknown name 'calculater'; did you mean 'calculator'"):
         ToolWorkflow(tokenizer, GENERATION, right, tools=["calculater"])
 
 

@@ -172,9 +172,9 @@ class Allocation:
             if component.world_size != group[0].world_size:
                 raise with_caret(
                     str(self),
-                    f"components joined by '|' share their devices, so their world sizes must be equal: "
+                    f"components joined with '|' share their devices, so their world sizes must be equal: "
                     f"{group[0].name} has {group[0].world_size}, {component.name} has "
-                    f"{component.world_size}; change d, t, p or c, or join them by '+'",
+                    f"{component.world_size}; change d, t, p or c, or join them with '+'",
                     at,
                 )
             names.add(component.name)

@@ -60,7 +60,9 @@ class Reader:
         backend = self.take(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
         at, name = self.at - len(backend), ""
         if backend.partition(":")[0] == "archon":
-            raise with_caret(self.text, "archon is AReaL's own engine; expected fsdp or megatron", at)
+            raise with_caret(
+                self.text, "archon is an engine of AReaL that is not available here; use fsdp or megatron", at
+            )
         if self.take(r"\["):
             name = self.take(_IDENTIFIER, "the name of the component")
             self.take("]", "']'")
@@ -135,7 +137,7 @@ class Reader:
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
             found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-            raise with_caret(self.text, f"expected {expected}, found {found}; such as embedded:d1+fsdp:d1", self.at)
+            raise with_caret(self.text, f"expected {expected}, found {found}; example: embedded:d1+fsdp:d1", self.at)
         if word is None:
             return ""
         self.at = word.end()

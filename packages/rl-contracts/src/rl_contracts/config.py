@@ -114,7 +114,7 @@ class Settings:
                 require(
                     item.name not in unread or value == item.default,
                     f"{self._key(item.name)} with {self._key(selector)}={selected}",
-                    f"{item.default!r}, since it is not read there",
+                    f"{item.default!r}, because {self._key(selector)}={selected} does not use it",
                     value,
                 )
 
@@ -321,7 +321,7 @@ class ClientConfig(Settings):
         require(
             self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
             "client.rejoin_timeout",
-            "0 or more seconds, and 0 where client.probe_interval is 0, for then nobody sees a server come back",
+            "0 or more seconds, and 0 with client.probe_interval=0, which cannot detect that a server returned",
             self.rejoin_timeout,
         )
 

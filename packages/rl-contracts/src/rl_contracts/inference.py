@@ -92,15 +92,15 @@ class ServedModel:
         """
         name, _, version = self.program.partition(" ")
         if program is not None and name and not (name in program.distributions and program.accepts(version)):
-            raise InferenceError(f"it is {self.program}, and this run is made for {program.describe_requirements}")
+            raise InferenceError(f"it runs {self.program}, but this run requires {program.describe_requirements}")
         if self.model_path and spec.model_path and not same_model(self.model_path, spec.model_path):
-            raise InferenceError(f"it serves the model {self.model_path}, and the run is about {spec.model_path}")
+            raise InferenceError(f"it serves the model {self.model_path}, but this run requires {spec.model_path}")
         if self.weights_dir == "":
-            raise InferenceError("it takes no updates of its weights")
+            raise InferenceError("it does not accept weight updates")
         compared = stored and self.weights_dir and spec.weights_dir
         if compared and Path(str(self.weights_dir)).resolve() != Path(spec.weights_dir).resolve():
             raise InferenceError(
-                f"it looks for updates in {self.weights_dir}, and this run puts them into {spec.weights_dir}"
+                f"it reads weight updates from {self.weights_dir}, but this run writes them to {spec.weights_dir}"
             )
 
 
@@ -119,7 +119,7 @@ class ServerConfig(Settings):
 
     addresses: list[str] = field(
         default_factory=list,
-        metadata={"expected": "http://host:port of each", "holds": lambda given: all(map(is_address, given))},
+        metadata={"expected": "a list of http://host:port", "holds": lambda given: all(map(is_address, given))},
     )
     """Addresses (`http://host:port`) of running servers to use, as many as the allocation has. The run checks them and
     starts none. `RL_RUN_KEY` must contain their key. Empty: the launcher starts the servers."""
@@ -215,7 +215,7 @@ class Capabilities:
     """Whether completions can be constrained to a JSON schema (`ModelRequest.schema`)."""
 
     def __post_init__(self) -> None:
-        expected = "False where staged_load is, because a receipt is compared before anything is served"
+        expected = "False with staged_load=False, which serves weights before a receipt can be compared"
         require(self.staged_load or not self.checksums, "capabilities.checksums", expected, self.checksums)
 
 
@@ -365,7 +365,7 @@ class InferenceEngine(ABC):
         Raises:
             InferenceError: no server has these weights any more, or this kind of server does not keep them.
         """
-        raise InferenceError(f"{type(self).__name__} keeps no weights of an earlier version.")
+        raise InferenceError(f"{type(self).__name__} does not keep the weights of an earlier version.")
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
         """Return checksums of the tensors that each server serves now, under all of their names, for a diagnosis.
@@ -376,7 +376,7 @@ class InferenceEngine(ABC):
         Raises:
             InferenceError: no server responded, or this kind of server has no such checksums.
         """
-        raise InferenceError(f"{type(self).__name__} gives no checksums of served tensors.")
+        raise InferenceError(f"{type(self).__name__} does not report checksums of the served weights.")
 
     @abstractmethod
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
@@ -429,7 +429,7 @@ class InferenceEngine(ABC):
         Raises:
             InferenceError: these servers do not support it (`capabilities.sleeps`), or all of them failed.
         """
-        raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
+        raise InferenceError(f"{type(self).__name__}: these servers cannot release their memory (no `sleep`).")
 
     async def wake(self) -> None:
         """End `sleep` without a commit; the servers continue with the version that they served. No effect if awake.
@@ -437,7 +437,7 @@ class InferenceEngine(ABC):
         Raises:
             InferenceError: these servers do not support it (`capabilities.sleeps`), or all of them failed.
         """
-        raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
+        raise InferenceError(f"{type(self).__name__}: these servers cannot release their memory (no `sleep`).")
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:

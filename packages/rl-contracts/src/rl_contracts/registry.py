@@ -79,9 +79,7 @@ def settings(group: str, name: str) -> type:
     target = f"{_target(group, name)}Config"
     found = _imported(group, name, target)
     if not (isinstance(found, type) and is_dataclass(found)):
-        raise ConfigError(
-            f"{group}: {name!r} brings its settings as {target!r}: expected a dataclass, found {found!r}."
-        )
+        raise ConfigError(f"{group}: {target!r} must be the settings dataclass of {name!r}; found {found!r}.")
     return found
 
 
@@ -102,7 +100,7 @@ def load_components(config: ComponentConfig) -> list[Any]:
         missing = sorted(n for n, p in takes.items() if p.default is p.empty and n not in constants)
         if missing:
             raise ConfigError(
-                f"{config.setting}.kind={kind} needs the constants {missing}; give them as "
+                f"{config.setting}.kind={kind} requires the options {missing}; set them with "
                 f"{config.setting}.options.<name>=<value>."
             )
         bound = {n: constants[n] for n in takes if n in constants}
@@ -111,9 +109,9 @@ def load_components(config: ComponentConfig) -> list[Any]:
     odd = sorted(name for name, value in config.options.items() if value is not None and name not in known)
     if odd:
         raise ConfigError(
-            f"{config.setting}.options: expected constants of {config.setting}.kind={config.kind} "
-            f"({', '.join(sorted(known)) or 'it takes none'}), found {', '.join(odd)}. Leave out those of another kind "
-            f"with {config.setting}.options.<name>=null."
+            f"{config.setting}.options: expected options of {config.setting}.kind={config.kind} "
+            f"({', '.join(sorted(known)) or 'it has none'}), found {', '.join(odd)}. Remove an option of another "
+            f"kind with {config.setting}.options.<name>=null."
         )
     return parts
 
@@ -150,8 +148,8 @@ def unknown_name_error(name: str, *groups: str) -> str:
     ]
     packages = " or ".join(missing) or "a package that registers it"
     return (
-        f"{', '.join(groups)}: nothing is called {name!r}{hint} Installed: {', '.join(installed) or 'nothing'}. "
-        f"Install {packages}, or give a dotted path such as 'my_package.module:name'."
+        f"{', '.join(groups)}: unknown name {name!r}{hint} Installed: {', '.join(installed) or 'nothing'}. "
+        f"Install {packages}, or use a dotted path such as 'my_package.module:name'."
     )
 
 
@@ -165,9 +163,7 @@ def _target(group: str, name: str) -> str:
     """Return the `module:attribute` that a name refers to."""
     target = name if ":" in name else available(group).get(name)
     if target is None and name.endswith(".py"):
-        raise ConfigError(
-            f"{group}: expected FILE.py:NAME, found {name!r}; say which function or class of it is meant."
-        )
+        raise ConfigError(f"{group}: expected FILE.py:NAME, found {name!r}; add the name of a function or class.")
     if target is None:
         raise ConfigError(unknown_name_error(name, group))
     return target
@@ -175,7 +171,7 @@ def _target(group: str, name: str) -> str:
 
 def _imported(group: str, name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
-    stands_for = "" if name == target else f" stands for {target!r}, which"
+    stands_for = "" if name == target else f" refers to {target!r}, which"
     found = None
     try:
         found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
@@ -195,12 +191,12 @@ def _hint(error: BaseException, module: ModuleType | None, attribute: str) -> st
         names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         close = get_close_matches(attribute, names, n=1)
         has = [known for known in names if getattr(vars(module)[known], "__module__", "") == module.__name__]
-        return f" Did you mean {close[0]!r}?" if close else f" It has: {', '.join(has) or 'no function and no class'}."
+        return f" Did you mean {close[0]!r}?" if close else f" It defines: {', '.join(has) or 'nothing callable'}."
     if isinstance(error, ModuleNotFoundError):
-        return " Looked in the current directory, on PYTHONPATH and among what is installed."
+        return " Searched the current directory, PYTHONPATH and the installed packages."
     if isinstance(error, SystemExit):
-        return " A module that holds a part must not end the program where it is imported."
-    return f" Looked from {Path.cwd()}." if isinstance(error, FileNotFoundError) else ""
+        return " A module with a component must not exit the program during its import."
+    return f" Relative paths start in {Path.cwd()}." if isinstance(error, FileNotFoundError) else ""
 
 
 def _of_file(path: str) -> ModuleType:

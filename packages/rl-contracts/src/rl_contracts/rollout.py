@@ -47,7 +47,7 @@ class RolloutRuntime(ABC):
         Raises:
             RLError: the batch cannot be returned. This is the default.
         """
-        raise RLError(f"{type(self).__name__} cannot take a batch back.")
+        raise RLError(f"{type(self).__name__} does not support return_batch.")
 
     @abstractmethod
     def end_step(self, version: int) -> None:

@@ -305,7 +305,7 @@ class Scheduler(ABC):
             LaunchError: the role does not exist, resources are insufficient, or this scheduler cannot resize a role.
                 The role is unchanged.
         """
-        raise LaunchError(f"{type(self).__name__} cannot change how many workers role {role!r} has.")
+        raise LaunchError(f"{type(self).__name__} cannot change the number of workers of role {role!r}.")
 
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:

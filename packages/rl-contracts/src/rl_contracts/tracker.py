@@ -76,6 +76,6 @@ class Tracker(ABC):
         found = importlib.util.find_spec(self.library) if self.library else None
         if self.library and (found is None or found.origin is None):  # without: a folder of the user's of that name
             raise ConfigError(
-                f"trackers.kind: {type(self).__name__} needs the library {self.library}, found none here; install "
-                f"{self.install or self.library}, or leave the tracker out."
+                f"trackers.kind: {type(self).__name__} requires the library {self.library}, which is not installed; "
+                f"install {self.install or self.library}, or remove the tracker."
             )

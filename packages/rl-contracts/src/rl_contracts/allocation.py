@@ -195,7 +195,7 @@ class Allocation:
         """
         if kinds is None:
             kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}
-        return cls(tuple(tuple(_component(part, text, kinds) for part in group) for group in Reader(text).groups()))
+        return cls(tuple(tuple(_component(parsed, text, kinds) for parsed in group) for group in Reader(text).groups()))
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -224,33 +224,33 @@ class Allocation:
             ConfigError: no component matches, or several components have that backend.
         """
         named = [c for c in self.components if c.name == key]
-        found = named or [c for c in self.components if c.backend == key]
-        if len(found) == 1:
-            return found[0]
+        matches = named or [c for c in self.components if c.backend == key]
+        if len(matches) == 1:
+            return matches[0]
         listing = ", ".join(f"{c.name} ({c.backend})" for c in self.components)
-        problem = f"several components run on {key!r}; use a name" if found else f"no component is called {key!r}"
+        problem = f"several components run on {key!r}; use a name" if matches else f"no component is called {key!r}"
         raise ConfigError(f"allocation {self}: {problem}. Components: {listing}.")
 
     def devices(self, key: str) -> range:
-        """Indices of a component's devices, counted over the groups in the order written."""
-        wanted = self.component(key)
-        place = next(place for place, group in enumerate(self.groups) if wanted in group)
-        start = sum(group[0].world_size for group in self.groups[:place])
-        return range(start, start + wanted.world_size)
+        """Return the indices of a component's devices, counted over the groups in the order of the text."""
+        component = self.component(key)
+        position = next(index for index, group in enumerate(self.groups) if component in group)
+        start = sum(group[0].world_size for group in self.groups[:position])
+        return range(start, start + component.world_size)
 
     def __str__(self) -> str:
         return "+".join("|".join(str(component) for component in group) for group in self.groups)
 
 
-def _component(written: ParsedComponent, text: str, kinds: Mapping[str, ComponentKind]) -> Component:
-    at = written.at
+def _component(parsed: ParsedComponent, text: str, kinds: Mapping[str, ComponentKind]) -> Component:
+    at = parsed.at
     try:
-        kind = kinds.get(written.backend) or _kind_of_path(written.backend)
-        at = written.sizes_at
-        strategy = ParallelStrategy(**written.sizes)
+        kind = kinds.get(parsed.backend) or _kind_of_path(parsed.backend)
+        at = parsed.sizes_at
+        strategy = ParallelStrategy(**parsed.sizes)
     except ConfigError as error:
         raise with_caret(text, str(error), at) from error
-    return Component(written.backend, written.name or DEFAULT_NAMES[kind], strategy, kind)
+    return Component(parsed.backend, parsed.name or DEFAULT_NAMES[kind], strategy, kind)
 
 
 def _kind_of_path(backend: str) -> ComponentKind:

@@ -81,32 +81,36 @@ class Reader:
         self.take(r"\| *", "'|'")
         start = self.at
         self.take("ffn *: *", "'ffn:'")
-        experts = {"pipeline": attention["pipeline"], **self.written("dtpe")}
+        experts = {"pipeline": attention["pipeline"], **self.explicit_dimensions("dtpe")}
         self.take(r"\)", "')'")
-        others = math.prod(size for name, size in experts.items() if name != "data")
-        experts = {"tensor": 1, "expert": 1, "data": max(math.prod(attention.values()) // others, 1)} | experts
+        ranks_per_replica = math.prod(size for name, size in experts.items() if name != "data")
+        experts = {
+            "tensor": 1,
+            "expert": 1,
+            "data": max(math.prod(attention.values()) // ranks_per_replica, 1),
+        } | experts
         if attention["pipeline"] != experts["pipeline"]:
             raise with_caret(
                 self.text,
                 f"attn and ffn need the same p, found {attention['pipeline']} and {experts['pipeline']}",
                 start,
             )
-        outer, inner = math.prod(attention.values()), math.prod(experts.values())
-        if outer != inner:
+        attention_ranks, expert_ranks = math.prod(attention.values()), math.prod(experts.values())
+        if attention_ranks != expert_ranks:
             raise with_caret(
                 self.text,
                 f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: "
-                f"found {outer} and {inner}",
+                f"found {attention_ranks} and {expert_ranks}",
                 start,
             )
         return attention | {"expert": experts["expert"], "expert_tensor": experts["tensor"]}
 
     def dimensions(self, letters: str) -> dict[str, int]:
-        """Sizes by the names that a `ParallelStrategy` has for the dimensions; 1 where none is written."""
-        return dict.fromkeys((_STRATEGY[letter] for letter in letters), 1) | self.written(letters)
+        """Parse sizes, keyed by the field names of `ParallelStrategy`; missing ones are 1."""
+        return dict.fromkeys((_STRATEGY[letter] for letter in letters), 1) | self.explicit_dimensions(letters)
 
-    def written(self, letters: str) -> dict[str, int]:
-        """The same, of those that are written."""
+    def explicit_dimensions(self, letters: str) -> dict[str, int]:
+        """Parse sizes, keyed by the field names of `ParallelStrategy`, without defaults for missing ones."""
         sizes: dict[str, int] = {}
         while not sizes or self.text[self.at : self.at + 1].isalnum():
             letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
@@ -136,8 +140,10 @@ class Reader:
         """
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
-            found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-            raise with_caret(self.text, f"expected {expected}, found {found}; example: embedded:d1+fsdp:d1", self.at)
+            character = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
+            raise with_caret(
+                self.text, f"expected {expected}, found {character}; example: embedded:d1+fsdp:d1", self.at
+            )
         if word is None:
             return ""
         self.at = word.end()

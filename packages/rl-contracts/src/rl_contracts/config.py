@@ -58,13 +58,13 @@ def field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _statements(cls: type) -> list[ast.stmt]:
-    """What stands in the body of a class."""
-    known = _classes(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
-    if cls.__qualname__ in known:
-        return known[cls.__qualname__]
-    found = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(found, ast.ClassDef)
-    return found.body
+    """Return the statements in the body of a class."""
+    bodies = _classes(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    if cls.__qualname__ in bodies:
+        return bodies[cls.__qualname__]
+    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    return definition.body
 
 
 @cache

@@ -181,11 +181,11 @@ class WeightUpdateMeta:
             )
             for part in value["parts"]
         )
-        given = value.get("adapter")  # which records of earlier commits do not have
-        adapter = given and AdapterSpec(
-            {str(name): float(scale) for name, scale in given["scales"].items()},
-            {str(name): str(begin) for name, begin in given["base"].items()},
-            str(given["dtype"]),
+        spec = value.get("adapter")  # absent in records of earlier commits
+        adapter = spec and AdapterSpec(
+            {str(name): float(scale) for name, scale in spec["scales"].items()},
+            {str(name): str(begin) for name, begin in spec["base"].items()},
+            str(spec["dtype"]),
         )
         return cls(str(value["route"]), int(value["version"]), parts, adapter)
 

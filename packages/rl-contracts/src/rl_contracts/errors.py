@@ -145,10 +145,10 @@ def is_user_error(error: BaseException) -> bool:
 
     The boundaries of the errors decide. If all of them are `internal`, the code that raised the first error decides.
     """
-    ours = [each for each in causes(error) if isinstance(each, RLError)]
-    if any(each.user_error for each in ours):
+    rl_errors = [each for each in causes(error) if isinstance(each, RLError)]
+    if any(each.user_error for each in rl_errors):
         return True
-    return all(each.boundary == RLError.boundary for each in ours) and bool(raised_at(error))
+    return all(each.boundary == RLError.boundary for each in rl_errors) and bool(raised_at(error))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -165,16 +165,16 @@ def raised_at(error: BaseException) -> str:
     The innermost frame counts that is neither in an installed package nor in a module named `rl_...`.
     """
     *_, root = causes(error)
-    places = [
-        # compiled code names the file that it was made of, its module the file that is installed
+    locations = [
+        # compiled code refers to its source file, its module to the installed file
         (frame.f_globals.get("__file__") or frame.f_code.co_filename, frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(root.__traceback__)
         if not (frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")).startswith("rl_")
     ]
     if isinstance(root, SyntaxError) and root.filename:
-        places.append((root.filename, root.filename, root.lineno or 0))
+        locations.append((root.filename, root.filename, root.lineno or 0))
     installed = (sys.prefix, sys.base_prefix, "<")
-    user_frames = [f" ({file}:{line})" for module, file, line in places if not module.startswith(installed)]
+    user_frames = [f" ({file}:{line})" for module, file, line in locations if not module.startswith(installed)]
     return user_frames[-1] if user_frames else ""
 
 
@@ -190,6 +190,6 @@ def boundary_of(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean ...?` with the name that is nearest to a word; empty where none is near."""
-    near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """Return ` Did you mean ...?` with the known name that is most similar to a word, or "" if none is similar."""
+    matches = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

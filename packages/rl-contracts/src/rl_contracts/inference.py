@@ -61,9 +61,9 @@ class ServerProgram:
         return f"{' or '.join(self.distributions)} {','.join(bounds)}".rstrip()
 
     def accepts(self, version: str) -> bool:
-        """Whether a version will do."""
-        late = self.below_version and not _numbers(version) < _numbers(self.below_version)
-        return not late and _numbers(version) >= _numbers(self.min_version)
+        """Return whether a version is supported."""
+        too_new = self.below_version and not _numbers(version) < _numbers(self.below_version)
+        return not too_new and _numbers(version) >= _numbers(self.min_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class ServerConfig(Settings):
 
     addresses: list[str] = field(
         default_factory=list,
-        metadata={"expected": "a list of http://host:port", "holds": lambda given: all(map(is_address, given))},
+        metadata={"expected": "a list of http://host:port", "holds": lambda urls: all(map(is_address, urls))},
     )
     """Addresses (`http://host:port`) of running servers to use, as many as the allocation has. The run checks them and
     starts none. `RL_RUN_KEY` must contain their key. Empty: the launcher starts the servers."""
@@ -299,9 +299,11 @@ class InferenceEngine(ABC):
         """
         return False
 
-    def stop_waiting_for_servers(self) -> None:  # noqa: B027 - a client that waits for no server has nothing to do
-        """The run is about to end: nobody starts servers again, so an update of the weights or a score that finds none
-        fails at once. Returns at once, on any thread, also from a signal handler."""
+    def stop_waiting_for_servers(self) -> None:  # noqa: B027 - optional
+        """Fail weight updates and scores immediately if no server is left, because the run is ending.
+
+        Returns immediately. Safe in any thread and in a signal handler.
+        """
 
     @property
     def capabilities(self) -> Capabilities:

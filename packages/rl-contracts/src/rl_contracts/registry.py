@@ -65,7 +65,7 @@ def load(group: str, name: str) -> Any:
     Raises:
         ConfigError: the name is not installed, or it cannot be imported.
     """
-    return _imported(group, name, _target(group, name))
+    return _import_object(group, name, _target(group, name))
 
 
 def settings(group: str, name: str) -> type:
@@ -77,10 +77,10 @@ def settings(group: str, name: str) -> type:
         ConfigError: the name is not installed, or it has no such dataclass.
     """
     target = f"{_target(group, name)}Config"
-    found = _imported(group, name, target)
-    if not (isinstance(found, type) and is_dataclass(found)):
-        raise ConfigError(f"{group}: {target!r} must be the settings dataclass of {name!r}; found {found!r}.")
-    return found
+    settings_class = _import_object(group, name, target)
+    if not (isinstance(settings_class, type) and is_dataclass(settings_class)):
+        raise ConfigError(f"{group}: {target!r} must be the settings dataclass of {name!r}; found {settings_class!r}.")
+    return settings_class
 
 
 def load_components(config: ComponentConfig) -> list[Any]:
@@ -93,27 +93,27 @@ def load_components(config: ComponentConfig) -> list[Any]:
         ConfigError: a name is not installed, an option is not a keyword argument of any of them, or a required option
             is missing.
     """
-    constants, parts, known = config.constants(), [], set[str]()
+    constants, components, accepted = config.constants(), [], set[str]()
     for kind in config.kind.split("+") if config.kind != "none" else ():
-        found = load(config.group, kind)
-        takes = {n: p for n, p in inspect.signature(found).parameters.items() if p.kind is p.KEYWORD_ONLY}
-        missing = sorted(n for n, p in takes.items() if p.default is p.empty and n not in constants)
+        factory = load(config.group, kind)
+        parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        missing = sorted(n for n, p in parameters.items() if p.default is p.empty and n not in constants)
         if missing:
             raise ConfigError(
                 f"{config.setting}.kind={kind} requires the options {missing}; set them with "
                 f"{config.setting}.options.<name>=<value>."
             )
-        bound = {n: constants[n] for n in takes if n in constants}
-        parts.append(found(**bound) if inspect.isclass(found) else partial(found, **bound))
-        known |= set(takes)
-    odd = sorted(name for name, value in config.options.items() if value is not None and name not in known)
-    if odd:
+        bound = {n: constants[n] for n in parameters if n in constants}
+        components.append(factory(**bound) if inspect.isclass(factory) else partial(factory, **bound))
+        accepted |= set(parameters)
+    unknown = sorted(name for name, value in config.options.items() if value is not None and name not in accepted)
+    if unknown:
         raise ConfigError(
             f"{config.setting}.options: expected options of {config.setting}.kind={config.kind} "
-            f"({', '.join(sorted(known)) or 'it has none'}), found {', '.join(odd)}. Remove an option of another "
-            f"kind with {config.setting}.options.<name>=null."
+            f"({', '.join(sorted(accepted)) or 'it has none'}), found {', '.join(unknown)}. Remove an option of "
+            f"another kind with {config.setting}.options.<name>=null."
         )
-    return parts
+    return components
 
 
 def load_component(config: ComponentConfig, optional: bool = False) -> Any:
@@ -127,18 +127,18 @@ def load_component(config: ComponentConfig, optional: bool = False) -> Any:
         ConfigError: the settings select several components, or none although one is required; also the errors of
             `load_components`.
     """
-    parts = load_components(config) or ([None] if optional else [])
-    if len(parts) != 1:
+    components = load_components(config) or ([None] if optional else [])
+    if len(components) != 1:
         raise ConfigError(f"{config.setting}.kind: expected one name, found {config.kind!r}.")
-    return parts[0]
+    return components[0]
 
 
 def unknown_name_error(name: str, *groups: str) -> str:
-    """A sentence about a name that is in none of the groups: the nearest one, what is installed, what to install."""
-    installed = sorted(known for group in groups for known in available(group))
+    """Return an error message for an unknown name: the most similar name, the installed names, and the remedy."""
+    installed = sorted(entry for group in groups for entry in available(group))
     close = sorted(
-        get_close_matches(name, installed), key=lambda known: sorted(known) != sorted(name)
-    )  # letters swapped
+        get_close_matches(name, installed), key=lambda entry: sorted(entry) != sorted(name)
+    )  # first those with swapped letters
     hint = f"; did you mean {close[0]!r}?" if close else "."
     missing = [
         package
@@ -169,29 +169,29 @@ def _target(group: str, name: str) -> str:
     return target
 
 
-def _imported(group: str, name: str, target: str) -> Any:
-    module, _, attribute = target.partition(":")
-    stands_for = "" if name == target else f" refers to {target!r}, which"
-    found = None
+def _import_object(group: str, name: str, target: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    meaning = "" if name == target else f" refers to {target!r}, which"
+    module = None
     try:
-        found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
-        return attrgetter(attribute)(found)
-    except (Exception, SystemExit) as error:  # any code runs at import: told in a sentence, with the place of it
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        return attrgetter(attribute)(module)
+    except (Exception, SystemExit) as error:  # an import runs arbitrary code, which can raise anything
         if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
             raise  # this process received SIGTERM during the import
         raise ConfigError(
-            f"{group}: {name!r}{stands_for} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}."
-            f"{_hint(error, found, attribute)}"
+            f"{group}: {name!r}{meaning} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}."
+            f"{_hint(error, module, attribute)}"
         ) from error
 
 
 def _hint(error: BaseException, module: ModuleType | None, attribute: str) -> str:
     """Return advice about a component that cannot be imported, or "" if the error is sufficient."""
     if module is not None:
-        names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         close = get_close_matches(attribute, names, n=1)
-        has = [known for known in names if getattr(vars(module)[known], "__module__", "") == module.__name__]
-        return f" Did you mean {close[0]!r}?" if close else f" It defines: {', '.join(has) or 'nothing callable'}."
+        defined = [name for name in names if getattr(vars(module)[name], "__module__", "") == module.__name__]
+        return f" Did you mean {close[0]!r}?" if close else f" It defines: {', '.join(defined) or 'nothing callable'}."
     if isinstance(error, ModuleNotFoundError):
         return " Searched the current directory, PYTHONPATH and the installed packages."
     if isinstance(error, SystemExit):
@@ -199,8 +199,8 @@ def _hint(error: BaseException, module: ModuleType | None, attribute: str) -> st
     return f" Relative paths start in {Path.cwd()}." if isinstance(error, FileNotFoundError) else ""
 
 
-def _of_file(path: str) -> ModuleType:
-    """The module in a file, which finds those beside it as a program does."""
+def _load_file(path: str) -> ModuleType:
+    """Import the module in a file. The directory of the file is added to `sys.path`, as for a program."""
     file = Path(path).expanduser().resolve()
     if str(file) not in sys.modules:
         if str(file.parent) not in sys.path:

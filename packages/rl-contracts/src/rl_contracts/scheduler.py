@@ -244,8 +244,8 @@ class Scheduler(ABC):
     """Function called several times a second while the start of workers waits for machines. An exception from it ends
     the wait. A launcher sets it to react to signals."""
 
-    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:  # noqa: B027 - one machine has no choice
-        """Use so many machines at most, and of each so many cores and GPUs; 0: what there is. Before any worker."""
+    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:  # noqa: B027 - optional
+        """Limit the number of machines, and of cores and GPUs on each; 0 means no limit. Call this before any start."""
 
     @abstractmethod
     def create_workers(self, spec: JobSpec) -> list[Worker]:

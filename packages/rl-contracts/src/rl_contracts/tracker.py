@@ -73,8 +73,8 @@ class Tracker(ABC):
         Raises:
             ConfigError: the library is missing; the message names the package to install.
         """
-        found = importlib.util.find_spec(self.library) if self.library else None
-        if self.library and (found is None or found.origin is None):  # without: a folder of the user's of that name
+        spec = importlib.util.find_spec(self.library) if self.library else None
+        if self.library and (spec is None or spec.origin is None):  # no origin: a user's folder of that name
             raise ConfigError(
                 f"trackers.kind: {type(self).__name__} requires the library {self.library}, which is not installed; "
                 f"install {self.install or self.library}, or remove the tracker."

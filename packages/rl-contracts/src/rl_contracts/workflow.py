@@ -72,8 +72,8 @@ class AgentWorkflow(ABC):
             Exception: any exception fails the episode, at the boundary `agent`.
         """
 
-    async def close(self) -> None:  # noqa: B027 - most keep nothing
-        """End what it keeps from one episode to the next. Called once, when there are no more."""
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Release resources that are kept between episodes. Called once, after the last episode."""
 
 
 class Environment(ABC):
@@ -108,5 +108,5 @@ class Environment(ABC):
             in which case the model does not get the messages.
         """
 
-    async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what it holds. Called once, however the episode ended."""
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Release resources. Called once, however the episode ended."""

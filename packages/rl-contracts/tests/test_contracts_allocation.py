@@ -1,4 +1,4 @@
-"""The allocation grammar: what it means, that it round-trips, and where its errors point."""
+"""Tests of the allocation grammar: meaning, round trip through text, and positions of errors."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rl_contracts.allocation import (
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import InferenceEngine
 
-SERVES, TRAINS = ComponentKind.INFERENCE, ComponentKind.TRAIN
-KINDS = {"embedded": SERVES, "sglang": SERVES, "vllm": SERVES, "fsdp": TRAINS, "megatron": TRAINS}
+INFERENCE, TRAIN = ComponentKind.INFERENCE, ComponentKind.TRAIN
+KINDS = {"embedded": INFERENCE, "sglang": INFERENCE, "vllm": INFERENCE, "fsdp": TRAIN, "megatron": TRAIN}
 
 
 def parse(text: str) -> Allocation:
-    """As where all of these backends are installed."""
+    """Parse an allocation as if all backends of `KINDS` were installed."""
     return Allocation.parse(text, KINDS)
 
 
 class Engine:
-    """A train engine, as far as the grammar looks."""
+    """Train engine, as far as the grammar can see."""
 
 
 class Server(Engine):
-    """An inference engine: it says how its servers are started."""
+    """Inference engine, recognized by its `server_spec`."""
 
     server_spec = InferenceEngine.server_spec
 
 
-def test_parse_separate_groups_adds_their_devices() -> None:
+def test_parse_separate_groups_adds_devices() -> None:
     allocation = parse("sglang:d4t2+fsdp:d8")
 
     assert allocation.world_size == 16
@@ -47,7 +47,7 @@ def test_parse_separate_groups_adds_their_devices() -> None:
     assert allocation.devices("actor") == range(8, 16)
 
 
-def test_parse_shared_group_counts_its_devices_once() -> None:
+def test_parse_shared_group_counts_devices_once() -> None:
     allocation = parse("vllm:d2t2|fsdp:d4")
 
     assert allocation.world_size == 4
@@ -63,7 +63,7 @@ def test_parse_bar_binds_tighter_than_plus() -> None:
     assert allocation.devices("r") == range(2)
 
 
-def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:
+def test_parse_dimensions_in_any_order_excludes_expert_from_world_size() -> None:
     strategy = parse("megatron:e4c2p3t2d2").component("actor").strategy
 
     assert strategy == ParallelStrategy(data=2, tensor=2, pipeline=3, context=2, expert=4)
@@ -71,7 +71,7 @@ def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:
     assert strategy.model_size == 12
 
 
-def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
+def test_parse_hybrid_folds_experts_into_attention_ranks() -> None:
     strategy = parse("megatron:(attn:d1p12t4|ffn:d1p12e4)").component("megatron").strategy
 
     assert strategy == ParallelStrategy(tensor=4, pipeline=12, expert=4, expert_tensor=1)
@@ -87,7 +87,7 @@ def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
         ("(attn:d4|ffn:t2)", ParallelStrategy(data=4, expert_tensor=2)),
     ],
 )
-def test_parse_hybrid_derives_d_and_p_of_the_experts(text: str, expected: ParallelStrategy) -> None:
+def test_parse_hybrid_without_d_or_p_derives_them_for_experts(text: str, expected: ParallelStrategy) -> None:
     assert parse(f"megatron:{text}").component("megatron").strategy == expected
 
 
@@ -98,44 +98,44 @@ def test_parse_hybrid_shares_devices_with_servers() -> None:
     assert str(allocation) == "sglang:d2t2|megatron:(attn:d2t2|ffn:t2e2)"
 
 
-def test_parse_knows_no_backend_by_name() -> None:
-    allocation = Allocation.parse("theirserver:d1+theirengine:d1", {"theirserver": SERVES, "theirengine": TRAINS})
+def test_parse_backend_of_given_kinds_needs_no_installation() -> None:
+    allocation = Allocation.parse("myserver:d1+myengine:d1", {"myserver": INFERENCE, "myengine": TRAIN})
 
     assert [(c.backend, c.name, c.kind) for c in allocation.components] == [
-        ("theirserver", "rollout", SERVES),
-        ("theirengine", "actor", TRAINS),
+        ("myserver", "rollout", INFERENCE),
+        ("myengine", "actor", TRAIN),
     ]
 
 
-def test_parse_installed_backends_are_known_by_their_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"rl.inference_engines": {"theirs": "m:S"}, "rl.train_engines": {"embedded": "m:E"}}
+def test_parse_installed_backend_gets_kind_from_entry_point_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"rl.inference_engines": {"custom": "m:S"}, "rl.train_engines": {"embedded": "m:E"}}
     monkeypatch.setattr(registry, "available", lambda group: installed[group])
 
-    assert [c.kind for c in Allocation.parse("theirs:d1+embedded:d1").components] == [SERVES, TRAINS]
+    assert [c.kind for c in Allocation.parse("custom:d1+embedded:d1").components] == [INFERENCE, TRAIN]
     with pytest.raises(ConfigError) as caught:
-        Allocation.parse("theirs:d1+embeded:d1")
+        Allocation.parse("custom:d1+embeded:d1")
     lines = str(caught.value).splitlines()
-    assert "unknown name 'embeded'; did you mean 'embedded'? Installed: embedded, theirs." in lines[0]
+    assert "'embeded'; did you mean 'embedded'? Installed: custom, embedded." in lines[0]
     assert "Install rl-inference or rl-engines-fsdp" in lines[0]
     assert lines[2] == " " * 12 + "^"
 
 
-def test_parse_dotted_path_is_a_backend_whose_class_says_what_it_does() -> None:
+def test_parse_dotted_path_gets_kind_from_class() -> None:
     text = f"{__name__}:Server:d2+{__name__}:Engine[policy]:d1t2"
     allocation = Allocation.parse(text)
 
-    assert [(c.name, c.kind) for c in allocation.components] == [("rollout", SERVES), ("policy", TRAINS)]
+    assert [(c.name, c.kind) for c in allocation.components] == [("rollout", INFERENCE), ("policy", TRAIN)]
     assert (allocation.world_size, str(allocation)) == (4, text.replace("d1t2", "t2"))
-    with pytest.raises(ConfigError, match=r"'no_such_module:Engine' cannot be imported.*\n.*\n  \^$"):
+    with pytest.raises(ConfigError, match=r"'no_such_module:Engine' .*\n.*\n  \^$"):
         Allocation.parse("no_such_module:Engine:d1")
 
 
-def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
+def test_component_unknown_or_ambiguous_key_lists_components() -> None:
     allocation = parse("fsdp[actor]:d2|fsdp[critic]:d2")
 
-    with pytest.raises(ConfigError, match=r"several components run on 'fsdp'.*actor \(fsdp\), critic \(fsdp\)"):
+    with pytest.raises(ConfigError, match=r"'fsdp'.*actor \(fsdp\), critic \(fsdp\)"):
         allocation.component("fsdp")
-    with pytest.raises(ConfigError, match="no component is called 'rollout'"):
+    with pytest.raises(ConfigError, match="'rollout'"):
         allocation.component("rollout")
 
 
@@ -178,7 +178,7 @@ def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
         ("fsdp:d٢", 6, "size of dimension 'd'"),
     ],
 )
-def test_parse_wrong_text_points_at_the_character(text: str, at: int, message: str) -> None:
+def test_parse_invalid_text_marks_character(text: str, at: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
 
@@ -188,20 +188,20 @@ def test_parse_wrong_text_points_at_the_character(text: str, at: int, message: s
     assert lines[2] == "  " + " " * at + "^"
 
 
-def test_allocation_built_by_hand_is_checked_as_well() -> None:
+def test_allocation_constructor_with_invalid_groups_raises() -> None:
     actor = Component("fsdp", "actor", ParallelStrategy(data=2), ComponentKind.TRAIN)
     server = Component("sglang", "rollout", ParallelStrategy(), ComponentKind.INFERENCE)
 
     with pytest.raises(ConfigError, match="world sizes must be equal"):
         Allocation(((actor, server),))
-    with pytest.raises(ConfigError, match="two components are called 'actor'"):
+    with pytest.raises(ConfigError, match="'actor'"):
         Allocation(((actor,), (actor,)))
     with pytest.raises(ConfigError, match="at least one component"):
         Allocation(())
 
 
 @pytest.mark.parametrize("sizes", [{"data": 0}, {"expert_tensor": 0}, {"data": 2, "expert": 2, "expert_tensor": 2}])
-def test_strategy_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
+def test_strategy_with_impossible_sizes_raises(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="parallel strategy"):
         ParallelStrategy(**sizes)
 
@@ -218,17 +218,17 @@ def _components(draw: st.DrawFn, name: str) -> str:
 
 @st.composite
 def _texts(draw: st.DrawFn) -> str:
-    """Groups of one component, or of one component and its twin on the same devices."""
+    """Draw groups of one component, or of one component and its copy on the same devices."""
     groups = []
     for index in range(draw(st.integers(1, 4))):
         text = draw(_components(f"n{index}"))
-        twin = text.replace(f"n{index}", f"twin{index}")
-        groups.append(f"{text}|{twin}" if draw(st.booleans()) else text)
+        copy = text.replace(f"n{index}", f"copy{index}")
+        groups.append(f"{text}|{copy}" if draw(st.booleans()) else text)
     return draw(st.sampled_from(["+", " + "])).join(groups)
 
 
 @given(_texts())
-def test_parse_of_str_gives_the_same_allocation(text: str) -> None:
+def test_parse_of_str_returns_equal_allocation(text: str) -> None:
     allocation = parse(text)
 
     assert parse(str(allocation)) == allocation
@@ -244,12 +244,12 @@ def test_parse_of_str_gives_the_same_allocation(text: str) -> None:
         "sglang[r]:d2+fsdp:d4|fsdp[critic]:d4",
     ],
 )
-def test_str_of_canonical_text_is_that_text(text: str) -> None:
+def test_str_of_parsed_canonical_text_returns_it(text: str) -> None:
     assert str(parse(text)) == text
 
 
 @given(st.text(alphabet="fsdpvlm:[]()|+dtpce0129 ", max_size=30))
-def test_parse_any_text_gives_an_allocation_or_a_config_error(text: str) -> None:
+def test_parse_any_text_returns_allocation_or_raises_config_error(text: str) -> None:
     try:
         allocation = parse(text)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Configs refuse what cannot work and name the field; plain data survives JSON."""
+"""Tests of shared settings, which reject invalid values by field name, and of weight updates as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rl_contracts.errors import ConfigError
         ("repetition_penalty", float("inf"), r"in \[0\.01, 100\] \(1 is off\)"),
     ],
 )
-def test_generation_config_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:
+def test_generation_config_value_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=rf"generation\.{field}: expected {expected}, found {value}"):
         GenerationConfig(**{field: value})
 
@@ -52,19 +52,21 @@ def test_generation_config_out_of_range_names_field_and_range(field: str, value:
         ({"temperature": 1e-3}, False, False),
     ],
 )
-def test_generation_config_greedy_and_truncates(fields: dict[str, Any], greedy: bool, truncates: bool) -> None:
+def test_generation_config_sampling_fields_set_greedy_and_truncates(
+    fields: dict[str, Any], greedy: bool, truncates: bool
+) -> None:
     config = GenerationConfig(**fields)
 
     assert (config.greedy, config.truncates) == (greedy, truncates)
 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_generation_config_penalizes_with_any_penalty_even_greedy(field: str) -> None:
+def test_generation_config_with_any_penalty_penalizes_even_if_greedy(field: str) -> None:
     assert not GenerationConfig(top_p=0.5).penalizes
     assert GenerationConfig(temperature=0.0, **{field: 0.5}).penalizes
 
 
-def test_generation_config_lists_are_not_shared() -> None:
+def test_generation_config_instances_do_not_share_lists() -> None:
     first, second = GenerationConfig(), GenerationConfig()
     first.stop.append("\n")
     first.stop_token_ids.append(2)
@@ -91,13 +93,13 @@ def test_generation_config_lists_are_not_shared() -> None:
         ({"min_lr_ratio": 0.5}, r"optimizer\.min_lr_ratio with optimizer\.schedule=constant"),
     ],
 )
-def test_optimizer_config_out_of_range_names_the_field(fields: dict[str, Any], match: str) -> None:
+def test_optimizer_config_invalid_value_names_field(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         OptimizerConfig(**fields)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_optimizer_schedule_reads_what_changes_its_rates(schedule: str) -> None:
+def test_optimizer_schedule_reads_only_settings_that_change_its_rate(schedule: str) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule)
     before = config.rate(3, 4)
     config.min_lr_ratio = 0.5
@@ -105,18 +107,18 @@ def test_optimizer_schedule_reads_what_changes_its_rates(schedule: str) -> None:
     assert (config.rate(3, 4) != before) == ("min_lr_ratio" in OptimizerConfig.reads["schedule"][schedule])
 
 
-def test_optimizer_config_of_another_kind_may_read_everything() -> None:
+def test_optimizer_config_custom_optimizer_may_read_all_settings() -> None:
     config = OptimizerConfig(name="torch.optim:RMSprop", momentum=0.5, eps=0.1)
 
     assert config.unread("name", config.name) == set()
 
 
-def test_micro_batch_config_without_tokens_is_refused() -> None:
+def test_micro_batch_config_zero_tokens_raises() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch\.max_tokens: expected at least 1, found 0"):
         MicroBatchConfig(max_tokens=0)
 
 
-def test_require_passes_or_names_everything() -> None:
+def test_require_failed_condition_names_field_choices_and_value() -> None:
     require(True, "a.b", "anything", 1)
     require_choice("a.b", "x", ("x", "y"))
     with pytest.raises(ConfigError, match=r"^a\.b: expected one of x, y, found 'z'\.$"):
@@ -140,13 +142,13 @@ parts = st.builds(WeightPart, st.text(max_size=8), st.lists(specs, max_size=3).m
         st.lists(parts, max_size=3).map(tuple),
     )
 )
-def test_weight_update_meta_survives_json_and_names_the_parameters_of_all_parts(meta: WeightUpdateMeta) -> None:
+def test_weight_update_meta_json_round_trip_keeps_params_of_all_parts(meta: WeightUpdateMeta) -> None:
     assert WeightUpdateMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
     assert list(meta.params) == [spec for part in meta.parts for spec in part.params]
 
 
 @pytest.mark.parametrize(
-    "broken",
+    "value",
     [
         {},
         {"route": "shm"},
@@ -154,6 +156,6 @@ def test_weight_update_meta_survives_json_and_names_the_parameters_of_all_parts(
         {"route": "shm", "version": 1, "parts": [{"location": "", "params": [{"name": "w"}]}]},
     ],
 )
-def test_weight_update_meta_from_broken_json_raises(broken: dict[str, Any]) -> None:
+def test_weight_update_meta_from_invalid_json_raises(value: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        WeightUpdateMeta.from_json(broken)
+        WeightUpdateMeta.from_json(value)

@@ -1,4 +1,4 @@
-"""The error taxonomy: one root, one boundary per class, told apart when counted."""
+"""Tests of the error classes: one base class, and distinct boundaries under which failures are counted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass) if 
 
 
 @pytest.mark.parametrize("error", CLASSES)
-def test_error_class_has_the_one_root_and_says_when_it_is_raised(error: type[RLError]) -> None:
+def test_error_class_derives_from_rl_error_and_has_docstring(error: type[RLError]) -> None:
     assert issubclass(error, RLError)
     assert inspect.getdoc(error)
 
 
-def test_boundaries_of_error_classes_that_name_one_are_all_different() -> None:
+def test_error_classes_with_own_boundary_have_distinct_boundaries() -> None:
     boundaries = [error.boundary for error in CLASSES if "boundary" in vars(error)]
 
     assert len(set(boundaries)) == len(boundaries) > 10
 
 
-def test_boundary_of_subclass_is_inherited_and_of_foreign_error_internal() -> None:
+def test_boundary_of_subclass_is_inherited_and_of_other_error_internal() -> None:
     class CrashedError(errors.RewardError):
         pass
 

@@ -1,4 +1,4 @@
-"""What an import of every module costs in processor time, compared with torch alone."""
+"""Test of the CPU time for importing every module, relative to torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LIMIT = 1.3
 ROUNDS = 5
 
 
-def seconds(statement: str) -> float:
-    """Processor seconds, not those of a clock: what else runs on the machine must not decide."""
+def cpu_seconds(statement: str) -> float:
+    """Return the CPU seconds of a statement in a new process; wall time would depend on the load of the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", statement], check=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -25,18 +25,18 @@ def seconds(statement: str) -> float:
 
 
 @pytest.mark.nightly
-def test_import_every_module_takes_at_most_1_3_times_torch_alone() -> None:
+def test_import_every_module_takes_at_most_1_3_times_torch() -> None:
     modules = [
         info.name
         for info in pkgutil.walk_packages(rl_contracts.__path__, "rl_contracts.")
         if ".conformance" not in info.name
-        and not info.name.endswith(("__main__", ".kernel"))  # a kernel is imported at its first use
+        and not info.name.endswith(("__main__", ".kernel"))  # kernels are imported on first use
     ]
     statement = "import " + ", ".join(modules)
-    for warm in ("import torch", statement):
-        seconds(warm)  # files into the cache
+    for warm_up in ("import torch", statement):
+        cpu_seconds(warm_up)  # fills the file cache
 
-    # One after the other, so that both meet the same machine; the median of the pairs, as single ones are noisy.
-    ratios = [seconds(statement) / seconds("import torch") for _ in range(ROUNDS)]
+    # measured in alternation, so that both see the same load; the median, because single pairs are noisy
+    ratios = [cpu_seconds(statement) / cpu_seconds("import torch") for _ in range(ROUNDS)]
 
     assert statistics.median(ratios) <= LIMIT, ratios

@@ -1,4 +1,4 @@
-"""What an import costs, measured in modules: light ones stay light, and heavy libraries wait until they are used."""
+"""Tests of the modules that an import loads: light modules stay light, heavy libraries load on first use."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def _loaded_after_importing(modules: list[str]) -> set[str]:
     return set(json.loads(output))
 
 
-def test_import_light_modules_needs_no_torch() -> None:
+def test_import_light_modules_does_not_load_torch() -> None:
     loaded = _loaded_after_importing([f"rl_contracts.{name}" for name in LIGHT])
 
     assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
 
 
 @pytest.mark.slow
-def test_import_any_module_needs_no_transformers_ray_tensordict_or_server() -> None:
+def test_import_any_module_does_not_load_heavy_libraries() -> None:
     modules = [
         info.name
         for info in pkgutil.walk_packages(rl_contracts.__path__, "rl_contracts.")
         if info.name.split(".")[1] not in FOR_TESTS
-        and not info.name.endswith(("__main__", "_kernel"))  # a kernel is imported at its first use
-        and not info.name.startswith("rl_contracts.runtime.http_")  # with the extra `http`
+        and not info.name.endswith(("__main__", "_kernel"))  # kernels are imported on first use
+        and not info.name.startswith("rl_contracts.runtime.http_")  # require the extra `http`
     ]
 
     loaded = _loaded_after_importing(modules)
@@ -59,7 +59,7 @@ def test_import_any_module_needs_no_transformers_ray_tensordict_or_server() -> N
 
 
 @pytest.mark.parametrize("name", ["allocation", "runtime.metrics"])
-def test_docstring_examples_are_true(name: str) -> None:
+def test_docstring_examples_pass(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"rl_contracts.{name}"))
 
     assert results.attempted > 0

@@ -246,7 +246,7 @@ class FinetuneSpec(Settings):
     entropy_grad: bool = False
     """Whether the entropy has a gradient, as an entropy bonus in the loss requires; costs backward memory and time."""
     deterministic: bool = False
-    """Whether results are bitwise reproducible and equal to the log-probs of a deterministic embedded server."""
+    """Whether results are bitwise reproducible, with log-probs equal to those of a deterministic embedded server."""
     device: str = choice("auto", DEVICES)
     """Device: `cpu`, `cuda`, or `auto` (CUDA if available)."""
 

@@ -51,7 +51,7 @@ class RolloutSession(ABC):
     @property
     @abstractmethod
     def failure(self) -> RLError | None:
-        """First engine error in a call of this session, or None. With such an error the agent is not blamed."""
+        """First engine error in a call of this session, or None. It takes precedence over an error of the agent."""
 
     @property
     def report(self) -> EpisodeReport:
@@ -80,7 +80,7 @@ class RolloutSession(ABC):
 
 
 class RolloutEndpoint(ABC):
-    """HTTP server of a run with the API of OpenAI and Anthropic, for the calls of agents."""
+    """HTTP server of a run that offers the APIs of OpenAI and Anthropic to agents."""
 
     @abstractmethod
     async def open(

@@ -217,10 +217,10 @@ class TrainEngine(ABC):
 
         Returns:
             a function that writes this rank's files into the directory `meta.path`, which it creates if missing, and
-            returns their paths; or None, the default, if the engine has no snapshots, so that `save` is called. The
-            function is not a collective and may run in another thread. It may be called once, before the next snapshot
-            of that kind, which may reuse the memory. The directory is complete when all ranks have called it; it is not
-            renamed.
+            returns their paths; or None, the default, if the engine has no snapshots and the caller must use `save`.
+            The function is not a collective and may run in another thread. It may be called once, before the next
+            snapshot of that kind, which may reuse the memory. The directory is complete when all ranks have called it;
+            it is not renamed.
         """
         return None
 

@@ -46,7 +46,7 @@ class ServerProgram:
     distributions: tuple[str, ...]
     """Names of the packages that provide the module; one of them must be installed."""
     remedy: str
-    """Instructions for the user if it is not installed, in sentences."""
+    """Advice to the user if none is installed, in sentences."""
     min_version: str = ""
     """Lowest supported version, by its numbers, such as `0.32`; empty for any."""
     below_version: str = ""
@@ -56,7 +56,7 @@ class ServerProgram:
 
     @property
     def describe_requirements(self) -> str:
-        """Text of the supported packages and versions, for example `vllm >=0.20,<0.33`."""
+        """Supported packages and versions as text, for example `vllm >=0.20,<0.33`."""
         bounds = [f"{sign}{number}" for sign, number in ((">=", self.min_version), ("<", self.below_version)) if number]
         return f"{' or '.join(self.distributions)} {','.join(bounds)}".rstrip()
 
@@ -88,7 +88,7 @@ class ServedModel:
             stored: whether weight updates are files, so that the server must read from the run's directory.
 
         Raises:
-            InferenceError: the server does not match. The message continues a sentence about the server.
+            InferenceError: the server does not match. The message is a clause that begins with "it".
         """
         name, _, version = self.program.partition(" ")
         if program is not None and name and not (name in program.distributions and program.accepts(version)):
@@ -97,8 +97,8 @@ class ServedModel:
             raise InferenceError(f"it serves the model {self.model_path}, but this run requires {spec.model_path}")
         if self.weights_dir == "":
             raise InferenceError("it does not accept weight updates")
-        compared = stored and self.weights_dir and spec.weights_dir
-        if compared and Path(str(self.weights_dir)).resolve() != Path(spec.weights_dir).resolve():
+        must_match = stored and self.weights_dir and spec.weights_dir
+        if must_match and Path(str(self.weights_dir)).resolve() != Path(spec.weights_dir).resolve():
             raise InferenceError(
                 f"it reads weight updates from {self.weights_dir}, but this run writes them to {spec.weights_dir}"
             )
@@ -156,7 +156,7 @@ class ServerConfig(Settings):
 class Capabilities:
     """Optional features of a kind of server.
 
-    A caller checks a feature here before it uses it, and reports it if the feature is missing. A call that requires a
+    A caller checks a feature here before it uses it, and reports a missing one. A call that requires a
     missing feature raises an `InferenceError`. The defaults describe a server that implements exactly the required
     methods of the contract.
     """
@@ -264,7 +264,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def __init__(self, config: Any, spec: ServeSpec, client: ClientConfig) -> None:
-        """
+        """Create a client without servers; `initialize` sets them.
+
         Args:
             config: settings of the servers, an instance of this engine's `ServerConfig` subclass.
             spec: settings of the run.
@@ -291,8 +292,8 @@ class InferenceEngine(ABC):
     def follow_discovery(self, source: ServerSource) -> bool:
         """Keep the list of servers equal to the one that `source` returns. Call this once, after `initialize`.
 
-        A new server gets requests only after it serves the committed version and that was checked. Removing a server
-        does not count as a failure; its requests are resumed on other servers.
+        A new server gets requests only after a check that it serves the committed version. Removing a server does not
+        count as a failure; its requests are resumed on other servers.
 
         Returns:
             False, the default, if this client cannot add or remove servers.

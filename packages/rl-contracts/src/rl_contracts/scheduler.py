@@ -213,10 +213,10 @@ class SchedulerConfig(Settings):
         return None
 
     def use_nodes(self, number: int) -> None:
-        """Set the number of machines of the run to `cluster.nodes`, unless these settings already have a number.
+        """Set the number of machines of the run (`cluster.nodes`), unless these settings define one already.
 
         Raises:
-            ConfigError: these settings have a different number.
+            ConfigError: these settings define a different number.
         """
 
     def job_state(self, run_dir: Path) -> str:

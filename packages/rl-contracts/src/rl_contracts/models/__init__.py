@@ -1,1 +1,1 @@
-"""What train engines and inference servers must compute in the same way."""
+"""Model computations and checks that train engines and inference servers share."""

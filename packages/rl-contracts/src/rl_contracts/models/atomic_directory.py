@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Directories that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from rl_contracts.runtime.file_modes import follow_umask
 
 @contextmanager
 def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
-    """A block that writes a directory which appears whole or not at all (collective).
+    """Yield a scratch directory to write into, and rename it to `path` at the end of the block (collective).
 
-    The block is given the directory to write into, beside the one of that name; at its end rank 0 renames it, unless
-    the block failed on any rank.
+    The scratch directory is next to the final one. Rank 0 creates and renames it. If the block fails on any rank, the
+    scratch directory is deleted.
+
+    Args:
+        path: the directory to create; it must be new or empty.
+        parallel: the ranks that write together.
 
     Raises:
-        ModelError, EngineError: the directory exists already and is not empty, or cannot be made; or the block failed.
+        ModelError: the directory exists and is not empty.
+        EngineError: with several ranks, on all of them: any rank failed to prepare, write or rename the directory. A
+            single rank raises its own error instead.
     """
     final = Path(path)
     scratch = final.with_name(f".{final.name}.partial")
@@ -40,4 +46,4 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
     with parallel.agree_on_errors(f"renaming {scratch}"):
         if parallel.is_main:
             follow_umask(scratch)
-            os.replace(scratch, final)  # also takes the place of an empty directory
+            os.replace(scratch, final)  # also replaces an empty directory

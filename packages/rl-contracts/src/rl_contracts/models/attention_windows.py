@@ -1,7 +1,7 @@
-"""Sliding windows of transformers models whose attention is replaced: by trainers and servers alike.
+"""Sliding windows of transformers models whose attention function is replaced, for trainers and servers.
 
-Most layers hand their window on to the attention; some have it in the mask alone, which is not built for an attention
-that knows by itself which tokens belong together.
+Most layers pass their window to the attention function. Others apply it only through the attention mask. No mask is
+built for an attention function that tracks sequence boundaries itself, so their window is read from the configuration.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ from typing import Any
 from rl_contracts.errors import ModelError
 
 NAMES = ("sliding_window", "attention_chunk_size", "floor_scale")
-"""Lengths, in tokens, from which on attention computes otherwise."""
-
+"""Settings that hold a length in tokens above which the attention computation changes."""
 
 KINDS = frozenset({"full_attention", "sliding_attention"})
-"""What layers may be, as `layer_types` of a configuration says it."""
+"""Supported values of `layer_types` in a model configuration."""
 
 
 def other_layers(config: Any) -> list[str]:
-    """The kinds of layers of a model that have another attention, or none: chunks, an index, a state that runs on."""
+    """Return the sorted layer types of a model that are not in `KINDS`.
+
+    Examples are chunked attention, indexed attention, and recurrent state without attention.
+    """
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - KINDS)
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The window of each layer by a model's configuration; None: it sees all tokens before."""
+    """Return the window of each layer from a model configuration, in tokens.
+
+    None means that the layer attends to all previous tokens.
+    """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
@@ -34,14 +39,14 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def layer_window(module: Any, given: int | None) -> int | None:
-    """The tokens that a layer's attention sees, the asking one included; None: all before it.
+    """Return how many tokens a layer attends to, the current one included, or None for all previous tokens.
 
     Args:
-        module: the attention, with its `config` and, where layers differ, its `layer_idx`.
-        given: what it hands on.
+        module: attention module, with its `config` and, where layers differ, its `layer_idx`.
+        given: window that the module passes to its attention function; None if it passes none.
 
     Raises:
-        ModelError: it is of another kind (chunks, compressed), or calls itself sliding and has no window.
+        ModelError: the layer type is not supported (chunked, compressed), or the layer is sliding and has no window.
     """
     config = module.config
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -63,8 +68,10 @@ def layer_window(module: Any, given: int | None) -> int | None:
 
 @contextmanager
 def short_windows(model: Any, length: int) -> Iterator[bool]:
-    """Set a model's windows, and other lengths at which its attention changes, to `length` in this block, so that a few
-    tokens meet them; yields whether it has any."""
+    """Set all settings in `NAMES` of a model to `length` inside the block, and yield whether it has any.
+
+    Short inputs then already exceed the windows.
+    """
     with ExitStack() as undo:
         found = [
             apply_windows(vars(owner), NAMES, length, undo)
@@ -76,7 +83,7 @@ def short_windows(model: Any, length: int) -> Iterator[bool]:
 
 
 def apply_windows(settings: MutableMapping[str, Any], names: Iterable[str], length: int, undo: ExitStack) -> bool:
-    """Set those of the named settings that are integers to `length`, until `undo` is closed; whether there were any."""
+    """Set the named integer settings to `length` until `undo` is closed, and return whether there were any."""
     known = [name for name in names if isinstance(settings.get(name), int)]
     for name in known:
         undo.callback(settings.__setitem__, name, settings[name])

@@ -1,4 +1,4 @@
-"""What engines ask of a Hugging Face model directory beside its weights: its configuration and tokenizer files."""
+"""Configuration and tokenizer files of Hugging Face model directories, as engines read and write them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ TOKENIZER_PATTERNS = (
 
 
 def read_config(path: str, head: str = "lm") -> Any:
-    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`. Whether head and embedding are tied is as
-    its files have it.
+    """Return the model's configuration, adapted to a head of `rl_contracts.data.HEADS`.
+
+    `tie_word_embeddings` is set to False if the weight files hold an `lm_head` that differs from the embedding.
 
     Raises:
-        ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
+        ModelError: the configuration is missing, its architecture is unknown to this version of transformers, or the
+            model has another head.
     """
     from transformers import AutoConfig
 
@@ -52,7 +54,7 @@ def read_config(path: str, head: str = "lm") -> Any:
 
 
 def _has_another_head(directory: Path) -> bool:
-    """Whether the files of a model hold a head that differs from its embedding, whatever `config.json` says of them."""
+    """Return whether the weight files hold an `lm_head` unlike the embedding, regardless of `config.json`."""
     import torch
     from safetensors import safe_open
 
@@ -78,11 +80,11 @@ def _shape(table: Any) -> Sequence[int]:
 
 
 def _fit_config(path: str, config: Any, head: str) -> None:
-    """See that what a directory holds has the head, or one that may be replaced, and set the number of labels.
+    """Check that a model has the requested head, or one that can be replaced, and set the number of labels.
 
     Raises:
-        ModelError: a language model is asked for and the directory holds a classifier; or a scalar head, and the
-            directory holds a classifier of several labels.
+        ModelError: a language model was requested and the directory holds a classifier; or a scalar head was requested
+            and the directory holds a classifier with several labels.
     """
     classifier = str((config.architectures or [""])[0]).endswith("ForSequenceClassification")
     if head == "lm" and classifier:
@@ -99,10 +101,12 @@ def _fit_config(path: str, config: Any, head: str) -> None:
 
 
 def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
-    """The id with which rows will be padded, which transformers' classifiers take to find a row's last token.
+    """Return the pad token id to save with a scalar head, or None if there is none.
 
-    The tokenizer that is saved with the model decides; without one the model's own settings do. A token with which
-    conversations end is none: the last token of a row would be taken for padding. Another special token then is one.
+    transformers' classifiers use this id to find the last token of a sequence. The tokenizer that is saved with the
+    model determines it. Without a tokenizer, or if that has no suitable token, the model's own settings do. The token
+    that ends a conversation turn is not suitable: the last token of a sequence would be mistaken for padding. Another
+    special token is used instead.
 
     Raises:
         ModelError: the tokenizer cannot be read.
@@ -141,10 +145,10 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
     """Copy the files of a tokenizer from one directory to another.
 
     Args:
-        pad_id: with which the copy pads, where that is not what the original does.
+        pad_id: pad token id of the copy; it replaces a different one of the original.
 
     Raises:
-        ModelError: the source is no directory.
+        ModelError: the source is not a directory.
     """
     if not source.is_dir():
         raise ModelError(f"tokenizer {source}: expected a directory with tokenizer files, found none.")
@@ -166,7 +170,7 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, and its warnings of what this module checks itself."""
+    """Disable transformers' progress bars, and its warnings about conditions that this module checks itself."""
     from transformers.utils import logging
 
     speech: Any = logging

@@ -1,9 +1,9 @@
-"""Float32 matrix products on a CPU by the faster of the two libraries that torch brings along.
+"""Float32 matrix products on a CPU with the faster of the two libraries that torch includes, MKL and oneDNN.
 
-torch multiplies float32 matrices with MKL, which never uses AVX-512 on processors of other makers than its own. torch
-holds oneDNN as well, which does: on a Zen 5 core, 64 tokens and more, 150 to 240 GFLOP/s against 60 to 105. Without
-AVX-512 MKL is the faster one: 60 to 95 against 40 to 80 on a Zen 3 core. The choice follows from the processor and the
-sizes alone, never from a measurement, so that a run that is repeated or resumed computes the same bits.
+torch multiplies float32 matrices with MKL, which does not use AVX-512 on processors of vendors other than Intel. oneDNN
+does: on a Zen 5 core, with 64 or more tokens, it reaches 150 to 240 GFLOP/s against 60 to 105. Without AVX-512, MKL is
+faster: 60 to 95 GFLOP/s against 40 to 80 on a Zen 3 core. The choice depends only on the processor and the sizes, not
+on a measurement, so that a repeated or resumed run computes the same bits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LEAST_OUTPUTS = 8192
-"""Entries of a product from which on oneDNN is taken; its calls cost more than MKL's."""
+"""Minimum number of entries in a product for oneDNN, whose calls have a higher overhead than MKL's."""
 _PROCESSORS = Path("/proc/cpuinfo")
-"""Where Linux names the makers of x86 processors."""
+"""File in which Linux lists the vendors of x86 processors."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, with gradients, by oneDNN where that is faster.
+    """Compute `torch.nn.functional.linear`, with gradients, using oneDNN where it is faster.
 
     Args:
         x: [..., in].
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and prefers_onednn()
-        # who asks for the same bits everywhere gets torch's own product everywhere
+        # deterministic mode always uses torch's own product, so that all machines compute the same bits
         and not torch.are_deterministic_algorithms_enabled()
     )
     if not worthwhile:
@@ -52,12 +52,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_faster_matmul(model: nn.Module) -> int:
-    """Let the linear layers of a model use `linear`.
+    """Make the linear layers of a model use `linear`.
 
-    Layers go on reading their `weight`, so weights may be exchanged at any time.
+    Layers still read their `weight` on each call, so weights may be replaced at any time.
 
     Returns:
-        how many layers were changed; 0 where torch's own product is as fast.
+        the number of changed layers; 0 where torch's own product is as fast.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     if not layers or not prefers_onednn():
@@ -69,23 +69,23 @@ def use_faster_matmul(model: nn.Module) -> int:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN is the faster one here, can be called, and computes what it should."""
+    """Return whether oneDNN is faster on this processor, can be called, and computes correct results."""
     if not torch.backends.mkldnn.is_available() or not _mkl_wastes_speed():
         return False
-    # torch keeps a description for each of the last 1024 sizes of a product, 0.25 MiB and more, and oneDNN a primitive;
-    # passes and micro-batches have all sizes. Both look at these once, at their first product.
+    # torch caches a descriptor (0.25 MiB or more) for each of the last 1024 product sizes, and oneDNN a primitive.
+    # Products come in many sizes. Both libraries read these limits once, at their first product.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     x, weight, bias = torch.linspace(-1, 1, 24).view(3, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.arange(5.0)
     try:
         found = _onednn(x, weight, bias)
-    except (AttributeError, NotImplementedError, RuntimeError):  # an operator that torch does not promise
+    except (AttributeError, NotImplementedError, RuntimeError):  # torch does not guarantee this private operator
         return False
     return bool(torch.allclose(found, F.linear(x, weight, bias), rtol=1e-5, atol=1e-5))
 
 
 def _mkl_wastes_speed() -> bool:
-    """Whether this processor is known to have vector instructions that MKL does not use on it."""
+    """Return whether this processor is known to have vector instructions that MKL does not use."""
     makers = re.findall(r"^vendor_id\s*: (\S+)", _PROCESSORS.read_text(), re.MULTILINE) if _PROCESSORS.exists() else []
     return bool(set(makers) - {"GenuineIntel"}) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -93,9 +93,9 @@ def _mkl_wastes_speed() -> bool:
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return linear(x, layer.weight, layer.bias)
-    if torch.is_grad_enabled():  # the compiler makes the gradients of what it knows
+    if torch.is_grad_enabled():  # the compiler cannot differentiate the custom operator
         return F.linear(x, layer.weight, layer.bias)
-    return torch.ops.rl_contracts.linear(x, layer.weight, layer.bias)  # the choice is made when it runs
+    return torch.ops.rl_contracts.linear(x, layer.weight, layer.bias)  # selects the library at run time
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,7 +107,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        # of more than two dimensions the operator returns a view, which nobody may change in place
+        # for inputs above two dimensions the operator returns a view, which callers could not modify in place
         product = _onednn(x.reshape(-1, x.shape[-1]), weight, bias)
         return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
 

@@ -1,4 +1,4 @@
-"""Whether a path is a Hugging Face model directory; imports nothing heavy, so that it can be asked early."""
+"""Checks of Hugging Face model directories. They import nothing heavy, so that they can run early."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from rl_contracts.errors import ModelError
 
 _WRITERS = ("_name_or_path", "transformers_version")
-"""Settings of a model that say who wrote them."""
+"""Settings of a model that identify the software or path it was written from."""
 
 
 def check_model_directory(
     path: str, name: str = "model", weights: Sequence[str] = ("*.safetensors",), tokenizer: bool = False
 ) -> None:
-    """Refuse a local path that is no model directory; what looks like a hub id passes.
+    """Reject a local path that is not a model directory; a path that looks like a hub id passes.
 
     Args:
         path: a directory, or a hub id.
-        name: what has this value, for the message.
-        weights: patterns of file names of which one must be there.
-        tokenizer: whether there must be one.
+        name: setting that holds the path, for the message.
+        weights: patterns of file names, at least one of which must match.
+        tokenizer: whether the directory must contain a tokenizer.
 
     Raises:
-        ModelError: says what was expected and what is there; also of a safetensors file that is cut off or none at all,
-            and of settings (`config.json`, a tokenizer's) that are no JSON.
+        ModelError: a required file is missing, a safetensors file is truncated or invalid, or a settings file
+            (`config.json`, a tokenizer's) is not a JSON object.
     """
     directory = Path(path)
     if not (directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -55,13 +55,13 @@ def check_model_directory(
 
 
 def _sharded(directory: Path) -> set[Path]:
-    """The files that the indices of weights in a directory name."""
+    """Return the files that the weight indexes in a directory list."""
     shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
     return {directory / shard for shard in shards}
 
 
 def _no_json(file: Path) -> str:
-    """What is wrong with a file of settings; empty where nothing is."""
+    """Return what is wrong with a JSON settings file, or an empty string."""
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ def _no_json(file: Path) -> str:
 
 
 def _shards_of(index: Path) -> list[str]:
-    """The files that an index of weights names; none where it cannot be read: whoever loads it says so."""
+    """Return the files that a weight index lists; none if it cannot be read, which loading the model reports."""
     try:
         return [*json.loads(index.read_text())["weight_map"].values()]
     except (OSError, ValueError, KeyError, AttributeError):
@@ -78,7 +78,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def _unreadable(file: Path) -> str:
-    """What is wrong with a safetensors file, by its header and its size; empty where nothing is."""
+    """Return what is wrong with a safetensors file, judged by its header and size, or an empty string."""
     try:
         size, (length, entries) = file.stat().st_size, _header(file)
         whole = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
@@ -88,7 +88,7 @@ def _unreadable(file: Path) -> str:
 
 
 def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Bytes of the header of a safetensors file, and what it says of each tensor."""
+    """Return the length in bytes of a safetensors file's header, and its entry for each tensor."""
     with file.open("rb") as data:
         length = int.from_bytes(data.read(8), "little")
         header = json.loads(data.read(min(length, file.stat().st_size)))
@@ -96,8 +96,10 @@ def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def parameters_in(path: str) -> int:
-    """Number of parameters in the safetensors files of a model directory; 0 where it has none. Beside files that an
-    index names, or `model.safetensors`, others hold the same once more."""
+    """Return the number of parameters in the safetensors files of a model directory; 0 without such files.
+
+    If there is an index, or else a `model.safetensors`, only its files count: other files repeat the same parameters.
+    """
     one = Path(path, "model.safetensors")
     files = _sharded(Path(path)) or ([one] if one.exists() else Path(path).glob("*.safetensors"))
     entries = (entry for file in files for entry in _header(file)[1])
@@ -105,25 +107,28 @@ def parameters_in(path: str) -> int:
 
 
 def context_length(path: str) -> int | None:
-    """Tokens that the model of a directory can hold, by its `config.json`; None where that does not say."""
+    """Return the maximum sequence length in tokens from a model's `config.json`, or None if it is not set."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     return next((size for name in names if (size := _size(path, name))), None)
 
 
 def vocabulary_size(path: str) -> int | None:
-    """Tokens that the model of a directory gives a probability, by its `config.json`; None where that does not say."""
+    """Return the vocabulary size from a model's `config.json`, or None if it is not set."""
     return _size(path, "vocab_size")
 
 
 def end_ids(path: str) -> list[int]:
-    """Ids of the tokens that end a text, by the `generation_config.json` of a directory; empty if it names none."""
+    """Return the ids of the end-of-text tokens from `generation_config.json`; empty if it names none."""
     found = _config(path, "generation_config.json").get("eos_token_id")
     return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two directories hold models of one architecture and size, whatever their weights are: they are one, or
-    their `config.json` say the same. A hub id stands for its directory in the hub's cache."""
+    """Return whether two directories hold models of the same architecture and size, regardless of their weights.
+
+    They do if they are the same directory, or if their `config.json` files have the same settings. A hub id stands for
+    its directory in the hub's cache.
+    """
     if one == other or Path(one).resolve() == Path(other).resolve():
         return True
     if any(f"models--{a.replace('/', '--')}" in Path(b).parts for a, b in ((one, other), (other, one))):
@@ -133,16 +138,16 @@ def same_model(one: str, other: str) -> bool:
 
 
 def _size(path: str, name: str) -> int | None:
-    """A size of the language model in a directory; None where its settings do not say."""
+    """Return a size of the language model in a directory, or None if its settings lack it."""
     found = _config(path)
     try:
         return int((found.get("text_config") or found)[name])
-    except (KeyError, TypeError, ValueError):  # whoever loads the model says what is wrong with it
+    except (KeyError, TypeError, ValueError):  # loading the model reports the problem
         return None
 
 
 def _config(path: str, file: str = "config.json") -> dict[str, Any]:
-    """The settings in a file of a model directory; empty if they cannot be read."""
+    """Return the settings in a file of a model directory; empty if they cannot be read."""
     try:
         found = json.loads((Path(path) / file).read_text())
     except (OSError, ValueError):

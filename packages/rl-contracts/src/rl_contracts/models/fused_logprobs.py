@@ -1,10 +1,10 @@
-"""Log-probs and entropies of given tokens straight from hidden states, without a full [tokens, vocabulary] tensor.
+"""Log-probs and entropies of given tokens directly from hidden states, without a full [tokens, vocabulary] tensor.
 
-The vocabulary projection runs in tiles of tokens and vocabulary, and again in backward. A tile is as wide as the
-vocabulary where it then still holds enough tokens: cut along tokens alone, a large vocabulary would be read anew for a
-handful of tokens each time. Normalisers of tiles are combined as in a softmax over blocks (Milakov and Gimelshein 2018,
-arXiv:1805.02867). Where all probabilities together are small, as with the vocabularies of toy models, they are kept and
-the projection runs once.
+The vocabulary projection runs in tiles of tokens and vocabulary, and again in backward. A tile spans the whole
+vocabulary if it then still holds enough tokens. Otherwise the vocabulary is cut too: reading a large weight again for
+every few tokens would be slow. Normalizers of tiles are combined as in a softmax over blocks (Milakov and Gimelshein
+2018, arXiv:1805.02867). If all probabilities together are small, as in toy models, they are stored, and backward does
+not repeat the projection.
 """
 
 from __future__ import annotations
@@ -21,68 +21,68 @@ from rl_contracts.models.cpu_matmul import linear, prefers_onednn
 from rl_contracts.models.token_logprobs import float32_logits, log_normalizer
 
 TOKENS = 512
-"""Tokens of a tile that is narrower than the vocabulary, where there are as many."""
+"""Maximum number of tokens in a tile that is narrower than the vocabulary."""
 FEWEST = 128
-"""Tokens of which the whole vocabulary's logits must fit, or it is cut too."""
+"""Number of tokens whose full-vocabulary logits must fit into a tile; otherwise the vocabulary is cut too."""
 KEEP_AT_MOST = 1 << 22
-"""Probabilities that are kept for backward instead of being computed again, at most (16 MiB)."""
+"""Maximum number of probabilities to store for backward instead of recomputing them (16 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model does to its raw logits: `cap * tanh(scale * raw / cap)`."""
+    """Transform that a model applies to its raw logits: `cap * tanh(scale * raw / cap)`."""
 
     scale: float = 1.0
     """Constant factor."""
     cap: float | None = None
-    """Soft cap; None: none."""
+    """Soft cap, or None for no cap."""
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Logits from raw ones; changes `raw` in place."""
+        """Return the logits for raw logits; changes `raw` in place."""
         if self.scale != 1.0:
             raw *= self.scale
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
     def cap_slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative of the soft cap, a new tensor; None without one."""
+        """Return the derivative of the soft cap as a new tensor, or None without a cap."""
         return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1)
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Which rows of the vocabulary projection a rank holds, where ranks hold consecutive parts of it.
+    """Shard of the vocabulary projection on a rank, where ranks hold consecutive rows of it.
 
-    All ranks are given the same hidden states, and each gets its part of their gradient: the sum is left to the caller.
+    All ranks get the same hidden states. Each returns its contribution to their gradient; the caller sums these.
     """
 
     first: int
-    """The vocabulary's number of the rank's first row."""
+    """Vocabulary index of the rank's first row."""
     group: dist.ProcessGroup
-    """The ranks that hold it together."""
+    """Process group of the ranks that hold the projection together."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """How the vocabulary projection is run."""
+    """Options for computing the vocabulary projection."""
 
     transform: LogitTransform
-    """What the model does to its logits."""
+    """Transform of the model's raw logits."""
     max_logits: int
-    """Entries of a [tokens, vocabulary] block that exist at once."""
+    """Maximum number of entries in a [tokens, vocabulary] block."""
     entropy_grad: bool
-    """Whether the entropy carries gradient."""
+    """Whether the entropy carries a gradient."""
     part: VocabularyShard | None = None
-    """None: this rank holds the whole vocabulary."""
+    """Shard on this rank, or None if it holds the whole vocabulary."""
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy in nats.
+    """Return each target's log-prob under softmax(logits / temperature), and that distribution's entropy in nats.
 
     Args:
         hidden: [M, H].
-        weight: [V, H] of the vocabulary projection, in the type of `hidden`; with `options.part` this rank's rows.
+        weight: [V, H] of the vocabulary projection, in the dtype of `hidden`; with `options.part` this rank's rows.
         bias: [V] or None.
         targets: int64 [M].
         temperature: float32 [M].
@@ -148,11 +148,11 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         vocabulary = len(weight)
         rows, columns = tiles(len(hidden), vocabulary, options.max_logits)
-        # z = sharpness * logits, and logits = scale * raw, or a soft cap of that: the factors of a token come first
+        # z = sharpness * logits, and logits = scale * raw or its soft cap: the factors per token are applied first
         factor = sharpness * options.transform.scale
         of_logprobs, of_entropy, mean = grad_logprobs * factor, grad_entropy * factor, norm - entropy
         for row in rows:
-            summed = grad_hidden[row].float()  # itself, where it is float32
+            summed = grad_hidden[row].float()  # the same tensor if it is float32
             for column in columns:
                 place, inside = _places(targets[row], column, None if options.part else vocabulary)
                 if kept is not None:
@@ -183,8 +183,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def tiles(tokens: int, vocabulary: int, max_logits: int) -> tuple[list[slice], list[slice]]:
-    """Spans of tokens and of the vocabulary whose blocks have at most `max_logits` entries (one at least); of the whole
-    vocabulary where that is not wasteful."""
+    """Return spans of tokens and of the vocabulary whose blocks have at most `max_logits` entries, but at least one.
+
+    The vocabulary stays whole if enough tokens fit into a block then.
+    """
     fit = max_logits // vocabulary
     if fit >= min(tokens, FEWEST):
         return _spans(tokens, max(fit, 1)), [slice(0, vocabulary)]
@@ -193,18 +195,21 @@ def tiles(tokens: int, vocabulary: int, max_logits: int) -> tuple[list[slice], l
 
 
 def _spans(total: int, size: int) -> list[slice]:
-    """0..total in pieces of `size`, the last one shorter."""
+    """Split the range 0..total into slices of `size`; the last one may be shorter."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, options: HeadOptions) -> Tensor:
-    """Transformed logits of a tile, float32; a new tensor."""
+    """Return the transformed logits of a tile as a new float32 tensor."""
     return options.transform.apply(float32_logits(hidden, weight[column], None if bias is None else bias[column]))
 
 
 def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
-    """Where each target lies within a tile, [n, 1] (some place, where it does not), and whether it does, [n]; None: all
-    do, as in a tile that is as wide as the vocabulary."""
+    """Return each target's column within a tile, [n, 1], and whether the target lies in the tile, [n].
+
+    The column of a target outside is clamped into the tile. Instead of the second tensor None is returned for a tile as
+    wide as the vocabulary, where all targets lie inside.
+    """
     if column.stop - column.start == vocabulary:
         return targets[:, None], None
     place = targets - column.start
@@ -213,8 +218,11 @@ def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Ten
 
 
 def _merged(parts: list[Any]) -> Tensor:
-    """[3, n] of some tokens from those of each part of the vocabulary: the target's logit (0 where it is in another),
-    the logsumexp, and the mean logit."""
+    """Merge the results for n tokens from each part of the vocabulary into one tensor, [3, n].
+
+    The results are the target's logit (0 where another part holds it), the logsumexp, and the mean logit under the
+    softmax.
+    """
     if len(parts) == 1:
         return torch.stack(parts[0])
     chosen, norms, means = (torch.stack(values) for values in zip(*parts, strict=True))
@@ -223,7 +231,7 @@ def _merged(parts: list[Any]) -> Tensor:
 
 
 def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add `x @ weight.T` to a float32 tensor in place, where that is possible without another of its size."""
+    """Add `x @ weight.T` to a float32 tensor in place, if possible without a temporary tensor of its size."""
     if x.dtype == torch.float32 and not (x.device.type == "cpu" and prefers_onednn()):
         total.addmm_(x, weight.T)
     else:

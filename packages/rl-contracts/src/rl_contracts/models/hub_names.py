@@ -1,9 +1,9 @@
-"""The parameters of a transformers model by the names and shapes of its checkpoints on the hub.
+"""Parameters of a transformers model under the names and shapes of its checkpoint on the Hugging Face hub.
 
-transformers holds some parameters otherwise than checkpoints do: experts lie in one tensor, modules have other names.
-What it knows of that, it uses to load and save; here the same knowledge says which parts of a parameter are which
-tensors of a checkpoint, so that they can be sent, received and summed one by one, in place. Servers other than ours
-load such names.
+transformers stores some parameters differently from checkpoints: all experts share one tensor, and modules have other
+names. It converts them when it loads and saves. This module uses the same conversion to find which slice of a parameter
+is which checkpoint tensor. Each slice can then be sent, received and summed separately, in place. Third-party servers
+load weights under these names.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch.overrides import TorchFunctionMode
 
 
 class HubSlice(NamedTuple):
-    """A tensor of a checkpoint, as a part of a parameter."""
+    """Checkpoint tensor as a slice of a model parameter."""
 
     name: str
-    """In the checkpoint."""
+    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """In the checkpoint."""
+    """Shape in the checkpoint."""
     strides: tuple[int, ...]
-    """In elements of the contiguous parameter."""
+    """Strides in elements of the contiguous parameter."""
     offset: int
-    """The same, of its first element."""
+    """Index of the first element in the contiguous parameter."""
 
     def slice_of(self, parameter: Tensor) -> Tensor:
-        """The part of a whole, contiguous parameter; a view."""
+        """Return this slice of a whole, contiguous parameter as a view."""
         return parameter.as_strided(self.shape, self.strides, parameter.storage_offset() + self.offset)
 
 
 def hub_slices(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, list[HubSlice]]:
-    """Of which tensors of its checkpoint each parameter consists; one, of another name or none, for most.
+    """Return the checkpoint tensors that each parameter consists of. Most parameters are one tensor, maybe renamed.
 
-    The checkpoint is the one that the model was loaded from, or, of a model that was not loaded, one as the hub has it.
-    A parameter of which a checkpoint has no part, because it is computed from several, keeps its own name and shape.
+    The names are those of the checkpoint that the model was loaded from, or of the hub's format if it was not loaded. A
+    parameter keeps its own name and shape if checkpoint tensors are computed from it instead of being slices of it.
 
     Args:
-        model: of transformers; any other keeps its names.
-        parameters: by their names in the model.
+        model: a transformers model; any other model keeps its names.
+        parameters: parameters with their names in the model.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -62,7 +62,7 @@ def hub_slices(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Parts stay views of what they are parts of."""
+    """Torch function mode in which `contiguous` makes no copy, so that slices stay views of their parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))

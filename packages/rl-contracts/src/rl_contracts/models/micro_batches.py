@@ -1,4 +1,4 @@
-"""Cutting a minibatch into packed micro-batches, equally many on every rank."""
+"""Split a minibatch into packed micro-batches, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 
 def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multiple: int = 1) -> list[list[int]]:
-    """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
+    """Return the sequence indices of each micro-batch (collective).
+
+    A rank with fewer sequences may get empty micro-batches. The sequences of a unit stay together.
 
     Args:
-        multiple: there are a multiple of this many.
+        multiple: the number of micro-batches is rounded up to a multiple of this.
 
     Raises:
-        EngineError: a row is longer than a micro-batch, on any rank, or the ranks of a replica have different rows.
+        EngineError: a sequence is longer than a micro-batch on any rank, or the ranks of a replica have different
+            sequences.
     """
     check_same_rows(batch, parallel)
     tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
@@ -37,7 +40,7 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
         except DataError as error:
             raise EngineError(str(error)) from error
     if spec.deterministic:
-        # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
+        # the results of a sequence must not depend on its neighbors, and kernels round differently for other shapes
         bins = [[unit] for unit in range(len(sizes))] or [[]]
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
     count = -(-count // multiple) * multiple
@@ -49,10 +52,10 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
 
 
 def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
-    """Each micro-batch's rows and their packed form, on the CPU.
+    """Yield the sequence indices of each micro-batch and its packed form, on the CPU.
 
     Raises:
-        StopRequestedError: the step was abandoned before one of them, see `StepGate`.
+        StopRequestedError: the step was abandoned before one of the micro-batches, see `StepGate`.
     """
     whole = list(range(batch.batch_size[0]))
     for rows in bins:
@@ -61,10 +64,10 @@ def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int]
 
 
 def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
-    """See that all ranks of a replica were given the same rows (collective).
+    """Check that all ranks of a replica have the same sequences (collective).
 
     Raises:
-        EngineError: they were not, on every rank.
+        EngineError: on every rank, if the sequences differ.
     """
     if parallel.dp_size == parallel.world_size:
         return

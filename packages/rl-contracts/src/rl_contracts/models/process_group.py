@@ -1,4 +1,4 @@
-"""Joining the process group: torchrun's environment variables, or one process alone."""
+"""Join the process group described by torchrun's environment variables, or run as a single process."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ConfigError, EngineError
 
 _users = 0
-"""Engines of this process that share the default process group."""
+"""Number of engines in this process that share the default process group."""
 _joined_group = False
-"""Whether this module made the default process group, and so ends it."""
+"""Whether this module created the default process group, and so destroys it."""
 _store: Any = None
-"""Where the ranks meet; kept while the process lives, so that a group can be made anew after another was destroyed."""
+"""Store where the ranks meet, kept while the process lives. A new group can use it after another was destroyed."""
 _generation = 0
-"""Default groups made so far; gives each its own names in the store."""
+"""Number of default groups created so far; it separates their keys in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Which process this is."""
+    """Position of this process among all ranks."""
 
     rank: int = 0
     """Global rank."""
     world_size: int = 1
-    """Processes in all."""
+    """Total number of processes."""
     local_rank: int = 0
     """Rank on this host."""
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> RankInfo:
-    """This process's place from torchrun's variables; without WORLD_SIZE there is one process.
+    """Return this process's ranks from torchrun's variables; without WORLD_SIZE there is one process.
 
     Raises:
         ConfigError: a variable is missing or not a number.
@@ -64,10 +64,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def pick_device(setting: str, local_rank: int) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank; a CUDA device also becomes the current one.
 
     Raises:
-        ConfigError: CUDA is asked for and not there, or has fewer devices than ranks on this host.
+        ConfigError: CUDA was requested and is not available, or this host has more ranks than CUDA devices.
     """
     available = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not available):
@@ -85,15 +85,15 @@ def pick_device(setting: str, local_rank: int) -> torch.device:
 def join(
     info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool, replica_size: int, undo: ExitStack
 ) -> ParallelContext:
-    """Join the default process group, or make it, and gloo groups for the host's collectives.
+    """Join the default process group, or create it, and create gloo groups for collectives on host memory.
 
     Args:
-        need_group: make a group of one even where a single process could do without.
-        replica_size: ranks that hold one replica together, side by side; divides the world size.
-        undo: leaves them when it is closed.
+        need_group: create a group even for a single process.
+        replica_size: number of consecutive ranks that hold one replica together; divides the world size.
+        undo: leaves the groups when it is closed.
 
     Raises:
-        EngineError: the other ranks were not met in time, or a group of another size exists already.
+        EngineError: the other ranks did not join in time, or a group of another size exists already.
     """
     global _users, _joined_group
     context = ParallelContext(
@@ -127,7 +127,7 @@ def join(
 
 
 def _leave() -> None:
-    """The last engine of the process ends the default group."""
+    """Destroy the default group with the last engine of the process, if this module created it."""
     global _users, _joined_group
     _users -= 1
     if _users == 0 and _joined_group:
@@ -136,7 +136,7 @@ def _leave() -> None:
 
 
 def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
-    """The ranks that have this rank's place in each replica; None with one replica (collective)."""
+    """Return the group of the ranks at this rank's position in each replica; None with one replica (collective)."""
     if context.dp_size == 1:
         return None
     places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
@@ -171,8 +171,11 @@ def _open_store(info: RankInfo, timeout: timedelta) -> Any:
 
 
 def _hosted(info: RankInfo, timeout: timedelta) -> Any:
-    """Rank 0's store, which listens at MASTER_ADDR alone; torch's own would at every address of the machine. None
-    on other ranks, and where somebody else hosts it: torchrun, or an address that is not this machine's."""
+    """Host the store on rank 0, listening only on MASTER_ADDR; torch's own store listens on all addresses.
+
+    Return None on other ranks, under torchrun, which hosts the store itself, and if MASTER_ADDR is not an address of
+    this machine.
+    """
     if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -188,7 +191,7 @@ def _hosted(info: RankInfo, timeout: timedelta) -> Any:
 
 
 def _visited(info: RankInfo, timeout: timedelta) -> Any:
-    """The store as torch finds it by the environment."""
+    """Return the store that torch finds through the environment variables."""
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", info.rank, info.world_size, timeout=timeout)))
@@ -196,7 +199,7 @@ def _visited(info: RankInfo, timeout: timedelta) -> Any:
 
 
 def _keep_to_loopback(host: str) -> None:
-    """Have gloo listen on loopback where the ranks meet there; it takes the address of the machine's name otherwise."""
+    """Make gloo listen on loopback if MASTER_ADDR is there; by default it uses the address of the host name."""
     with suppress(OSError, IndexError):
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]

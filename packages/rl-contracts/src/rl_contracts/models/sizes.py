@@ -1,4 +1,4 @@
-"""How large a model is, by its configuration alone: what an engine says about memory without loading anything."""
+"""Sizes of a language model from its configuration, for memory estimates without loading the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Shapes of a language model."""
+    """Shapes and sizes of a language model."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of each parameter by its name; one that stands in two places counts once."""
+    """Shape of each parameter by name; a parameter shared by two modules counts once."""
     layers: int
     hidden: int
     intermediate: int
@@ -29,12 +29,12 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Their number."""
+        """Number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def largest_layer(self) -> int:
-        """Parameters of the largest decoder layer."""
+        """Number of parameters in the largest decoder layer."""
         sizes: dict[str, int] = {}
         for name, shape in self.shapes.items():
             if (layer := layer_of(name)) is not None:
@@ -43,25 +43,25 @@ class ModelSizes:
 
     @property
     def outside(self) -> int:
-        """Parameters in no decoder layer: embedding, last norm, head."""
+        """Number of parameters outside of the decoder layers: embedding, final norm, `lm_head`."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if layer_of(name) is None)
 
     @property
     def cache_per_token(self) -> int:
-        """Keys and values of one token, in entries over all layers."""
+        """Number of key and value entries of one token over all layers."""
         return 2 * self.layers * self.key_heads * self.head_size
 
 
 def layer_of(name: str) -> str | None:
-    """The number of the decoder layer that a parameter is in; None where it is in none."""
+    """Return the number of the decoder layer that holds a parameter, or None if no layer does."""
     return next((after for part, after in pairwise(name.split(".")) if part == "layers"), None)
 
 
 def sizes_of(model: nn.Module, config: Any) -> ModelSizes:
-    """Sizes of a model, which may be on the meta device.
+    """Return the sizes of a model, which may be on the meta device.
 
     Args:
-        config: transformers' configuration of it.
+        config: the model's transformers configuration.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Abandoning a running step between two micro-batches, at the same one on every rank."""
+"""Abandon a running step between two micro-batches, at the same one on every rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
 LOOK_EVERY = 0.05
-"""Seconds between two looks for the numbers of other ranks."""
+"""Seconds between two polls for the numbers of other ranks."""
 
 
 class StepGate:
     """Gate that the training thread passes before each micro-batch of a step.
 
-    A rank that left a step alone would keep the others waiting in their next collective. Every rank begins the same
-    micro-batches in the same order, so a count says where it is. To abandon a step, a thread of each rank closes its
-    gate and tells the others the count; the ranks that are behind catch up with the largest one, and there all leave.
+    A rank that left a step alone would block the others in their next collective. Every rank begins the same
+    micro-batches in the same order, so their count is its position. To abandon a step, a thread of each rank closes its
+    gate and publishes the count. Ranks that are behind continue to the largest count, where all of them leave.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class StepGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step that can be abandoned. Where it is, torch's random states are put back to those of its beginning.
+        """Run a step that can be abandoned; torch's random states are restored if it is.
 
         Raises:
-            StopRequestedError: it was abandoned; on every rank.
+            StopRequestedError: on every rank, if the step was abandoned.
         """
         cuda = torch.cuda.is_initialized()
         random = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
@@ -54,7 +54,7 @@ class StepGate:
             self._running = False
 
     def begin_micro_batch(self) -> None:
-        """Pass the gate; a step alone counts.
+        """Pass the gate; outside of a step this does nothing.
 
         Raises:
             StopRequestedError: the step is abandoned here.
@@ -68,11 +68,11 @@ class StepGate:
             self._begun += 1
 
     def abandon(self, largest: Callable[[int], int]) -> None:
-        """Abandon the running step, or the next one; not called by the training thread.
+        """Abandon the running step, or the next one. The training thread must not call this.
 
         Args:
-            largest: returns the largest of all ranks' numbers, given this one's; see `largest_of_ranks`. Where it
-                raises, the step continues.
+            largest: returns the largest count of all ranks for this rank's count, see `largest_of_ranks`. If it raises,
+                the step continues.
         """
         with self._changed:
             self._open, begun = False, self._begun
@@ -86,15 +86,17 @@ class StepGate:
 
 
 STEP = StepGate()
-"""Gate of this process, since it is the process that is asked to stop. `micro_batches.packed` passes it."""
+"""Gate of this process, because a stop request addresses a process. `micro_batches.packed` passes it."""
 
 
 def largest_of_ranks(number: int, parallel: ParallelContext, seconds: float) -> int:
-    """Return the largest of all ranks' numbers. No collective: a thread may ask while its rank waits in one. Once for
-    a process.
+    """Return the largest number of all ranks, without a collective.
+
+    Another thread of a rank may therefore wait in a collective meanwhile. Call this once per process, because its keys
+    stay in the store.
 
     Raises:
-        StalledError: some rank gave none in `seconds`.
+        StalledError: a rank published no number within `seconds`.
         EngineError: the ranks have no common store.
     """
     if parallel.world_size == 1:

@@ -1,4 +1,4 @@
-"""Sums of a step over micro-batches and ranks, with one wait for the device."""
+"""Sums of a step over micro-batches and ranks, with a single wait for the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rl_contracts.errors import EngineError
 MAXIMUM = "/max"
 """Suffix of statistics that are combined by maximum."""
 AUXILIARY = "loss/aux"
-"""The auxiliary loss of the routers of a mixture of experts, the mean over tokens without its factor; not in `loss`."""
+"""Auxiliary loss of the MoE routers: the mean over tokens without its factor. It is not part of `loss`."""
 RESERVED = ("loss", AUXILIARY, "grad_norm", "lr", "applied", "tokens")
-"""Results that the engine itself gives."""
+"""Names of the results that the engine itself reports."""
 
 
 class StepSums:
-    """Accumulates on the device; `reduce` brings everything to the host at once.
+    """Accumulator of scalars on the device; `reduce` copies all of them to the host at once.
 
     Args:
-        counts: whether this rank speaks for its replica: what `add` is given is the same on all ranks of a replica, and
-            counted once. What `put` is given is counted on every rank.
+        counts: whether `add` counts on this rank. All ranks of a replica add the same values, so it is True on one of
+            them. Values of `put` count on every rank.
     """
 
     def __init__(self, counts: bool = True) -> None:
@@ -33,7 +33,7 @@ class StepSums:
         self._counts = counts
 
     def add(self, loss_sum: Tensor, stats: Stats) -> None:
-        """Count one micro-batch.
+        """Add the loss and the statistics of one micro-batch.
 
         Raises:
             EngineError: a statistic has the name of one of the engine's own results.
@@ -52,15 +52,18 @@ class StepSums:
                 self.put(f"den:{name}", denominator)
 
     def put(self, name: str, value: Tensor) -> None:
-        """Add a scalar that is summed over micro-batches and ranks, to be found under its own name."""
+        """Add a scalar that is summed over micro-batches and ranks and returned under its own name."""
         value = value.detach()
         self._values[name] = self._values[name] + value if name in self._values else value
 
     def reduce(self, parallel: ParallelContext) -> dict[str, float]:
-        """Totals over micro-batches and ranks (collective): statistics divided, NaN where the denominator is 0."""
+        """Return the totals over micro-batches and ranks (collective).
+
+        Statistics are divided by their denominators; the result is NaN if the denominator is 0.
+        """
         parts = parallel.gather_json(self._on_host())
         totals: dict[str, float] = {}
-        for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without rows never called the loss
+        for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without sequences never calls the loss
             found = [part[name] for part in parts if name in part]
             totals[name] = max(found) if name.endswith(MAXIMUM) else sum(found)
         result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
@@ -70,7 +73,7 @@ class StepSums:
         return result
 
     def _on_host(self) -> dict[str, float]:
-        """All values, with one wait for each device; a loss may count in host memory what it knows without looking."""
+        """Return all values, with one wait per device; a loss may keep some statistics in host memory."""
         found: dict[str, float] = {}
         for device in {value.device for value in self._values.values()}:
             here = {name: value.to(torch.float64) for name, value in self._values.items() if value.device == device}

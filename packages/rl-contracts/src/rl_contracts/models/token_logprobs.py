@@ -1,8 +1,7 @@
-"""The one expression by which trainers and servers turn hidden states into logits, and those into the log-prob of a
-given token.
+"""Logits from hidden states, and log-probs of given tokens from logits, computed identically by trainers and servers.
 
-Both sides call it, so that the same logits give the same bits: `x * (1 / t)` and `x / t`, or `log_softmax` and
-`z - logsumexp(z)`, are equal on paper only.
+Both sides call these functions, so that the same logits give the same bits. `x * (1 / t)` and `x / t`, or `log_softmax`
+and `z - logsumexp(z)`, are mathematically equal but round differently.
 """
 
 from __future__ import annotations
@@ -12,19 +11,23 @@ import torch
 from rl_contracts.models.cpu_matmul import linear
 
 LOGITS_AT_ONCE = 1 << 26
-"""Entries of logits that a server makes at once, at most (256 MiB), and a deterministic trainer as well: from the start
-of a row on, each block has as many tokens as fit, because a product of another shape may have other bits."""
+"""Maximum number of logits that a server computes at once (256 MiB), and a deterministic trainer as well.
+
+From the start of a sequence, each block has as many tokens as fit, because a product of another shape may give other
+bits.
+"""
 CONVERTED_AT_ONCE = 1 << 20
-"""Entries of a 16-bit weight that are held in float32 at once, on a CPU: they stay in its cache."""
+"""Entries of a 16-bit weight that a CPU converts to float32 at once, so that they stay in its cache."""
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`hidden @ weight.T + bias`, never rounded to 16 bits: the softmax of logits of 8 bits is off by 0.005 to 0.015
-    nats in the mean. Without gradients.
+    """Return `hidden @ weight.T + bias` in float32, never rounded to 16 bits and without gradients.
+
+    Log-probs from logits with 8 significant bits (bfloat16) are off by 0.005 to 0.015 nats on average.
 
     Args:
         hidden: [M, H].
-        weight: [V, H], of the same type.
+        weight: [V, H], of the same dtype.
         bias: [V] or None.
 
     Returns:
@@ -43,12 +46,12 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor, sharpness: torch.Tensor) -> torch.Tensor:
-    """Log-prob of each row's target under softmax(sharpness * logits).
+    """Return the log-prob of each row's target under softmax(sharpness * logits).
 
     Args:
         logits: float32 [M, V]; holds `sharpness * logits` afterwards.
         targets: int64 [M].
-        sharpness: float32 [M], reciprocals of the temperatures.
+        sharpness: float32 [M], reciprocal temperatures.
 
     Returns:
         float32 [M].
@@ -58,7 +61,7 @@ def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor, sharpness: torc
 
 
 def log_normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logsumexp of each row, and what it was made from.
+    """Return the logsumexp of each row, and the values it was computed from.
 
     Args:
         logits: float32 [M, V].

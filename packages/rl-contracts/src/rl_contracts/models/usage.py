@@ -1,4 +1,4 @@
-"""How well a step used the machine: peak memory and model FLOP utilisation."""
+"""Peak memory and model FLOP utilization of training steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "L4": {"bfloat16": 121.0, "float32": 30.3},
     "A10": {"bfloat16": 125.0, "float32": 31.2},
 }
-"""Dense peak of a device whose name contains the key, first match, in 10^12 FLOP/s, from NVIDIA's data sheets. float32
-is that of the ordinary units: torch does not use TensorFloat-32 for products unless it is told to."""
+"""Dense peak in 10^12 FLOP/s of devices whose name contains the key, first match, from NVIDIA's data sheets.
+
+float32 is the peak without TensorFloat-32, which torch does not use for products by default.
+"""
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Most memory held at once, in GiB: on CUDA by tensors of this process since it began; on a CPU the process's
-    largest resident set. None where the system does not tell."""
+    """Return the peak memory of this process in GiB, or None where the system does not report it.
+
+    On CUDA this is the peak of its tensors since it started; on a CPU, its largest resident set.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     try:
@@ -38,7 +42,7 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak of one device in FLOP/s; None where it is not known, as of any CPU."""
+    """Return the peak of one device in FLOP/s, or None if it is unknown, as for any CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -47,12 +51,17 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def attended_pairs(lengths: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:
-    """Twice the pairs of a token and one that it sees, itself included, over all rows and layers; float64 scalar. They
-    are L^2 of a row of L tokens, to first order, and L^2 - (L - W)^2 where a layer sees W tokens.
+    """Return twice the number of attended token pairs over all sequences and layers.
+
+    A pair is a token and a token that it attends to, itself included. To first order, a sequence of L tokens counts
+    L^2, and L^2 - (L - W)^2 in a layer with a window of W tokens.
 
     Args:
-        lengths: of rows, [B].
-        windows: of each layer; None: it sees all tokens before.
+        lengths: lengths of the sequences in tokens, [B].
+        windows: window of each layer in tokens; None if it attends to all previous tokens.
+
+    Returns:
+        float64 scalar.
     """
     sizes, total = lengths.double(), torch.zeros((), dtype=torch.float64)
     for window, layers in Counter(windows).items():
@@ -62,30 +71,31 @@ def attended_pairs(lengths: torch.Tensor, windows: Sequence[int | None]) -> torc
 
 
 def step_flops(matrices: int, trained: int, attention: int, tokens: int, pairs: int) -> float:
-    """Useful floating-point operations of a training step (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    """Return the useful floating-point operations of a training step.
 
-    For each matrix parameter and token 2 forward, 2 backward for the gradient of what it is multiplied by, and 2 for
-    its own gradient where it is trained: those under adapters are not. And 6 * heads * head size for each of
-    `attended_pairs`. What is computed twice (checkpointing, the vocabulary projection) does not count.
+    The count is that of Chowdhery et al. 2022, arXiv:2204.02311, appendix B. Each matrix parameter costs 2 operations
+    per token in forward, and 2 in backward for the gradient of its input. A trained parameter costs 2 more for its own
+    gradient; base weights under adapters are not trained. Each of `attended_pairs` costs 6 * heads * head size.
+    Recomputation (activation checkpointing, the vocabulary projection) does not count.
 
     Args:
-        matrices: parameters by which each token is multiplied; of experts, those that it is sent to.
-        trained: those of them that are trained.
+        matrices: number of parameters that each token is multiplied by; of experts, only those it is routed to.
+        trained: number of these parameters that are trained.
         attention: heads * head size.
-        tokens: over all ranks.
+        tokens: number of tokens over all ranks.
         pairs: see `attended_pairs`, over all ranks.
     """
     return float((4 * matrices + 2 * trained) * tokens + 6 * attention * pairs)
 
 
 class UsageMeter:
-    """Adds up what training steps did since it was last read."""
+    """Accumulator of the time, tokens and attended pairs of training steps since the last read."""
 
     def __init__(self) -> None:
         self._seconds, self._tokens, self._pairs = 0.0, 0, 0
 
     def add(self, seconds: float, tokens: int, pairs: int) -> None:
-        """Count one step: its wall time, and tokens and `attended_pairs` over all ranks."""
+        """Add one step: its wall time in seconds, and tokens and `attended_pairs` over all ranks."""
         self._seconds += seconds
         self._tokens += tokens
         self._pairs += pairs
@@ -93,15 +103,18 @@ class UsageMeter:
     def read(
         self, flops_of: Callable[[int, int], float | None], device: torch.device, dtype: str, ranks: int
     ) -> dict[str, float | None]:
-        """`memory/peak_gib` of this rank; `time/train_batch` and `throughput/mfu` of the steps since the last call.
+        """Return this rank's `memory/peak_gib`, and `time/train_batch` and `throughput/mfu` since the last call.
 
-        `time/train_batch` is the seconds that this rank spent in `train_batch`: forward, backward and optimizer step of
-        every micro-batch, the exchanges between ranks and what waits for them; not answers, log-probs before the step,
-        publishing or saving. `throughput/mfu` is useful FLOPs over peak FLOPs of all devices in that time; None without
-        a step, or where model or device are not known.
+        `time/train_batch` is the time in seconds that this rank spent in `train_batch`. It includes forward, backward,
+        the optimizer step, communication between ranks and waiting for it. It excludes generation, log-probs before the
+        step, publishing and saving. `throughput/mfu` is the useful FLOPs divided by the peak FLOPs of all devices in
+        that time. It is None without a step, or if the model or the device is unknown.
 
         Args:
-            flops_of: useful FLOPs of so many tokens and `attended_pairs`; None where not known.
+            flops_of: returns the useful FLOPs for numbers of tokens and `attended_pairs`, or None if unknown.
+            device: device of this rank.
+            dtype: dtype of the computation.
+            ranks: number of ranks, each with one such device.
         """
         flops, peak = flops_of(self._tokens, self._pairs), peak_flops(device, dtype)
         known = flops is not None and peak is not None and self._seconds > 0

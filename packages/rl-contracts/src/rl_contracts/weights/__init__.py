@@ -1,6 +1,6 @@
-"""Moving weights between trainer and server: routes, checksums, receipts. Both sides use this one implementation.
+"""Weight transfer between trainer and server: routes, checksums, receipts. Both sides use this one implementation.
 
-What moves tensors is imported when it is first used, so that whoever only compares receipts needs no torch.
+Modules that move tensors are imported at first use, so that comparing receipts does not import torch.
 """
 
 from __future__ import annotations

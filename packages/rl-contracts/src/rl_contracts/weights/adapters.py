@@ -1,5 +1,7 @@
-"""Updates that carry adapters alone: how a weight is made of its base and its adapter, and how both sides see that they
-mean the same base."""
+"""Weight updates that contain only adapters.
+
+A weight is merged from its base and its adapter. Both sides check that they use the same base weights.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,31 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import checksum
 
 SAMPLE = 2**16
-"""Numbers of each parameter that are compared to tell one base from another."""
+"""Number of leading elements of each parameter that are compared to identify the base weights."""
 
 
 def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """base + scale B A in float32, [out, in]; the caller rounds it to the dtype in which it is served.
+    """Return base + scale B A in float32, [out, in]; the caller rounds it to the served dtype.
 
     Args:
         base: [out, in] of any dtype, on any device.
-        a: [rank, in], and `b` [out, rank]: on the same device.
+        a: [rank, in], and `b` [out, rank], on the same device.
     """
     return base.float() + scale * (b.float() @ a.float())
 
 
 def prefix_checksum(parameter: torch.Tensor) -> str:
-    """The checksum of a parameter's first `SAMPLE` numbers in float32, whatever dtype they are kept in, as text."""
+    """Return the checksum of a parameter's first `SAMPLE` elements, converted to float32, as text."""
     return str(checksum(parameter.detach().reshape(-1)[:SAMPLE].to("cpu", torch.float32).contiguous()))
 
 
 class BaseWeights:
-    """The parameters of a model directory's safetensors by name. They are mapped: nothing is copied, and pages that
-    nobody reads take no memory.
+    """Parameters by name from the safetensors files of a model directory.
+
+    The files are memory-mapped: nothing is copied, and pages that are not read take no memory.
 
     Raises:
-        WeightUpdateError: the directory has none, or they cannot be read.
+        WeightUpdateError: the files cannot be read; or, on access, there is no parameter of that name.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,10 +62,10 @@ class BaseWeights:
         return tensor
 
     def check(self, adapter: AdapterSpec) -> None:
-        """See that this is the base that the trainer adapts; the same one is compared once.
+        """Check that these are the base weights that the trainer adapts; each base is compared once.
 
         Raises:
-            WeightUpdateError: names the first parameter that begins otherwise.
+            WeightUpdateError: names the first parameter whose leading elements differ.
         """
         if adapter.base == self._checked:
             return

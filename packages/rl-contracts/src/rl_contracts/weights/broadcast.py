@@ -1,9 +1,9 @@
-"""The `broadcast` route: parameters go from a rank of the trainer to all servers at once, over a process group of their
-own (gloo between hosts' memories, nccl between GPUs), straight into the buffers in which they will be served.
+"""The `broadcast` route: a trainer rank sends parameters to all servers at once, directly into the serving buffers.
 
-Large parameters go piece by piece out of their own memory, small ones share a bucket. Nothing is kept on the way, so
-both ends must be there at the same time; `rl_contracts.weights.rendezvous` says how they meet. Where several ranks
-send, each has a group with all servers, and all groups move at the same time.
+The sender and the servers form a process group: gloo between host memories, nccl between GPUs. Large parameters are
+sent in pieces directly from their memory; small ones share a bucket. Nothing is stored on the way, so both ends must
+take part at the same time; `rl_contracts.weights.rendezvous` defines how they meet. If several ranks send, each has a
+group with all servers, and all groups transfer at the same time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from rl_contracts.weights.flat_layout import ALIGNMENT, check_specs, dtype_of, s
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
 PIECE = 8 * 2**20
-"""Bytes that are sent at once, and of a bucket: what gloo moves fastest."""
+"""Bytes per broadcast and per bucket; gloo is fastest at this size."""
 LARGE = 2**20
-"""Parameters of so many bytes go by themselves."""
+"""Minimum size in bytes of a parameter that is sent separately instead of in a bucket."""
 _AHEAD = 3
-"""Pieces under way while an earlier one is waited for and summed."""
+"""Number of broadcasts in flight while an earlier one is awaited and summed."""
 
 
 class BroadcastSender:
-    """A sender's end; see `rl_contracts.weights.WeightSender`.
+    """Sending end of the route; see `rl_contracts.weights.WeightSender`.
 
     Args:
-        location: `tcp://host:port?timeout=seconds`. Rank 0 listens there (port 0 takes any); the others come to its
-            `location`.
-        rank: of the trainer.
-        device: where the parameters live.
+        location: `tcp://host:port?timeout=seconds`. Rank 0 listens there (port 0 picks a free port); the other ranks
+            connect to its `location`.
+        rank: this rank of the trainer.
+        device: device of the parameters.
     """
 
     def __init__(self, location: str, rank: int, device: str) -> None:
@@ -51,16 +51,16 @@ class BroadcastSender:
         else:
             self._store = connect(address)
         self.location = address.location
-        """Where the trainer's other ranks come to."""
+        """Location that the trainer's other ranks connect to."""
         self._session = address
         self._group: _Group | None = None
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
-        self._updates += 1  # in step on all ranks of the trainer, so that an update has one name
+        self._updates += 1  # equal on all ranks of the trainer, so that an update has one name
         update = f"{self._session.update}-{self._updates}"
         self._address, self._specs = replace(self._session, update=update, sender=str(self._rank)), specs
         self._rendezvous = Rendezvous(self._store, self._address)
-        if self._rank == 0:  # nobody reads of the last but one any more
+        if self._rank == 0:  # no process reads keys of the update before the last one any more
             delete(self._store, f"{self._session.update}-{self._updates - 2}/")
         return WeightUpdateMeta("broadcast", version, (WeightPart(self._address.location, specs),))
 
@@ -78,7 +78,7 @@ class BroadcastSender:
             raise
 
     def cancel(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and whoever waits has seen it
+        with contextlib.suppress(RuntimeError):  # the store is gone, and waiting processes have noticed it
             self._rendezvous.cancel(reason)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class BroadcastSender:
             return old
         self._leave()
         devices = [_device_id(self._device), *(member["device"] for member in members)]
-        # nccl wants a GPU for each member
+        # nccl requires a separate GPU for each member
         backend = "nccl" if "cpu" not in devices and len(set(devices)) == world else "gloo"
         name = f"{self._address.update}/{self._rank}/group"
         self._rendezvous.start(name, backend)
@@ -107,17 +107,17 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """A server's end of one sender's part: it keeps the connection to the trainer and the group between updates."""
+    """Receiving end for one sender; keeps the connection to the trainer and the group between updates."""
 
     def __init__(self) -> None:
         self._store: Any = None
         self._group: _Group | None = None
 
     def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, Checksum]:
-        """Meet the sender and receive into contiguous tensors, one per parameter; the sums of what they hold.
+        """Receive into contiguous tensors, one per parameter, and return the checksums of their contents.
 
         Raises:
-            WeightUpdateError: says who did not join or was lost.
+            WeightUpdateError: names the member that did not join or was lost.
         """
         address = Address.parse(part.location)
         if not 0 < address.rank < address.world:
@@ -135,8 +135,8 @@ class BroadcastReceiver:
             raise WeightUpdateError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
     def refuse(self, part: WeightPart, reason: str) -> None:
-        """Say that this server cannot take part, and why."""
-        with contextlib.suppress(WeightUpdateError, RuntimeError):  # then nobody is there to be told
+        """Notify the trainer that this server cannot take part, with the reason."""
+        with contextlib.suppress(WeightUpdateError, RuntimeError):  # no trainer listens any more
             address = Address.parse(part.location)
             Rendezvous(self._connected(address), address).cancel(f"receiver {address.rank} refuses: {reason}")
 
@@ -165,15 +165,15 @@ class BroadcastReceiver:
 
 
 class _Group:
-    """A process group of a sender and all receivers: broadcasts in order, a few ahead of the one that is waited for.
+    """Process group of a sender and all receivers. It broadcasts in order, with a few broadcasts in flight.
 
-    Nobody else holds the group or what it has under way, because members that wait in it learn that this one left when
-    the last reference is gone.
+    No other object may hold the group or its broadcasts in flight: waiting members notice that this one left only when
+    the last reference is dropped.
 
     Args:
-        store: where its members find each other.
+        store: store in which the members find each other.
         address: this member's rank, the size of the group, and the timeout of a step.
-        name: of its keys in the store; they go with those of the update in which it is formed.
+        name: prefix of the group's keys in the store. They are deleted with the keys of the update that formed it.
         backend: gloo or nccl.
     """
 
@@ -184,7 +184,7 @@ class _Group:
         self._group = _process_group(backend, distributed.PrefixStore(name, store), address)
 
     def put(self, piece: torch.Tensor, landings: list[_Landing]) -> list[_Landing]:
-        """Start one broadcast; what has come with an earlier one, if that had to be waited for."""
+        """Start one broadcast, and return the landings of an earlier one if that was awaited, else none."""
         try:
             work = self._group.broadcast(piece.view(torch.uint8), 0)
         except RuntimeError as error:
@@ -193,7 +193,7 @@ class _Group:
         return self.wait() if len(self._running) > _AHEAD else []
 
     def wait(self) -> list[_Landing]:
-        """What has come with the oldest broadcast; nothing: all have been waited for."""
+        """Wait for the oldest broadcast and return its landings; none if nothing is in flight."""
         if not self._running:
             return []
         landings = self._running[0][2]
@@ -213,11 +213,11 @@ class _Group:
 
 
 class _Transfer:
-    """One version on its way through a group. Both ends cut the same parameters in the same way.
+    """Transfer of one version through a group. Both ends split the parameters into the same pieces.
 
     Args:
-        device: where this end has them; a group of gloo carries between hosts' memories all the same.
-        sends: whether this end does.
+        device: device of the parameters at this end; a gloo group always transfers between host memories.
+        sends: whether this end sends.
     """
 
     def __init__(self, group: _Group, device: str, sends: bool) -> None:
@@ -227,10 +227,14 @@ class _Transfer:
         self._new_bucket()
 
     def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
-        """The next parameter: what is sent, or memory of its dtype to be filled.
+        """Send or receive the next parameter.
+
+        Args:
+            spec: name, shape and served dtype of the parameter.
+            flat: the values to send, or the memory of the served dtype to fill.
 
         Raises:
-            WeightUpdateError: a member of the group was lost. So may `finish`.
+            WeightUpdateError: a member of the group was lost. `finish` raises it too.
         """
         dtype, size = dtype_of(spec), size_of(spec)
         self._sums[spec.name] = Checksum(0, True)
@@ -253,7 +257,7 @@ class _Transfer:
             self._land(self._group.put(piece, [(spec.name, target, piece, start * dtype.itemsize)]))
 
     def finish(self) -> dict[str, Checksum]:
-        """Wait for all; their sums by name."""
+        """Wait for all broadcasts and return the checksums by parameter name."""
         self._put_bucket()
         while landings := self._group.wait():
             self._land(landings)
@@ -278,8 +282,10 @@ class _Transfer:
 
 
 _Landing = tuple[str, torch.Tensor, torch.Tensor, int]
-"""Of what a broadcast carries: the parameter, the tensor that is to hold it and is summed, where it lies while it is on
-its way (the same tensor, or memory to copy from), and the byte of the parameter at which it begins."""
+"""Piece of a parameter in a broadcast: parameter name, target tensor, transfer tensor, and byte offset.
+
+The target is where the piece ends up and is summed. The transfer tensor is the same tensor, or memory to copy from.
+"""
 
 
 def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:

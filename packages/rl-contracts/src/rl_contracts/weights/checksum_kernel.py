@@ -1,4 +1,4 @@
-"""Checksums at the speed of a copy, compiled by numba: one pass over memory, eight words at a time."""
+"""Checksum loops compiled by numba. They run at the speed of a copy: one pass over memory, eight words at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _ONE, _TWO, _SHIFT = np.uint64(1), np.uint64(2), np.uint64(31)
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _sum_words(words: Any, first: Any, exponents: Any, units: Any) -> Any:
-    """The checksum (see the module of that name) of uint64 words, the first of which has index `first` (uint64), and
-    all carries out of the exponents (see `sum_words`)."""
+    """Return the checksum of uint64 words and all carries out of the exponents (see `sum_words`).
+
+    The module `checksums` defines the checksum. The first word has index `first` (uint64).
+    """
     total, carried = np.uint64(0), np.uint64(0)
     for i in range(words.shape[0]):
         word = words[i]
@@ -25,7 +27,7 @@ def _sum_words(words: Any, first: Any, exponents: Any, units: Any) -> Any:
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _copy_words(target: Any, source: Any, first: Any, exponents: Any, units: Any) -> Any:
-    """Copy uint64 words and return what `_sum_words` does."""
+    """Copy uint64 words and return the same as `_sum_words`."""
     total, carried = np.uint64(0), np.uint64(0)
     for i in range(source.shape[0]):
         word = source[i]
@@ -41,12 +43,14 @@ _EXPONENTS = {
     "torch.bfloat16": (0xFF << 7, 16),
     "torch.float16": (0x1F << 10, 16),
 }
-"""The bits of the exponent, all of them set in nan and infinity only, and the width of a number."""
+"""Exponent bits, which are all set only in nan and infinity, and width in bits of a number of each dtype."""
 
 
 def _lanes(dtype: str) -> tuple[Any, Any, int]:
-    """Of the numbers in a word: the bits of their exponents, the lowest bit of each, and their signs; zeros for dtypes
-    that are not looked at."""
+    """Return masks for the numbers in a word: exponent bits, lowest bit of each exponent, and sign bits.
+
+    All masks are zero for a dtype that is not checked.
+    """
     exponent, width = _EXPONENTS.get(dtype, (0, 64))
     all_lanes = (2**64 - 1) // (2**width - 1)
     sign = all_lanes << (width - 1) if exponent else 0
@@ -57,15 +61,17 @@ _LANES = {dtype: _lanes(dtype) for dtype in ("", *_EXPONENTS)}
 
 
 def sum_words(words: Any, first: int, dtype: str = "") -> tuple[int, bool]:
-    """`_sum_words` of int64 words, [n]; whether the numbers of that dtype in them are finite: one added to an exponent
-    carries into the place of the sign where all of its bits are set."""
+    """Return the checksum of int64 words, [n], and whether the numbers of that dtype in them are finite.
+
+    Adding one to an exponent carries into the sign bit exactly if all exponent bits are set, as in nan and infinity.
+    """
     exponents, units, signs = _LANES.get(dtype, _LANES[""])
     total, carried = _sum_words(words.view(np.uint64), np.uint64(first), exponents, units)
     return int(total), not int(carried) & signs
 
 
 def copy_words(target: Any, source: Any, first: int, dtype: str = "") -> tuple[int, bool]:
-    """The same of int64 words, [n], that are copied into `target`, [n]."""
+    """Copy int64 words, [n], into `target`, [n], and return the same as `sum_words`."""
     exponents, units, signs = _LANES.get(dtype, _LANES[""])
     arguments = target.view(np.uint64), source.view(np.uint64), np.uint64(first), exponents, units
     total, carried = _copy_words(*arguments)

@@ -1,17 +1,17 @@
 """Position-sensitive checksums of parameters.
 
-The bytes of a tensor are read as 64-bit words w_i (the last one filled up with zero bytes). Its sum is
+The bytes of a tensor are read as 64-bit words w_i, the last one padded with zero bytes. The checksum is
 
-    sum_i (u_i + C) * (2 i + 1)   modulo 2^64,   u_i = w_i xor (w_i >> 31), a shift that brings in zeros
+    sum_i (u_i + C) * (2 i + 1)   modulo 2^64,   u_i = w_i xor (w_i >> 31), a shift that inserts zeros
 
-Every word has an odd, hence invertible, factor of its own and u is a bijection: changing one word always changes the
-sum, and the constant C makes zeros count. Exchanging words i and j changes it unless 2 (i - j) (u_i - u_j) is a
-multiple of 2^64, which the shift prevents where words differ in high bits only: without it, x and -x in the upper
-halves of two words, one sign bit apart, could change places unseen. A shard that begins at word `offset` adds its own
-part; sums compose by (wrap-around) addition.
+Every word has a different factor that is odd and hence invertible, and u is a bijection. Changing one word therefore
+always changes the sum. The constant C makes zeros count. Swapping words i and j changes the sum unless
+2 (i - j) (u_i - u_j) is a multiple of 2^64. The shift prevents this for words that differ only in high bits. Without
+it, a swap of x and -x in the upper halves of two words, which differ in one sign bit, could pass unnoticed. A shard
+that begins at word `offset` has its own sum; sums of shards are added modulo 2^64.
 
-On a CPU a compiled loop sums while it copies. On other devices i = r K + c says that the row sums and the column sums
-of the u_i laid out as a matrix of K columns are enough: two reductions and no multiplication per word.
+On a CPU, a compiled loop sums while it copies. On other devices, the u_i form a matrix of K columns. As i = r K + c,
+its row sums and column sums determine the checksum: two reductions and no multiplication per word.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from rl_contracts.errors import WeightUpdateError
 
 _COLUMNS = 4096
 _CHUNK_WORDS = 16 * _COLUMNS
-"""Words that are copied and summed at once: half a MiB, which stays in a core's second-level cache in between."""
+"""Words that are copied and then summed at once: 0.5 MiB, which stays in a core's second-level cache."""
 _SHARED_WORDS = 2**19
-"""From so many words for each of two threads on (4 MiB), the start of a thread pays."""
+"""Minimum number of words per thread (4 MiB) for which a second thread pays off."""
 _UNTHREADED = 32000
-"""Elements that torch casts without starting threads."""
+"""Number of elements that torch casts without starting threads."""
 _CONSTANT = 0x1E3779B97F4A7C15
 _SHIFT = 31
 _DEVICE_ROWS = 2**13
-"""Rows of so many words that a device folds at once: 256 MiB, three times that while it lasts."""
+"""Rows of `_COLUMNS` words that a device reduces at once: 256 MiB, and three times that temporarily."""
 
 
 class Checksum(NamedTuple):
-    """What one pass over a tensor tells."""
+    """Result of one pass over a tensor."""
 
     value: int
-    """Its checksum, in [0, 2^64)."""
+    """Checksum, in [0, 2^64)."""
     finite: bool
-    """Whether there is neither nan nor infinity in it. Only dtypes of 16 bits and more are looked at."""
+    """Whether the tensor has neither nan nor infinity. Only dtypes of 16 bits and more are checked."""
 
 
 def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
-    """Checksum of a contiguous tensor, an integer in [0, 2^64): the `value` of `checksum_of`, with its arguments."""
+    """Return the checksum of a contiguous tensor, an integer in [0, 2^64); see `checksum_of` for the arguments."""
     return checksum_of(tensor, offset_bytes).value
 
 
 def checksum_of(tensor: torch.Tensor, offset_bytes: int = 0) -> Checksum:
-    """Checksum of a contiguous tensor, and whether it is finite.
+    """Return the checksum of a contiguous tensor, and whether the tensor is finite.
 
     Args:
-        tensor: any dtype, on any device. One synchronisation per call.
-        offset_bytes: where its first byte lies in the full parameter; a multiple of 8.
+        tensor: any dtype, on any device. Each call synchronizes with the device once.
+        offset_bytes: offset of its first byte in the full parameter; a multiple of 8.
 
     Raises:
         WeightUpdateError: the tensor is not contiguous, or the offset is not a multiple of 8.
@@ -75,14 +75,14 @@ def checksum_of(tensor: torch.Tensor, offset_bytes: int = 0) -> Checksum:
 
 
 def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
-    """The `value` of `copy_summed`, with its arguments."""
+    """Copy as `copy_summed` does, and return only the checksum value."""
     return copy_summed(target, source).value
 
 
 def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
-    """Copy into a contiguous tensor, casting to its dtype; the sum of what it holds then.
+    """Copy into a contiguous tensor, casting to its dtype, and return the checksum of the result.
 
-    On the CPU both happen in pieces that stay in the cache in between, so the sum costs no further pass over memory.
+    On the CPU both happen in chunks that stay in the cache, so the checksum needs no further pass over memory.
 
     Args:
         target: contiguous; written.
@@ -101,7 +101,7 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
     same = flat.dtype == given.dtype and given.data_ptr() % 8 == 0
 
     def copy(start: int, stop: int) -> tuple[int, bool]:
-        """Words [start, stop)."""
+        """Copy and sum the words [start, stop)."""
         total, finite = 0, True
         for first in range(start, stop, _CHUNK_WORDS):
             piece = slice(first * per_word, min(first + _CHUNK_WORDS, stop) * per_word)
@@ -122,15 +122,16 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
 
 
 def combine(one: tuple[int, bool], other: tuple[int, bool]) -> Checksum:
-    """Of two parts of a tensor put together."""
+    """Return the checksum of two parts of a tensor together."""
     return Checksum((one[0] + other[0]) % 2**64, one[1] and other[1])
 
 
 def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Checksum:
-    """`work(start, stop)` of all words, put together, by two threads where there is much to do.
+    """Run `work(start, stop)` over all words, on two threads if there are many, and combine the results.
 
-    The work runs on the thread that calls it: it never waits at a barrier for threads that a model beside it keeps
-    busy, as torch's operations would."""
+    Half of the work runs on the calling thread. Unlike torch's operations, it never waits at a barrier for threads that
+    a model in this process keeps busy.
+    """
     half = words // 2 // _CHUNK_WORDS * _CHUNK_WORDS
     if half < _SHARED_WORDS:
         return combine(work(0, words), (0, True))
@@ -140,7 +141,7 @@ def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Chec
 
 
 def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Checksum:
-    """The same on a device, in passes as large as its memory allows without a thought."""
+    """Compute the same on a device, in blocks that are small compared to its memory."""
     whole = words.numel() // _COLUMNS * _COLUMNS
     blocks = words[:whole].view(-1, _COLUMNS).split(_DEVICE_ROWS)
     total, at = torch.zeros((), dtype=torch.int64, device=words.device), first
@@ -157,7 +158,7 @@ def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Checks
 
 def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:
     rows, columns = words.shape
-    # torch's shift of signed words brings in copies of the sign
+    # torch's shift of signed words inserts copies of the sign bit
     words = words ^ ((words >> _SHIFT) & (2 ** (64 - _SHIFT) - 1))
     row_factor = (torch.arange(rows, device=words.device) * columns + first) * 2 + 1
     column_factor = torch.arange(columns, device=words.device) * 2
@@ -165,8 +166,8 @@ def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as int64 words, [ceil(bytes / 8)]; a view where length and alignment allow."""
+    """Return the tensor's bytes as int64 words, [ceil(bytes / 8)]; a view where length and alignment allow."""
     raw = tensor.reshape(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))  # a copy also where nothing is missing
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))  # copies even if no padding is needed
     return raw.view(torch.int64)

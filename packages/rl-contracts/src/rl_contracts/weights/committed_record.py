@@ -1,9 +1,9 @@
-"""Which version was committed last, where its weights lie, and what they must sum to.
+"""Record of the last committed version: location and checksums of its weights.
 
-The trainer's side leaves this record beside the weights after each commit, so that a server that starts again loads
-that version by itself, and so that everybody can check what it loaded. It is written beside and renamed: a reader sees
-one record or the next. The version that it names stays readable until the commit after the next one, because a version
-is written over the last but one.
+The trainer's side writes this record next to the weights after each commit. A restarted server loads that version
+automatically, and any process can check the weights that it loaded. The record is written to a temporary file and
+renamed, so a reader sees the old or the new record. The recorded version stays readable until the commit after the next
+one, because version n overwrites version n - 2.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 
 RECORD_FILE = "committed.json"
-"""Name of the record in the directory of the weights."""
+"""File name of the record in the directory of the weights."""
 MEMORY = Path("/dev/shm")
-"""Linux's memory file system, in which every user may make directories."""
+"""Linux's in-memory file system, in which every user may create directories."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedWeights:
-    """A version that all live servers have acknowledged."""
+    """Version that all live servers have acknowledged."""
 
     meta: WeightUpdateMeta
-    """How and where it travelled."""
+    """Route and location of the version."""
     receipt: WeightReceipt
-    """The trainer's own sums, which the servers' equalled."""
+    """Checksums of the trainer, which those of the servers matched."""
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """Version number."""
         return self.meta.version
 
     @property
     def readable(self) -> bool:
-        """Whether the weights can still be read now that they are committed. Other routes leave nothing behind."""
+        """Whether the weights can still be read after the commit; only `STORED_ROUTES` store them."""
         return self.meta.route in STORED_ROUTES
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that this user alone may enter, unless it exists.
+    """Create a directory that only this user may enter, unless it exists.
 
     Raises:
-        WeightUpdateError: it cannot be made, or `require_private` rejects it.
+        WeightUpdateError: it cannot be created, or `require_private` rejects it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -57,12 +57,13 @@ def make_private(directory: Path) -> None:
 
 
 def require_private(directory: Path) -> None:
-    """Reject a directory in the memory file system that is another user's, or open to others: they could put weights
-    there.
+    """Reject a directory in the in-memory file system that other users own or may enter.
+
+    Otherwise they could place weights there.
 
     Raises:
-        WeightUpdateError: see above.
-        OSError: it cannot be looked at.
+        WeightUpdateError: the directory belongs to another user, or its mode is not 700.
+        OSError: its status cannot be read.
     """
     if not directory.is_relative_to(MEMORY):
         return
@@ -76,7 +77,7 @@ def require_private(directory: Path) -> None:
 
 
 def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: WeightReceipt) -> None:
-    """Leave the record, in place of the one before."""
+    """Write the record, replacing the previous one."""
     # as text: checksums have 64 bits, more than a JSON number safely carries
     sums = {name: str(value) for name, value in receipt.checksums.items()}
     value = {"meta": meta.to_json(), "receipt": {"holder": receipt.holder, "version": receipt.version, "sums": sums}}
@@ -88,10 +89,10 @@ def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: Weig
 
 
 def read_committed(directory: str | Path) -> CommittedWeights | None:
-    """The record of the last commit; None where nothing was committed yet.
+    """Return the record of the last commit, or None before the first commit.
 
     Raises:
-        WeightUpdateError: there is one, and it cannot be read.
+        WeightUpdateError: the record exists and cannot be read.
     """
     path = Path(directory) / RECORD_FILE
     try:
@@ -110,10 +111,10 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
 
 
 def verify_receipt(expected: WeightReceipt, found: WeightReceipt, route: str) -> None:
-    """Compare what a server holds with what the trainer sent.
+    """Compare the receipt of a server with that of the trainer.
 
     Raises:
-        WeightUpdateError: names route, version, server and the first wrong parameter.
+        WeightUpdateError: the receipts differ; names route, version, server and the first wrong parameter.
     """
     where = f"route {route}, version {expected.version}, {found.holder}"
     if found.version != expected.version:

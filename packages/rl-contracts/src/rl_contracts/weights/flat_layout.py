@@ -1,4 +1,4 @@
-"""Parameters one after the other in one piece of memory, and the pairing of a stream with its specs."""
+"""Layout of parameters in one block of memory, and pairing of a stream of tensors with its specs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import copy_with_checksum
 
 ALIGNMENT = 64
-"""Bytes at whose multiples a parameter begins in shared memory."""
+"""Alignment of each parameter in shared memory, in bytes."""
 
 
 def dtype_of(spec: ParamSpec) -> torch.dtype:
-    """The served dtype.
+    """Return the served dtype of a parameter.
 
     Raises:
-        WeightUpdateError: torch has none of that name.
+        WeightUpdateError: torch has no dtype of that name.
     """
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -28,12 +28,12 @@ def dtype_of(spec: ParamSpec) -> torch.dtype:
 
 
 def size_of(spec: ParamSpec) -> int:
-    """Bytes of a parameter."""
+    """Return the size of a parameter in bytes."""
     return dtype_of(spec).itemsize * prod(spec.shape)
 
 
 def offsets(specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> tuple[dict[str, int], int]:
-    """The byte at which each parameter begins, and the bytes of the whole."""
+    """Return the offset of each parameter and the total size, both in bytes."""
     places, end = dict[str, int](), 0
     for spec in specs:
         places[spec.name] = end
@@ -42,7 +42,7 @@ def offsets(specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> tuple[dic
 
 
 def views(memory: torch.Tensor, specs: tuple[ParamSpec, ...]) -> dict[str, torch.Tensor]:
-    """Each parameter's place in a piece of memory, uint8 [bytes of the whole]."""
+    """Return each parameter as a view of one block of memory, uint8 [total size]."""
     places, _ = offsets(specs)
     return {
         spec.name: memory[places[spec.name] :][: size_of(spec)].view(dtype_of(spec)).view(spec.shape) for spec in specs
@@ -52,10 +52,10 @@ def views(memory: torch.Tensor, specs: tuple[ParamSpec, ...]) -> dict[str, torch
 def fill(
     places: dict[str, torch.Tensor], specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, int]:
-    """Copy named tensors to their places, cast to the dtypes that these have.
+    """Copy named tensors to their places, casting to the dtypes there.
 
     Returns:
-        the checksum of what lies there, by name.
+        the checksum of each parameter at its place, by name.
 
     Raises:
         WeightUpdateError: names, order or shapes differ from the specs.
@@ -66,7 +66,7 @@ def fill(
 def check_specs(
     specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-    """Pair named tensors with their specs.
+    """Yield the spec and the tensor of each parameter.
 
     Raises:
         WeightUpdateError: names, order or shapes differ from the specs.

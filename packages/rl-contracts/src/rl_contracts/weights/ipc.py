@@ -1,5 +1,8 @@
-"""The `ipc` route: trainer and server share a GPU. The trainer keeps a copy of the parameters in one allocation, and
-the server opens it by its CUDA IPC handle. The handle travels as JSON in a part's location."""
+"""The `ipc` route, for a trainer and a server that share a GPU.
+
+The trainer keeps a copy of the parameters in one allocation, and the server opens it by its CUDA IPC handle. The
+location of a part contains the handle as JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rl_contracts.weights.flat_layout import fill, offsets, views
 
 
 class IpcSender:
-    """The trainer's end; see `rl_contracts.weights.WeightSender`.
+    """Sending end of the route; see `rl_contracts.weights.WeightSender`.
 
     Args:
         device: a CUDA device.
@@ -40,7 +43,7 @@ class IpcSender:
         size = offsets(specs)[1]
         if self._memory is None or self._memory.numel() < size:
             self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
-            self._handle = _handle_of(self._memory)  # once: each call would leave another reference counter behind
+            self._handle = _handle_of(self._memory)  # only once: each call would leak a reference counter
         self._specs, self._places = specs, views(self._memory, specs)
         return WeightUpdateMeta("ipc", version, (WeightPart(self._handle, specs),))
 
@@ -50,20 +53,20 @@ class IpcSender:
         return sums
 
     def cancel(self, reason: str) -> None:
-        """Nobody waits."""
+        """Do nothing, because no process waits on this route."""
 
     def close(self) -> None:
         self._memory, self._places = None, {}
 
 
 class IpcReader:
-    """The server's end; keeps the last handles open."""
+    """Receiving end of the route; keeps the last handles open."""
 
     def __init__(self) -> None:
         self._open: dict[str, torch.Tensor] = {}
 
     def read(self, meta: WeightUpdateMeta) -> Iterator[tuple[str, torch.Tensor]]:
-        """Named tensors in the trainer's memory: copy before the next update.
+        """Yield the named tensors in the trainer's memory; copy them before the next update.
 
         Raises:
             WeightUpdateError: this process does not see that GPU, or a handle cannot be opened.
@@ -83,7 +86,7 @@ def _handle_of(memory: torch.Tensor) -> str:
 
 
 def _open(location: str) -> torch.Tensor:
-    """The trainer's memory, uint8."""
+    """Return the trainer's memory, uint8."""
     try:
         value = json.loads(location)
         device = _device_of(str(value["device"]))

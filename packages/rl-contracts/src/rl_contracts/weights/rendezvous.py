@@ -1,10 +1,10 @@
-"""The rendezvous of trainer and servers before a broadcast, at a key-value store that rank 0 of the trainer hosts.
+"""Rendezvous of trainer and servers before a broadcast, in a key-value store that rank 0 of the trainer hosts.
 
-Who takes part is decided for each update by the client of the servers, which tells each its rank in the request to
-stage; so a server may be evicted or come back between any two. Everybody joins, then the trainer starts, or somebody
-calls the update off and says why: the first reason is the one that all others are told. Each rank of the trainer that
-sends meets the servers under a key of its own, all in this one store. What the store holds is JSON, and each try has
-keys of its own, which cannot be guessed and which the sender deletes when it is past.
+The client of the servers decides for each update which servers take part. The request to stage the version passes each
+server its rank, so a server may be evicted or rejoin between two updates. All servers join, then the trainer starts.
+Any participant may instead cancel the update with a reason; all others receive the first reason. Each trainer rank that
+sends meets the servers under a separate key of the same store. Values in the store are JSON. Each attempt has separate
+keys, which cannot be guessed and which the sender deletes later.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.runtime.aio import run_in_thread
 
 _POLL = 0.002
-"""Seconds between two looks into the store."""
+"""Seconds between two polls of the store."""
 _LATE_SECONDS = 5.0
-"""Seconds by which libtorch may be late to say that nobody listens."""
+"""Extra seconds that libtorch may take after the timeout to report that no process listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`, taken apart."""
+    """Parsed location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`."""
 
     host: str
     """Address on which rank 0 of the trainer listens."""
     port: int = 0
-    """Its port; 0, before it listens: any free one."""
+    """Port of rank 0; before it listens, 0 means any free port."""
     update: str = ""
-    """Which update, and which try."""
+    """Name of the update and its attempt."""
     sender: str = ""
-    """Rank of the trainer that sends this part."""
+    """Trainer rank that sends this part."""
     timeout: float = 60.0
-    """Seconds that each step may take: to join, to connect, to move one piece."""
+    """Seconds that each step may take: joining, connecting, transferring one piece."""
     rank: int = 0
-    """Rank of the reader in the group that is formed; the sender has 0."""
+    """Rank of the receiver in the process group; the sender has rank 0."""
     world: int = 0
-    """Size of that group."""
+    """Size of the process group."""
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """Inverse of `location`.
+        """Parse a location; the inverse of `location`.
 
         Raises:
-            WeightUpdateError: it is none.
+            WeightUpdateError: the location is invalid.
         """
         try:
             url = urlsplit(location)
@@ -72,14 +72,14 @@ class Address:
 
     @property
     def location(self) -> str:
-        """As a URL."""
+        """Address as a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         query = {"timeout": self.timeout} | ({"rank": self.rank, "world": self.world} if self.world else {})
         return f"tcp://{host}:{self.port}/{self.update}/{self.sender}?{urlencode(query)}"
 
 
 def with_rank(meta: WeightUpdateMeta, rank: int, world: int) -> WeightUpdateMeta:
-    """What one receiver of a broadcast is sent: the same update with its rank, from 1 to `world - 1`."""
+    """Return the update for one receiver of a broadcast, with its rank, from 1 to `world - 1`."""
     parts = (
         replace(part, location=replace(Address.parse(part.location), rank=rank, world=world).location)
         for part in meta.parts
@@ -88,11 +88,11 @@ def with_rank(meta: WeightUpdateMeta, rank: int, world: int) -> WeightUpdateMeta
 
 
 class Rendezvous:
-    """One update's rendezvous of a sender with all receivers.
+    """Rendezvous of a sender with all receivers for one update.
 
     Args:
-        store: of `host` or `connect`.
-        address: which update and sender, and the caller's rank.
+        store: store from `host` or `connect`.
+        address: names the update, the sender, and the caller's rank.
     """
 
     def __init__(self, store: Any, address: Address) -> None:
@@ -100,17 +100,17 @@ class Rendezvous:
         self._off = f"{address.update}/off"
 
     def join(self, group: str, device: str) -> tuple[str, str]:
-        """A receiver's side: say that it is there, and wait for the start.
+        """Join as a receiver and wait for the start.
 
         Args:
-            group: name of the group that it still has, in which it had the same rank; empty: none.
+            group: name of the group that this receiver still has with the same rank; empty for none.
             device: `cpu`, or the unique id of its GPU.
 
         Returns:
-            name and backend of the group to use: the one that all have, or one to form.
+            name and backend of the group to use: the one that all members have, or a new one to form.
 
         Raises:
-            WeightUpdateError: the trainer is gone, does not start in time, or the update was called off.
+            WeightUpdateError: the trainer is gone or does not start in time, or the update was canceled.
         """
         at, deadline = self._at, time.monotonic() + self._at.timeout
         try:
@@ -130,15 +130,15 @@ class Rendezvous:
         return str(start["group"]), str(start["backend"])
 
     def wait_for_all(self) -> list[dict[str, str]]:
-        """The sender's side: wait until every receiver has joined, at most the timeout after the first.
+        """Wait as the sender until every receiver has joined, at most the timeout after the first one.
 
-        Until the first has, their client knows how long to wait, and calls the update off.
+        There is no limit before the first one joins: the client of the servers cancels the update if it takes too long.
 
         Returns:
-            `group` and `device` of each (see `join`), in order of their ranks.
+            `group` and `device` of each receiver (see `join`), in order of their ranks.
 
         Raises:
-            WeightUpdateError: names who did not join in time; or the update was called off.
+            WeightUpdateError: names the receivers that did not join in time; or the update was canceled.
         """
         at, deadline, world, found = self._at, math.inf, 0, dict[int, dict[str, str]]()
         while not world or len(found) < world - 1:
@@ -157,14 +157,14 @@ class Rendezvous:
         return [found[rank] for rank in sorted(found)]
 
     def start(self, group: str, backend: str) -> None:
-        """Let the receivers go on with a group."""
+        """Let the receivers continue with a group."""
         self._set("start", {"group": group, "backend": backend})
 
     def cancel(self, reason: str) -> None:
-        """End the update for everybody who waits, at this sender and the others. The first reason stays.
+        """Cancel the update for all waiting participants, at this sender and the others. The first reason is kept.
 
         Raises:
-            RuntimeError: the store is gone, and everybody else has seen that too.
+            RuntimeError: the store is gone, which all other participants notice as well.
         """
         self._store.compare_set(self._off, "", json.dumps(reason))
 
@@ -172,7 +172,11 @@ class Rendezvous:
         self._store.set(f"{self._at.update}/{self._at.sender}/{name}", json.dumps(value))
 
     def _get(self, name: str) -> Any:
-        """What stands there; None: nothing yet."""
+        """Return the value of a key, or None if it is not set.
+
+        Raises:
+            WeightUpdateError: the update was canceled.
+        """
         if self._store.check([self._off]):
             raise WeightUpdateError(f"the update was called off: {json.loads(self._store.get(self._off))}")
         key = f"{self._at.update}/{self._at.sender}/{name}"
@@ -180,10 +184,10 @@ class Rendezvous:
 
 
 def host(address: Address) -> tuple[Any, Address]:
-    """Rank 0's store, and where it listens.
+    """Host the store on rank 0, and return it with the address on which it listens.
 
     Raises:
-        WeightUpdateError: the address cannot be listened on.
+        WeightUpdateError: the process cannot listen on the address.
     """
     from torch.distributed import TCPStore
 
@@ -202,10 +206,10 @@ def host(address: Address) -> tuple[Any, Address]:
 
 
 def connect(address: Address) -> Any:
-    """Everybody else's connection to that store. One for each thread that may wait in it.
+    """Connect to the store of rank 0. Each thread that may wait in it needs a separate connection.
 
     Raises:
-        WeightUpdateError: nobody listens there, or who does says nothing.
+        WeightUpdateError: no process listens there, or the one that does sends no reply.
     """
     from torch.distributed import TCPStore
 
@@ -227,14 +231,14 @@ def connect(address: Address) -> Any:
 
 
 def delete(store: Any, prefix: str) -> None:
-    """Delete all keys that begin so."""
+    """Delete all keys that begin with a prefix."""
     for key in store.list_keys():
         if key.startswith(prefix):
             store.delete_key(key)
 
 
 def own_address(address: Address) -> str:
-    """The address of this machine that lies towards the store."""
+    """Return the address from which this machine reaches the store."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port or 9))  # sends nothing
@@ -242,6 +246,6 @@ def own_address(address: Address) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What libtorch says, without its source lines, its trace and its advice."""
+    """Return the message of a libtorch error without source locations, stack trace and advice."""
     text = re.sub(r"\[[^\]]*\.cc:\d+\]\s*", "", str(error).partition("\n")[0])
     return text.partition(" This is typically")[0].strip() or type(error).__name__

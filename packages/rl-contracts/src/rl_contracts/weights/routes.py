@@ -1,7 +1,7 @@
-"""The two ends of a route: what a publisher needs to send weights, and what a server needs to receive them.
+"""Both ends of a route: a publisher sends weights with one, and a server receives them with the other.
 
-Routes differ in what they keep. `shm` and `disk` keep the last two versions for whoever comes to read them; `ipc` keeps
-the last one for as long as the trainer lives; `broadcast` keeps nothing, and so needs both ends at the same time.
+Routes differ in what they store. `shm` and `disk` store the last two versions for later readers. `ipc` stores the last
+version while the trainer lives. `broadcast` stores nothing, so both ends must take part at the same time.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 
 
 class WeightSender(Protocol):
-    """The trainer's end of a route, on one rank that sends: `begin` and `send` of each version, in step on all of them.
+    """Sending end of a route on one trainer rank. All sending ranks call `begin` and `send` for the same versions.
 
-    On routes where both ends meet (`RENDEZVOUS_ROUTES`) it waits in `send` for its receivers, who must be told
-    meanwhile what `begin` returned.
+    On routes where both ends meet (`RENDEZVOUS_ROUTES`), `send` waits for the receivers. The caller must pass them the
+    result of `begin` meanwhile.
     """
 
     @property
     def location(self) -> str:
-        """What the trainer's other ranks give `open_sender`."""
+        """Location that the trainer's other ranks pass to `open_sender`."""
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
-        """Prepare a version, space for it included; where this rank's part of it will be found.
+        """Prepare a version, reserve its space, and return the location of this rank's part.
 
         Raises:
-            WeightUpdateError: there is no space; says how much is needed.
-            OSError: it cannot be written there.
+            WeightUpdateError: there is not enough space; names the required size.
+            OSError: the location cannot be written.
         """
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-        """Put the named tensors of that version onto the route, cast to the served dtypes.
+        """Send the named tensors of that version, cast to the served dtypes.
 
         Args:
-            tensors: whole tensors in the order of the specs; a stream, so that one at a time exists.
+            tensors: whole tensors in the order of the specs; a stream, so that only one exists at a time.
 
         Returns:
-            the checksum of what was sent, by name.
+            the checksum of each sent parameter, by name.
 
         Raises:
             WeightUpdateError: names, order or shapes differ from the specs, or a receiver was lost or refused.
-            OSError: they cannot be written.
+            OSError: the tensors cannot be written.
         """
 
     def cancel(self, reason: str) -> None:
-        """End the version for everybody who waits in it: the receivers and all ranks that send. From any thread."""
+        """Cancel the version for the waiting receivers and all sending ranks. May be called from any thread."""
 
     def close(self) -> None:
-        """Free what the route holds. Safe to call twice."""
+        """Free the resources of the route. May be called twice."""
 
 
 def open_sender(route: str, location: str, rank: int = 0, device: str = "cpu") -> WeightSender:
-    """The trainer's end of a route.
+    """Open the sending end of a route.
 
     Args:
-        location: the directory in which `shm` and `disk` keep their files; the address of `broadcast`
-            (`tcp://host:port?timeout=seconds`; port 0 takes any), on which rank 0 listens; nothing for `ipc`. Ranks
-            other than 0 give the `location` of rank 0's sender.
-        rank: of the trainer.
-        device: where the parameters live.
+        location: the directory for the files of `shm` and `disk`; the address of `broadcast`
+            (`tcp://host:port?timeout=seconds`; port 0 picks a free port), on which rank 0 listens; unused for `ipc`.
+            Ranks other than 0 pass the `location` of rank 0's sender.
+        rank: this rank of the trainer.
+        device: device of the parameters.
 
     Raises:
-        WeightUpdateError: no such route, or it cannot work here.
+        WeightUpdateError: the route does not exist, or cannot work here.
     """
     if route == "broadcast":
         return BroadcastSender(location, rank, device)
@@ -84,7 +84,7 @@ def open_sender(route: str, location: str, rank: int = 0, device: str = "cpu") -
 
 
 class WeightReceiver:
-    """A server's end of every route. It keeps what the next update can use again: mappings, connections, groups."""
+    """Receiving end of all routes; keeps mappings, connections and groups for the next update."""
 
     def __init__(self) -> None:
         self._broadcasts = defaultdict[int, BroadcastReceiver](BroadcastReceiver)
@@ -92,10 +92,10 @@ class WeightReceiver:
         self._mappings = Mappings(write=False)
 
     def receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Copy a version, all its parts, into the reader's own contiguous tensors, one for each parameter.
+        """Copy all parts of a version into the server's contiguous tensors, one for each parameter.
 
         Returns:
-            the checksum of what each holds then, by name.
+            the checksum of each tensor after the copy, by name.
 
         Raises:
             WeightUpdateError: the weights cannot be read, are not finite, or the trainer was lost.
@@ -111,7 +111,9 @@ class WeightReceiver:
 
     def _receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, Checksum]:
         if meta.route in RENDEZVOUS_ROUTES:
-            with ThreadPoolExecutor(max(len(meta.parts), 1)) as pool:  # no sender must wait for another
+            with ThreadPoolExecutor(
+                max(len(meta.parts), 1)
+            ) as pool:  # in parallel, so that no sender waits for another
                 parts = [
                     pool.submit(self._broadcasts[index].receive, part, [targets[spec.name] for spec in part.params])
                     for index, part in enumerate(meta.parts)
@@ -121,12 +123,12 @@ class WeightReceiver:
         return {name: copy_summed(targets[name], tensor) for name, tensor in source}
 
     def refuse(self, meta: WeightUpdateMeta, reason: str) -> None:
-        """Tell a trainer that waits for this receiver that it cannot take the version, and why."""
+        """Notify a trainer that waits for this receiver that it cannot load the version, with the reason."""
         if meta.route in RENDEZVOUS_ROUTES and meta.parts:
             self._broadcasts[0].refuse(meta.parts[0], reason)
 
     def close(self) -> None:
-        """Leave groups and connections, and forget mappings."""
+        """Leave groups, close connections, and drop mappings."""
         for receiver in self._broadcasts.values():
             receiver.close()
         self._ipc, self._mappings = IpcReader(), Mappings(write=False)

@@ -1,12 +1,13 @@
-"""The `shm` and `disk` routes: the trainer writes named tensors, whoever likes reads them, whenever it likes.
+"""The `shm` and `disk` routes: the trainer writes named tensors to files, which other processes read at any time.
 
-Both keep the versions n and n-1 in alternating slots, so the last committed version stays readable while the next one
-is written and a restarted server can load it. Space is reserved before anything is written: a sparse file in a memory
+Both keep the versions n and n-1 in alternating slots. The last committed version stays readable while the next one is
+written, and a restarted server can load it. Space is reserved before anything is written: a sparse file in an in-memory
 file system that is too small would end the process with SIGBUS.
 
-`shm`: a file in a memory file system with the parameters one after the other, each aligned to 64 bytes, in the order
-of the specs. It is mapped once on each side: the pages of a new mapping cost as much as a copy.
-`disk`: a directory with one safetensors file, written beside and renamed, so that a reader sees all of it or none.
+`shm`: a file in an in-memory file system with the parameters in the order of the specs, each aligned to 64 bytes. Each
+side maps it once, because the pages of a new mapping cost as much as a copy.
+`disk`: a directory with one safetensors file. It is written under a temporary name and renamed, so that a reader sees
+all of it or nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from rl_contracts.weights.committed_record import make_private
 from rl_contracts.weights.flat_layout import check_specs, dtype_of, fill, offsets, size_of, views
 
 FILE = "model.safetensors"
-"""Name of the file of `disk`."""
+"""File name of the weights on the `disk` route."""
 
 
 class StoredSender:
-    """The writing end; see `rl_contracts.weights.WeightSender`.
+    """Sending end of the routes; see `rl_contracts.weights.WeightSender`.
 
     Args:
         route: `shm` or `disk`.
         location: directory of the files.
-        rank: of the trainer, in the names of its files.
+        rank: this rank of the trainer, which is part of its file names.
     """
 
     def __init__(self, route: str, location: str, rank: int) -> None:
@@ -50,10 +51,10 @@ class StoredSender:
             size = offsets(specs)[1]
             make_private(self._final.parent)
             if not (other := self._slot(version + 1)).exists():
-                self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
+                self._mappings.get(other, size)  # the next version needs this slot: report missing space now
             self._places = views(self._mappings.get(self._final, size), specs)
         else:
-            # beside the directory that it will replace, with the space for its file
+            # next to the directory that it will replace, with space reserved for its file
             self._scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch.mkdir(parents=True)
@@ -71,7 +72,7 @@ class StoredSender:
         return sums
 
     def cancel(self, reason: str) -> None:
-        """Nobody waits."""
+        """Do nothing, because no process waits on these routes."""
 
     def close(self) -> None:
         self._mappings, self._places = Mappings(write=True), {}
@@ -85,14 +86,15 @@ class StoredSender:
 
 
 def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read named tensors from the route, one after the other. Those of `shm` are views of shared memory: copy before
-    the next update.
+    """Yield the named tensors of a version, one at a time.
+
+    Those of `shm` are views of shared memory: copy them before the next update.
 
     Args:
-        mappings: the reader's own, where it reads more than once.
+        mappings: mappings of a reader that reads more than once.
 
     Raises:
-        WeightUpdateError: the file or directory is missing or too small, or the route keeps nothing.
+        WeightUpdateError: the file or directory is missing or too small, or the route stores nothing.
     """
     if meta.route not in STORED_ROUTES:
         raise WeightUpdateError(
@@ -103,10 +105,10 @@ def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> It
 
 
 def check_files(meta: WeightUpdateMeta) -> None:
-    """See that the files of `disk` are there, whole and with the parameters of the specs, without reading these.
+    """Check that the files of `disk` are complete and have the parameters of the specs, without reading the values.
 
     Raises:
-        WeightUpdateError: they are not.
+        WeightUpdateError: a file is missing or incomplete, or has other parameters.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -126,10 +128,10 @@ def check_files(meta: WeightUpdateMeta) -> None:
 
 
 class Mappings:
-    """Files by path, each mapped for as long as the path means the same file of the same size.
+    """Memory mappings of files by path. A mapping is reused while the path refers to the same file of the same size.
 
     Args:
-        write: the tensors write to the files; else what is written to them stays private.
+        write: whether writes to the tensors reach the files; otherwise they stay private to this process.
     """
 
     def __init__(self, write: bool) -> None:
@@ -137,11 +139,11 @@ class Mappings:
         self._open: dict[str, tuple[tuple[int, int, int], torch.Tensor]] = {}
 
     def get(self, path: str | Path, size: int) -> torch.Tensor:
-        """The first `size` bytes of a file, uint8 [size]; when writing, the file is made, with its space reserved.
+        """Return the first `size` bytes of a file, uint8 [size]; if writing, create the file and reserve its space.
 
         Raises:
-            OSError: it cannot be opened, or has fewer bytes.
-            WeightUpdateError: there is no space for it.
+            OSError: the file cannot be opened, or has fewer bytes.
+            WeightUpdateError: there is not enough space for the file.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT if self._write else os.O_RDONLY, 0o600)
         try:
@@ -155,7 +157,7 @@ class Mappings:
             identity = (found.st_dev, found.st_ino, size)
             known = self._open.get(str(path))
             if known is None or known[0] != identity:
-                # readers' pages are private and writable, because torch warns about memory that it must not write
+                # readers get private writable pages, because torch warns about read-only memory
                 access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_COPY
                 memory = mmap.mmap(descriptor, size, access=access)
                 known = self._open[str(path)] = (identity, torch.frombuffer(memory, dtype=torch.uint8))
@@ -165,10 +167,10 @@ class Mappings:
 
 
 def _reserve(descriptor: int, path: str | Path, size: int) -> None:
-    """Make a file `size` bytes long, none of which is missing when it is written.
+    """Set the size of a file in bytes and allocate all of its space.
 
     Raises:
-        WeightUpdateError: the file system has no such space.
+        WeightUpdateError: the file system has not enough space.
     """
     found = os.fstat(descriptor)
     os.ftruncate(descriptor, size)
@@ -214,9 +216,9 @@ def _read_disk(part: WeightPart) -> Iterator[tuple[str, torch.Tensor]]:
 def _write_safetensors(
     path: Path, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, int]:
-    """Write one tensor at a time into a file that is there; the checksums of what was written.
+    """Write one tensor at a time into an existing file, and return the checksums of the written parameters.
 
-    Not through a mapping: other hosts see what is written when the file is closed.
+    The file is written and closed instead of mapped, so that other hosts see its contents.
     """
     header, places, _ = _header(specs)
     sums: dict[str, int] = {}
@@ -231,11 +233,11 @@ def _write_safetensors(
 
 
 def _header(specs: Iterable[ParamSpec]) -> tuple[bytes, dict[str, int], int]:
-    """How a safetensors file of these begins, where each is behind that, and how much that is."""
+    """Return a safetensors header for the specs, each parameter's offset after the header, and their total size."""
     from safetensors.torch import _TYPES
 
     names = {dtype: name for name, dtype in _TYPES.items()}
-    # widest first, as safetensors does: it allows no gaps, and so each begins at a multiple of its item's size
+    # widest dtype first, as safetensors does: there are no gaps, and each parameter is still aligned to its item size
     ordered = sorted(specs, key=lambda spec: -dtype_of(spec).itemsize)
     places, size = offsets(ordered, 1)
     entries = {

@@ -521,13 +521,13 @@ def test_shared_memory_directory_of_another_user_is_refused(refused: Callable[..
     finally:
         directory.rmdir()
 
-    assert f"{directory}: expected a directory that its user alone may enter" in said
+    assert f"{directory}: expected a private directory (mode 700)" in said
 
 
 def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     os.truncate(tmp_path / "model" / "model.safetensors", 5000)
 
-    assert "cut off or damaged: expected 75608 bytes by its header, found 5000" in refused(GRPO, {})
+    assert "truncated or damaged: its header implies 75608 bytes, found 5000" in refused(GRPO, {})
 
 
 def test_run_that_goes_on_with_another_kind_of_model_is_refused(

@@ -26,7 +26,7 @@ def test_the_window_of_a_layer_is_its_own_or_that_of_the_configuration(settings,
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("chunked_attention", "found 'chunked_attention' in layer 0"), ("sliding_attention", "layer 0 slides over")],
+    [("chunked_attention", "found 'chunked_attention' in layer 0"), ("sliding_attention", "sliding attention layer 0")],
 )
 def test_a_window_that_cannot_be_honoured_is_refused_in_a_sentence(kind, reason):
     with pytest.raises(ModelError, match=reason):

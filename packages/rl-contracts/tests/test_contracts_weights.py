@@ -419,9 +419,9 @@ def test_shm_directory_that_is_open_to_others_is_rejected() -> None:
     directory.mkdir()
     try:
         directory.chmod(0o777)
-        with pytest.raises(WeightUpdateError, match="its user alone may enter"):
+        with pytest.raises(WeightUpdateError, match="mode 700"):
             open_sender("shm", str(directory)).begin(1, ())
-        with pytest.raises(WeightUpdateError, match="its user alone may enter"):
+        with pytest.raises(WeightUpdateError, match="mode 700"):
             read_committed(directory)
     finally:
         directory.rmdir()
@@ -434,7 +434,7 @@ def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path)
 
     assert file_of(meta).stat().st_mode & 0o777 == 0o600
     assert held(small).keys() == {"odd"}
-    with pytest.raises(WeightUpdateError, match="was another model connected"):
+    with pytest.raises(WeightUpdateError, match=r"expected \d+ bytes"):
         held(meta)
 
 

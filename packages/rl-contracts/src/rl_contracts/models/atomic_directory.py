@@ -34,7 +34,7 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
     with parallel.agree_on_errors(f"preparing {final}"):
         if parallel.is_main:
             if final.exists() and (not final.is_dir() or any(final.iterdir())):
-                raise ModelError(f"{final}: expected a new directory to save into, found one with files.")
+                raise ModelError(f"{final}: expected a new or empty directory, found existing files; use another path.")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
     try:

@@ -60,8 +60,8 @@ def layer_window(module: Any, given: int | None) -> int | None:
     window: int | None = of_config if given is None else given
     if kind == "sliding_attention" and window is None:
         raise ModelError(
-            f"{type(module).__name__}: layer {index} slides over a window that neither it nor `sliding_window` of its "
-            "configuration names; this layer is not supported."
+            f"{type(module).__name__}: sliding attention layer {index} has no window; set `sliding_window` in the "
+            "model's configuration."
         )
     return window
 

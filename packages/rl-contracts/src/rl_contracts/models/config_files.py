@@ -90,12 +90,12 @@ def _fit_config(path: str, config: Any, head: str) -> None:
     if head == "lm" and classifier:
         raise ModelError(
             f"model {path}: expected a causal language model, found a {config.architectures[0]}, which has a scalar "
-            "head instead of a vocabulary. Set head=value or head=score, or give the language model's directory."
+            "head instead of an `lm_head`. Set head=value or head=score, or use a language model's directory."
         )
     if head != "lm":
         if classifier and config.num_labels != 1:
             raise ModelError(
-                f"model {path}: expected a classifier of 1 label for head={head}, found {config.num_labels} labels."
+                f"model {path}: expected a classifier with 1 label for head={head}, found {config.num_labels} labels."
             )
         config.num_labels = 1
 
@@ -117,7 +117,7 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
         try:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
+            raise ModelError(f"tokenizer {tokenizer_path}: it cannot be read: {error}") from error
         found = _padding(tokenizer)
         if found is not None:
             return found
@@ -125,7 +125,7 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
         if getattr(settings, "pad_token_id", None) is not None:
             return int(settings.pad_token_id)
     log.warning(
-        "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
+        "saving a scalar head: the model has no pad token id, so transformers will score only one sequence at a time. "
         "Save it with a tokenizer that has a pad token (tokenizer_path)."
     )
     return None

@@ -66,7 +66,7 @@ def _no_json(file: Path) -> str:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         return f"cannot be read as JSON ({error})"
-    return "" if isinstance(settings, dict) else f"is no JSON object: {str(settings)[:40]}"
+    return "" if isinstance(settings, dict) else f"is not a JSON object: {str(settings)[:40]}"
 
 
 def _shards_of(index: Path) -> list[str]:
@@ -84,7 +84,7 @@ def _unreadable(file: Path) -> str:
         whole = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read as safetensors ({type(error).__name__}: {error})"
-    return "" if size == whole else f"is cut off or damaged: expected {whole} bytes by its header, found {size}"
+    return "" if size == whole else f"is truncated or damaged: its header implies {whole} bytes, found {size}"
 
 
 def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:

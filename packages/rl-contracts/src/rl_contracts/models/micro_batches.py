@@ -34,7 +34,7 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
     check_same_rows(batch, parallel)
     tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
     sizes = [sum(tokens[row] for row in unit) for unit in together]
-    with parallel.agree_on_errors("cutting a batch into micro-batches"):
+    with parallel.agree_on_errors("splitting a batch into micro-batches"):
         try:
             bins = pack_first_fit(sizes, max_tokens)
         except DataError as error:
@@ -78,7 +78,7 @@ def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
         other = next((r for r in range(first, first + size) if everyone[r] != everyone[first]), None)
         if other is not None:
             raise EngineError(
-                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same rows, but rank {first} "
-                f"has {everyone[first][0]} rows and rank {other} has {everyone[other][0]}, or others. Choose rows by "
-                "parallel.dp_rank, not by rank."
+                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same sequences, but rank "
+                f"{first} has {everyone[first][0]} and rank {other} has {everyone[other][0]}, or different ones. "
+                "Select sequences by parallel.dp_rank, not by rank."
             )

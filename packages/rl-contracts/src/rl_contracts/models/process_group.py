@@ -75,7 +75,7 @@ def pick_device(setting: str, local_rank: int) -> torch.device:
     found = torch.cuda.device_count() if available else 0
     if local_rank >= found:
         raise ConfigError(
-            f"device: local rank {local_rank} needs a CUDA device of its own, found {found}. "
+            f"device: local rank {local_rank} needs a separate CUDA device; this host has {found}. "
             "Set device=cpu, or start fewer ranks on this host."
         )
     torch.cuda.set_device(local_rank)
@@ -184,7 +184,7 @@ def _hosted(info: RankInfo, timeout: timedelta) -> Any:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
-        raise RuntimeError(f"cannot listen there: {error}") from error
+        raise RuntimeError(f"cannot listen on this address: {error}") from error
     return dist.TCPStore(
         host, port, info.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

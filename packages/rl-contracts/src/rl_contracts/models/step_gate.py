@@ -102,12 +102,12 @@ def largest_of_ranks(number: int, parallel: ParallelContext, seconds: float) -> 
     if parallel.world_size == 1:
         return number
     if parallel.store is None:
-        raise EngineError("the ranks have no common store, because another program made their process group.")
+        raise EngineError("the ranks have no common store, because another library created their process group.")
     deadline = time.monotonic() + seconds
     keys = [f"step_gate/{rank}" for rank in range(parallel.world_size)]
     parallel.store.set(keys[parallel.rank], str(number))
     while not parallel.store.check(keys):
         if time.monotonic() > deadline:
-            raise StalledError(f"not every rank said within {seconds:g} s which micro-batch it has begun.")
+            raise StalledError(f"not every rank reported its current micro-batch within {seconds:g} s.")
         time.sleep(LOOK_EVERY)
     return max(int(parallel.store.get(key)) for key in keys)

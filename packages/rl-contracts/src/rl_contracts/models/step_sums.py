@@ -43,7 +43,9 @@ class StepSums:
         self.put("loss", loss_sum)
         for name, (total, denominator) in stats.items():
             if name in RESERVED:
-                raise EngineError(f"statistic {name!r}: the engine gives a result of that name; rename it.")
+                raise EngineError(
+                    f"statistic {name!r}: this name is reserved for a result of the engine; rename the statistic."
+                )
             if name.endswith(MAXIMUM):
                 value = total.detach()
                 self._values[name] = torch.maximum(self._values[name], value) if name in self._values else value

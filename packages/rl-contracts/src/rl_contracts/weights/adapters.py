@@ -56,7 +56,7 @@ class BaseWeights:
         if name not in self._files:
             raise WeightUpdateError(
                 f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
-                "Set publish.adapter=never, so that whole weights are sent."
+                "Set publish.adapter=never to send whole weights."
             )
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
@@ -73,6 +73,6 @@ class BaseWeights:
             if prefix_checksum(self[name]) != begin:
                 raise WeightUpdateError(
                     f"{self._directory}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
-                    "with the trainer's base model, or set publish.adapter=never, so that whole weights are sent."
+                    "with the trainer's base model, or set publish.adapter=never to send whole weights."
                 )
         self._checked = adapter.base

@@ -121,7 +121,9 @@ class BroadcastReceiver:
         """
         address = Address.parse(part.location)
         if not 0 < address.rank < address.world:
-            raise WeightUpdateError(f"route broadcast: {part.location!r} gives this server no rank.")
+            raise WeightUpdateError(
+                f"route broadcast: expected the rank of this server in the location, found {part.location!r}."
+            )
         device = str(targets[0].device) if targets else "cpu"
         try:
             transfer = _Transfer(self._meet(address, device), device, sends=False)
@@ -290,8 +292,8 @@ The target is where the piece ends up and is summed. The transfer tensor is the 
 
 def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:
     return WeightUpdateError(
-        f"the broadcast broke at parameter {landings[0][0]!r}: {first_line(error)} (a member of the group died, or did "
-        "not move for the time that a step may take)"
+        f"the broadcast failed at parameter {landings[0][0]!r}: {first_line(error)} (a member of the group died, or "
+        "made no progress within the timeout)"
     )
 
 

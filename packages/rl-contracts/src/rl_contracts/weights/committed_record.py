@@ -53,7 +53,7 @@ def make_private(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         require_private(directory)
     except OSError as error:
-        raise WeightUpdateError(f"{directory}: expected to make a directory for weights, found: {error}") from error
+        raise WeightUpdateError(f"{directory}: the directory for weights cannot be created: {error}") from error
 
 
 def require_private(directory: Path) -> None:
@@ -70,7 +70,7 @@ def require_private(directory: Path) -> None:
     found = directory.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
         raise WeightUpdateError(
-            f"{directory}: expected a directory that its user alone may enter (mode 700), found one of user "
+            f"{directory}: expected a private directory (mode 700) of this user, found one of user "
             f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}. Remove it, choose another run_dir, or set "
             "publish.route=disk."
         )
@@ -119,7 +119,7 @@ def verify_receipt(expected: WeightReceipt, found: WeightReceipt, route: str) ->
     where = f"route {route}, version {expected.version}, {found.holder}"
     if found.version != expected.version:
         raise WeightUpdateError(
-            f"{where}: the receipt is for version {found.version}; the server holds other weights than were sent."
+            f"{where}: the receipt is for version {found.version}; the server has other weights than the trainer sent."
         )
     for name, value in expected.checksums.items():
         if name not in found.checksums:

@@ -59,11 +59,11 @@ class Address:
             url = urlsplit(location)
             query = {name: float(value) for name, value in parse_qsl(url.query)}
             if url.scheme != "tcp" or not url.hostname or set(query) - {"timeout", "rank", "world"}:
-                raise ValueError("not of that form")
+                raise ValueError("not of this form")
             update, _, sender = url.path.strip("/").partition("/")
             rank, world, timeout = int(query.get("rank", 0)), int(query.get("world", 0)), query.get("timeout", 60.0)
             if not (0 < timeout <= 86400 and 0 <= rank <= world < 2**16):
-                raise ValueError("timeout is more than 0 and at most a day, and rank not more than world")
+                raise ValueError("timeout must be above 0 and at most 86400 s, and rank at most world")
             return cls(url.hostname, url.port or 0, update, sender, timeout, rank, world)
         except (ValueError, OverflowError) as error:
             raise WeightUpdateError(
@@ -119,8 +119,8 @@ class Rendezvous:
             while (start := self._get("start")) is None:
                 if time.monotonic() > deadline:
                     raise WeightUpdateError(
-                        f"receiver {at.rank} joined, but within {at.timeout:g} s the trainer at {at.host}:{at.port} "
-                        "did not start. Did all other servers join?"
+                        f"receiver {at.rank} joined, but the trainer at {at.host}:{at.port} did not start within "
+                        f"{at.timeout:g} s. Check that all other servers joined."
                     )
                 time.sleep(_POLL)
         except RuntimeError as error:
@@ -151,7 +151,8 @@ class Rendezvous:
                 missing = ", ".join(str(rank) for rank in range(1, world) if rank not in found)
                 raise WeightUpdateError(
                     f"receiver {missing} of {world - 1} did not join within {at.timeout:g} s of the first. Joined: "
-                    f"{', '.join(map(str, sorted(found))) or 'none'}. Can all servers reach {at.host}:{at.port}?"
+                    f"{', '.join(map(str, sorted(found))) or 'none'}. Check that all servers can reach "
+                    f"{at.host}:{at.port}."
                 )
             time.sleep(_POLL)
         return [found[rank] for rank in sorted(found)]
@@ -178,7 +179,7 @@ class Rendezvous:
             WeightUpdateError: the update was canceled.
         """
         if self._store.check([self._off]):
-            raise WeightUpdateError(f"the update was called off: {json.loads(self._store.get(self._off))}")
+            raise WeightUpdateError(f"the update was canceled: {json.loads(self._store.get(self._off))}")
         key = f"{self._at.update}/{self._at.sender}/{name}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
@@ -220,13 +221,13 @@ def connect(address: Address) -> Any:
         ).result(address.timeout + _LATE_SECONDS)
     except TimeoutError as error:
         raise WeightUpdateError(
-            f"{address.host}:{address.port} takes connections but has said nothing for {address.timeout:g} s: is the "
-            "trainer frozen?"
+            f"{address.host}:{address.port} accepts connections but sent no reply within {address.timeout:g} s. Check "
+            "whether the trainer hangs."
         ) from error
     except RuntimeError as error:
         raise WeightUpdateError(
-            f"no trainer listens at {address.host}:{address.port}: {first_line(error)} It must listen on an address "
-            "that the servers can reach (publish.host)."
+            f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set publish.host to an address "
+            "that the servers can reach."
         ) from error
 
 

@@ -105,7 +105,7 @@ class WeightReceiver:
         if bad:
             raise WeightUpdateError(
                 f"version {meta.version}: expected finite numbers, found nan or infinity in {len(bad)} parameters, the "
-                f"first {bad[:3]}. The trainer's step made them; lower the learning rate, or look at its gradients."
+                f"first {bad[:3]}. The trainer's step produced them; lower the learning rate, or check its gradients."
             )
         return {name: each.value for name, each in sums.items()}
 

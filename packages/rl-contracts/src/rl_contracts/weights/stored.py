@@ -98,7 +98,7 @@ def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> It
     """
     if meta.route not in STORED_ROUTES:
         raise WeightUpdateError(
-            f"route {meta.route} keeps no version; only those of {', '.join(STORED_ROUTES)} can be read later."
+            f"route {meta.route} stores no versions; only versions of {', '.join(STORED_ROUTES)} can be read later."
         )
     for part in meta.parts:
         yield from _read_shm(part, mappings or Mappings(write=False)) if meta.route == "shm" else _read_disk(part)
@@ -151,7 +151,9 @@ class Mappings:
                 _reserve(descriptor, path, size)
             found = os.fstat(descriptor)
             if found.st_size < size:
-                raise OSError(f"expected {size} bytes of weights, found {found.st_size}; was another model connected?")
+                raise OSError(
+                    f"expected {size} bytes of weights, found {found.st_size}; do both sides use the same model?"
+                )
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
             identity = (found.st_dev, found.st_ino, size)
@@ -182,8 +184,8 @@ def _reserve(descriptor: int, path: str | Path, size: int) -> None:
             free = shutil.disk_usage(Path(path).parent).free
             raise WeightUpdateError(
                 f"{path}: expected space for {size / 2**20:.1f} MiB of weights, found {free / 2**20:.1f} MiB: {error}. "
-                "Two versions are kept, and on disk a third while it is written. Free space there; give a container "
-                "more shared memory (docker run --shm-size); or use publish.route=disk or broadcast."
+                "Two versions are kept, and on disk a third while it is written. Free some space, give the container "
+                "more shared memory (docker run --shm-size), or set publish.route=disk or broadcast."
             ) from error
 
 

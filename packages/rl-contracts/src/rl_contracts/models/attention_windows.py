@@ -56,8 +56,8 @@ def layer_window(module: Any, given: int | None) -> int | None:
             f"{type(module).__name__}: expected full or sliding attention, found {kind!r} in layer {index}; this layer "
             "is not supported."
         )
-    of_config = None if kind == "full_attention" else getattr(config, "sliding_window", None)
-    window: int | None = of_config if given is None else given
+    config_window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+    window: int | None = config_window if given is None else given
     if kind == "sliding_attention" and window is None:
         raise ModelError(
             f"{type(module).__name__}: sliding attention layer {index} has no window; set `sliding_window` in the "
@@ -73,19 +73,19 @@ def short_windows(model: Any, length: int) -> Iterator[bool]:
     Short inputs then already exceed the windows.
     """
     with ExitStack() as undo:
-        found = [
+        changed = [
             apply_windows(vars(owner), NAMES, length, undo)
             for module in model.modules()
             for owner in (module, getattr(module, "config", None))
             if owner is not None
         ]
-        yield any(found)
+        yield any(changed)
 
 
 def apply_windows(settings: MutableMapping[str, Any], names: Iterable[str], length: int, undo: ExitStack) -> bool:
     """Set the named integer settings to `length` until `undo` is closed, and return whether there were any."""
-    known = [name for name in names if isinstance(settings.get(name), int)]
-    for name in known:
+    integers = [name for name in names if isinstance(settings.get(name), int)]
+    for name in integers:
         undo.callback(settings.__setitem__, name, settings[name])
         settings[name] = length
-    return bool(known)
+    return bool(integers)

@@ -48,8 +48,8 @@ def read_config(path: str, head: str = "lm") -> Any:
         raise ModelError(f"model {path}: its configuration cannot be read: {' '.join(str(error).split())}") from error
     _fit_config(path, config, head)
     if getattr(config, "tie_word_embeddings", False) and _has_another_head(Path(path)):
-        for part in (config, config.get_text_config()):
-            part.tie_word_embeddings = False
+        for each in (config, config.get_text_config()):
+            each.tie_word_embeddings = False
     return config
 
 
@@ -58,17 +58,17 @@ def _has_another_head(directory: Path) -> bool:
     import torch
     from safetensors import safe_open
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     with ExitStack() as opened:
         for path in sorted(directory.glob("*.safetensors")):
             file = opened.enter_context(safe_open(path, "pt"))
-            found |= {name: file.get_slice(name) for name in file.keys() if name.endswith((HEAD, *EMBEDDINGS))}  # noqa: SIM118
-        for path in () if found else sorted(directory.glob("pytorch_model*.bin")):
-            found |= torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
-        heads, tables = ([name for name in found if name.endswith(ends)] for ends in (HEAD, EMBEDDINGS))
+            tensors |= {name: file.get_slice(name) for name in file.keys() if name.endswith((HEAD, *EMBEDDINGS))}  # noqa: SIM118
+        for path in () if tensors else sorted(directory.glob("pytorch_model*.bin")):
+            tensors |= torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+        heads, tables = ([name for name in tensors if name.endswith(ends)] for ends in (HEAD, EMBEDDINGS))
         if len(heads) != 1 or len(tables) != 1:
             return False
-        head, table = found[heads[0]], found[tables[0]]
+        head, table = tensors[heads[0]], tensors[tables[0]]
         rows, *_ = shape = [*_shape(head)]
         if shape != [*_shape(table)]:
             return True
@@ -118,9 +118,9 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"tokenizer {tokenizer_path}: it cannot be read: {error}") from error
-        found = _padding(tokenizer)
-        if found is not None:
-            return found
+        pad_id = _select_pad_id(tokenizer)
+        if pad_id is not None:
+            return pad_id
     for settings in (config.get_text_config(), generation):
         if getattr(settings, "pad_token_id", None) is not None:
             return int(settings.pad_token_id)
@@ -131,14 +131,14 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
     return None
 
 
-def _padding(tokenizer: Any) -> int | None:
-    end = tokenizer.eos_token_id
+def _select_pad_id(tokenizer: Any) -> int | None:
+    end_id = tokenizer.eos_token_id
     if tokenizer.chat_template:
         renderer = ChatRenderer(tokenizer)
-        end = next(reversed(renderer.encode(renderer.end_of_turn)), end)
+        end_id = next(reversed(renderer.encode(renderer.end_of_turn)), end_id)
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    others = sorted(special, key=lambda index: ("pad" not in special[index], index))
-    return next((index for index in (tokenizer.pad_token_id, *others) if index not in (None, end)), None)
+    candidates = sorted(special, key=lambda index: ("pad" not in special[index], index))
+    return next((index for index in (tokenizer.pad_token_id, *candidates) if index not in (None, end_id)), None)
 
 
 def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> None:
@@ -173,13 +173,13 @@ def quiet_transformers() -> Iterator[None]:
     """Disable transformers' progress bars, and its warnings about conditions that this module checks itself."""
     from transformers.utils import logging
 
-    speech: Any = logging
-    shown, level = speech.is_progress_bar_enabled(), speech.get_verbosity()
-    speech.disable_progress_bar()
-    speech.set_verbosity_error()
+    hf_logging: Any = logging
+    had_progress_bar, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        speech.set_verbosity(level)
-        if shown:
-            speech.enable_progress_bar()
+        hf_logging.set_verbosity(level)
+        if had_progress_bar:
+            hf_logging.enable_progress_bar()

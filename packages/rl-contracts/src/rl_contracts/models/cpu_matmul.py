@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., out].
     """
-    worthwhile = (
+    use_onednn = (
         x.numel() // x.shape[-1] * weight.shape[0] >= LEAST_OUTPUTS
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # deterministic mode always uses torch's own product, so that all machines compute the same bits
         and not torch.are_deterministic_algorithms_enabled()
     )
-    if not worthwhile:
+    if not use_onednn:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Linear.apply(x, weight, bias)
@@ -78,16 +78,16 @@ def prefers_onednn() -> bool:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     x, weight, bias = torch.linspace(-1, 1, 24).view(3, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.arange(5.0)
     try:
-        found = _onednn(x, weight, bias)
+        product = _onednn(x, weight, bias)
     except (AttributeError, NotImplementedError, RuntimeError):  # torch does not guarantee this private operator
         return False
-    return bool(torch.allclose(found, F.linear(x, weight, bias), rtol=1e-5, atol=1e-5))
+    return bool(torch.allclose(product, F.linear(x, weight, bias), rtol=1e-5, atol=1e-5))
 
 
 def _mkl_wastes_speed() -> bool:
     """Return whether this processor is known to have vector instructions that MKL does not use."""
-    makers = re.findall(r"^vendor_id\s*: (\S+)", _PROCESSORS.read_text(), re.MULTILINE) if _PROCESSORS.exists() else []
-    return bool(set(makers) - {"GenuineIntel"}) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    vendors = re.findall(r"^vendor_id\s*: (\S+)", _PROCESSORS.read_text(), re.MULTILINE) if _PROCESSORS.exists() else []
+    return bool(set(vendors) - {"GenuineIntel"}) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -116,10 +116,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = linear(grad, weight.T) if wants_x else None
-        grad_weight = linear(rows.T, x.reshape(-1, x.shape[-1]).T) if wants_weight else None
-        grad_bias = rows.sum(0) if ctx.has_bias and wants_bias else None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = linear(grad, weight.T) if needs_x else None
+        grad_weight = linear(rows.T, x.reshape(-1, x.shape[-1]).T) if needs_weight else None
+        grad_bias = rows.sum(0) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias
 
 

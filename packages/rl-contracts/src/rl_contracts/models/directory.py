@@ -33,34 +33,34 @@ def check_model_directory(
     directory = Path(path)
     if not (directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         return
-    found = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
-    absent = "nothing in it" if directory.is_dir() else "nothing there (there is no such directory)"
-    absent = "a file" if directory.is_file() else absent
-    listing = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or absent
+    entries = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    placeholder = "nothing in it" if directory.is_dir() else "nothing there (there is no such directory)"
+    placeholder = "a file" if directory.is_file() else placeholder
+    listing = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "") or placeholder
     needed = {"config.json": ["config.json"], f"weights ({' or '.join(weights)}) beside config.json": weights}
     if tokenizer:
         needed["a tokenizer (tokenizer.json) beside the weights"] = ["tokenizer*"]
-    for what, patterns in needed.items():
-        if not any(fnmatch(entry, pattern) for entry in found for pattern in patterns):
+    for requirement, patterns in needed.items():
+        if not any(fnmatch(entry, pattern) for entry in entries for pattern in patterns):
             raise ModelError(
-                f"{name} {path}: expected {what}, found {listing}. Give a directory written by `save_pretrained` or "
-                "downloaded whole from a hub, or a run's checkpoints/step_<n>."
+                f"{name} {path}: expected {requirement}, found {listing}. Give a directory written by "
+                "`save_pretrained` or downloaded whole from a hub, or a run's checkpoints/step_<n>."
             )
-    for file in sorted({*_sharded(directory), *directory.glob("*.safetensors")}):
-        if problem := _unreadable(file):
+    for file in sorted({*_indexed_files(directory), *directory.glob("*.safetensors")}):
+        if problem := _safetensors_problem(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
     for file in (directory / "config.json", *(sorted(directory.glob("tokenizer*.json")) if tokenizer else ())):
-        if problem := _no_json(file):
+        if problem := _json_problem(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
 
 
-def _sharded(directory: Path) -> set[Path]:
+def _indexed_files(directory: Path) -> set[Path]:
     """Return the files that the weight indexes in a directory list."""
     shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
     return {directory / shard for shard in shards}
 
 
-def _no_json(file: Path) -> str:
+def _json_problem(file: Path) -> str:
     """Return what is wrong with a JSON settings file, or an empty string."""
     try:
         settings = json.loads(file.read_bytes())
@@ -77,14 +77,14 @@ def _shards_of(index: Path) -> list[str]:
         return []
 
 
-def _unreadable(file: Path) -> str:
+def _safetensors_problem(file: Path) -> str:
     """Return what is wrong with a safetensors file, judged by its header and size, or an empty string."""
     try:
         size, (length, entries) = file.stat().st_size, _header(file)
-        whole = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read as safetensors ({type(error).__name__}: {error})"
-    return "" if size == whole else f"is truncated or damaged: its header implies {whole} bytes, found {size}"
+    return "" if size == expected else f"is truncated or damaged: its header implies {expected} bytes, found {size}"
 
 
 def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -100,8 +100,8 @@ def parameters_in(path: str) -> int:
 
     If there is an index, or else a `model.safetensors`, only its files count: other files repeat the same parameters.
     """
-    one = Path(path, "model.safetensors")
-    files = _sharded(Path(path)) or ([one] if one.exists() else Path(path).glob("*.safetensors"))
+    single = Path(path, "model.safetensors")
+    files = _indexed_files(Path(path)) or ([single] if single.exists() else Path(path).glob("*.safetensors"))
     entries = (entry for file in files for entry in _header(file)[1])
     return sum(math.prod(entry["shape"]) for entry in entries)
 
@@ -119,8 +119,8 @@ def vocabulary_size(path: str) -> int | None:
 
 def end_ids(path: str) -> list[int]:
     """Return the ids of the end-of-text tokens from `generation_config.json`; empty if it names none."""
-    found = _config(path, "generation_config.json").get("eos_token_id")
-    return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+    ids = _config(path, "generation_config.json").get("eos_token_id")
+    return [token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)]
 
 
 def same_model(one: str, other: str) -> bool:
@@ -133,15 +133,15 @@ def same_model(one: str, other: str) -> bool:
         return True
     if any(f"models--{a.replace('/', '--')}" in Path(b).parts for a, b in ((one, other), (other, one))):
         return True
-    sides = [{key: value for key, value in _config(path).items() if key not in _WRITERS} for path in (one, other)]
-    return bool(sides[0]) and sides[0] == sides[1]
+    configs = [{key: value for key, value in _config(path).items() if key not in _WRITERS} for path in (one, other)]
+    return bool(configs[0]) and configs[0] == configs[1]
 
 
 def _size(path: str, name: str) -> int | None:
     """Return a size of the language model in a directory, or None if its settings lack it."""
-    found = _config(path)
+    settings = _config(path)
     try:
-        return int((found.get("text_config") or found)[name])
+        return int((settings.get("text_config") or settings)[name])
     except (KeyError, TypeError, ValueError):  # loading the model reports the problem
         return None
 
@@ -149,7 +149,7 @@ def _size(path: str, name: str) -> int | None:
 def _config(path: str, file: str = "config.json") -> dict[str, Any]:
     """Return the settings in a file of a model directory; empty if they cannot be read."""
     try:
-        found = json.loads((Path(path) / file).read_text())
+        settings = json.loads((Path(path) / file).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}

@@ -107,31 +107,31 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens, vocabulary, part = len(hidden), len(weight), options.part
         rows, columns = tiles(tokens, vocabulary, options.max_logits)
-        found = hidden.new_empty(3, tokens, dtype=torch.float32)
+        results = hidden.new_empty(3, tokens, dtype=torch.float32)
         simple = options.transform.cap is None and not options.entropy_grad and len(columns) == 1 and part is None
         if part is not None:
             targets = targets - part.first
-        kept = found.new_empty(tokens, vocabulary) if simple and tokens * vocabulary <= KEEP_AT_MOST else None
+        stored = results.new_empty(tokens, vocabulary) if simple and tokens * vocabulary <= KEEP_AT_MOST else None
         for row in rows:
             parts = []
             for column in columns:
                 scaled = _logits(hidden[row], weight, bias, column, options).mul_(sharpness[row, None])
-                place, inside = _places(targets[row], column, None if part else vocabulary)
-                chosen = scaled.gather(1, place)[:, 0]
+                target_column, in_tile = _target_columns(targets[row], column, None if part else vocabulary)
+                chosen = scaled.gather(1, target_column)[:, 0]
                 log_total, total, weights = log_normalizer(scaled)
-                if kept is not None:
-                    torch.div(weights, total, out=kept[row])
+                if stored is not None:
+                    torch.div(weights, total, out=stored[row])
                 mean = weights.mul_(scaled).sum(-1).div_(total[:, 0])
-                parts.append((chosen if inside is None else chosen.where(inside, 0.0), log_total, mean))
-            found[:, row] = _merged(parts)
+                parts.append((chosen if in_tile is None else chosen.where(in_tile, 0.0), log_total, mean))
+            results[:, row] = _merge_parts(parts)
         if part is not None:
-            everyone = [torch.empty_like(found) for _ in range(dist.get_world_size(part.group))]
-            dist.all_gather(everyone, found, group=part.group)
-            found = _merged([tuple(each) for each in everyone])
-        chosen, norm, mean = found
+            gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(part.group))]
+            dist.all_gather(gathered, results, group=part.group)
+            results = _merge_parts([tuple(each) for each in gathered])
+        chosen, norm, mean = results
         logprobs, entropy = chosen - norm, norm - mean
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, stored)
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -139,47 +139,49 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sharpness, norm, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, sharpness, norm, entropy, stored = ctx.saved_tensors
         options: HeadOptions = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         grad_weight, grad_bias = (
-            torch.zeros_like(tensor, dtype=torch.float32) if wanted else None
-            for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+            torch.zeros_like(tensor, dtype=torch.float32) if needed else None
+            for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         vocabulary = len(weight)
         rows, columns = tiles(len(hidden), vocabulary, options.max_logits)
         # z = sharpness * logits, and logits = scale * raw or its soft cap: the factors per token are applied first
         factor = sharpness * options.transform.scale
-        of_logprobs, of_entropy, mean = grad_logprobs * factor, grad_entropy * factor, norm - entropy
+        logprob_factor, entropy_factor, mean = grad_logprobs * factor, grad_entropy * factor, norm - entropy
         for row in rows:
-            summed = grad_hidden[row].float()  # the same tensor if it is float32
+            row_grad = grad_hidden[row].float()  # the same tensor if it is float32
             for column in columns:
-                place, inside = _places(targets[row], column, None if options.part else vocabulary)
-                if kept is not None:
-                    grad, slope = kept[row] * -of_logprobs[row, None], None
+                target_column, in_tile = _target_columns(targets[row], column, None if options.part else vocabulary)
+                if stored is not None:
+                    grad, slope = stored[row] * -logprob_factor[row, None], None
                 else:
                     logits = _logits(hidden[row], weight, bias, column, options)
                     slope = options.transform.cap_slope(logits)
                     scaled = logits.mul_(sharpness[row, None])
                     if options.entropy_grad:
                         # dH/dz_j = -p_j (z_j - logsumexp(z) + H)
-                        away = (scaled - mean[row, None]).mul_(of_entropy[row, None]).add_(of_logprobs[row, None])
-                        grad = scaled.sub_(norm[row, None]).exp_().mul_(away).neg_()
+                        weighted = (
+                            (scaled - mean[row, None]).mul_(entropy_factor[row, None]).add_(logprob_factor[row, None])
+                        )
+                        grad = scaled.sub_(norm[row, None]).exp_().mul_(weighted).neg_()
                     else:
-                        grad = scaled.sub_(norm[row, None]).exp_().mul_(-of_logprobs[row, None])
-                at_target = of_logprobs[row] if inside is None else of_logprobs[row].where(inside, 0.0)
-                grad.scatter_add_(1, place, at_target[:, None])
+                        grad = scaled.sub_(norm[row, None]).exp_().mul_(-logprob_factor[row, None])
+                at_target = logprob_factor[row] if in_tile is None else logprob_factor[row].where(in_tile, 0.0)
+                grad.scatter_add_(1, target_column, at_target[:, None])
                 if slope is not None:
                     grad *= slope
                 grad = grad.to(hidden.dtype)
-                _add_product(summed, grad, weight[column].T)
+                _add_product(row_grad, grad, weight[column].T)
                 if grad_weight is not None:
                     _add_product(grad_weight[column], grad.T, hidden[row].T)
                 if grad_bias is not None:
                     grad_bias[column] += grad.sum(0)
-            grad_hidden[row] = summed
-        found = (grad_hidden, grad_weight, grad_bias)
-        return *(None if g is None else g.to(hidden.dtype) for g in found), None, None, None
+            grad_hidden[row] = row_grad
+        gradients = (grad_hidden, grad_weight, grad_bias)
+        return *(None if g is None else g.to(hidden.dtype) for g in gradients), None, None, None
 
 
 def tiles(tokens: int, vocabulary: int, max_logits: int) -> tuple[list[slice], list[slice]]:
@@ -204,7 +206,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, 
     return options.transform.apply(float32_logits(hidden, weight[column], None if bias is None else bias[column]))
 
 
-def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
+def _target_columns(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
     """Return each target's column within a tile, [n, 1], and whether the target lies in the tile, [n].
 
     The column of a target outside is clamped into the tile. Instead of the second tensor None is returned for a tile as
@@ -212,12 +214,12 @@ def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Ten
     """
     if column.stop - column.start == vocabulary:
         return targets[:, None], None
-    place = targets - column.start
-    inside = (place >= 0) & (targets < column.stop)
-    return place.clamp_(0, column.stop - column.start - 1)[:, None], inside
+    target_column = targets - column.start
+    in_tile = (target_column >= 0) & (targets < column.stop)
+    return target_column.clamp_(0, column.stop - column.start - 1)[:, None], in_tile
 
 
-def _merged(parts: list[Any]) -> Tensor:
+def _merge_parts(parts: list[Any]) -> Tensor:
     """Merge the results for n tokens from each part of the vocabulary into one tensor, [3, n].
 
     The results are the target's logit (0 where another part holds it), the logsumexp, and the mean logit under the

@@ -46,19 +46,19 @@ def hub_slices(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = {name: tensor.shape for name, tensor in parameters}
-    bare = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in bare.items()}
-    found: dict[str, list[HubSlice]] = {name: [] for name in shapes}
+    meta_tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in meta_tensors.items()}
+    slices: dict[str, list[HubSlice]] = {name: [] for name in shapes}
     with _WithoutCopies():
-        stored = revert_weight_conversion(model, dict(bare))
-    for name, part in stored.items():
+        checkpoint = revert_weight_conversion(model, dict(meta_tensors))
+    for name, part in checkpoint.items():
         owner = owners.get(part.untyped_storage()._cdata)
         if owner is not None:
-            found[owner].append(HubSlice(name, tuple(part.shape), part.stride(), int(part.storage_offset())))
-    for name, tensor in bare.items():
-        if sum(torch.Size(part.shape).numel() for part in found[name]) != tensor.numel():
-            found[name] = [HubSlice(name, tuple(tensor.shape), tensor.stride(), 0)]
-    return found
+            slices[owner].append(HubSlice(name, tuple(part.shape), part.stride(), int(part.storage_offset())))
+    for name, tensor in meta_tensors.items():
+        if sum(torch.Size(part.shape).numel() for part in slices[name]) != tensor.numel():
+            slices[name] = [HubSlice(name, tuple(tensor.shape), tensor.stride(), 0)]
+    return slices
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -32,8 +32,8 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
             sequences.
     """
     check_same_rows(batch, parallel)
-    tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
-    sizes = [sum(tokens[row] for row in unit) for unit in together]
+    tokens, max_tokens, unit_sequences = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
+    sizes = [sum(tokens[index] for index in unit) for unit in unit_sequences]
     with parallel.agree_on_errors("splitting a batch into micro-batches"):
         try:
             bins = pack_first_fit(sizes, max_tokens)
@@ -48,7 +48,7 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
         bins = bins + [[] for _ in range(count - len(bins))]
     elif count != len(bins):
         bins = pack_first_fit(sizes, max_tokens, at_least=count)
-    return expand(bins, together)
+    return expand(bins, unit_sequences)
 
 
 def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
@@ -57,10 +57,10 @@ def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int]
     Raises:
         StopRequestedError: the step was abandoned before one of the micro-batches, see `StepGate`.
     """
-    whole = list(range(batch.batch_size[0]))
-    for rows in bins:
+    all_indices = list(range(batch.batch_size[0]))
+    for indices in bins:
         STEP.begin_micro_batch()
-        yield rows, pack(batch if rows == whole else select(batch, rows))
+        yield indices, pack(batch if indices == all_indices else select(batch, indices))
 
 
 def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
@@ -72,13 +72,13 @@ def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
     if parallel.dp_size == parallel.world_size:
         return
     tokens = batch["input_ids"][batch["attention_mask"]]
-    everyone = parallel.gather_json([len(batch), zlib.crc32(tokens.numpy().tobytes())])
+    fingerprints = parallel.gather_json([len(batch), zlib.crc32(tokens.numpy().tobytes())])
     size = parallel.world_size // parallel.dp_size
     for first in range(0, parallel.world_size, size):
-        other = next((r for r in range(first, first + size) if everyone[r] != everyone[first]), None)
-        if other is not None:
+        mismatch = next((r for r in range(first, first + size) if fingerprints[r] != fingerprints[first]), None)
+        if mismatch is not None:
             raise EngineError(
                 f"batch: ranks {first} to {first + size - 1} hold one replica and need the same sequences, but rank "
-                f"{first} has {everyone[first][0]} and rank {other} has {everyone[other][0]}, or different ones. "
-                "Select sequences by parallel.dp_rank, not by rank."
+                f"{first} has {fingerprints[first][0]} and rank {mismatch} has {fingerprints[mismatch][0]}, or "
+                "different ones. Select sequences by parallel.dp_rank, not by rank."
             )

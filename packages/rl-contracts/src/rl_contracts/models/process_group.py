@@ -72,10 +72,10 @@ def pick_device(setting: str, local_rank: int) -> torch.device:
     available = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not available):
         return torch.device("cpu")
-    found = torch.cuda.device_count() if available else 0
-    if local_rank >= found:
+    device_count = torch.cuda.device_count() if available else 0
+    if local_rank >= device_count:
         raise ConfigError(
-            f"device: local rank {local_rank} needs a separate CUDA device; this host has {found}. "
+            f"device: local rank {local_rank} needs a separate CUDA device; this host has {device_count}. "
             "Set device=cpu, or start fewer ranks on this host."
         )
     torch.cuda.set_device(local_rank)
@@ -119,10 +119,12 @@ def join(
     undo.callback(_leave)
     if info.world_size > 1:
         undo.callback(context.release_groups)
-        everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
-        undo.callback(dist.destroy_process_group, everyone)
-        context.host_group, context.store = everyone, _store
-        context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout, undo)
+        host_group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        undo.callback(dist.destroy_process_group, host_group)
+        context.host_group, context.store = host_group, _store
+        context.dp_host_group = (
+            host_group if replica_size == 1 else _replica_group(context, replica_size, timeout, undo)
+        )
     return context
 
 
@@ -135,12 +137,12 @@ def _leave() -> None:
         _joined_group = False
 
 
-def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
+def _replica_group(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
     """Return the group of the ranks at this rank's position in each replica; None with one replica (collective)."""
     if context.dp_size == 1:
         return None
-    places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
-    subgroup, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+    groups = [list(range(position, context.world_size, replica_size)) for position in range(replica_size)]
+    subgroup, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend="gloo")
     undo.callback(dist.destroy_process_group, subgroup)
     return subgroup
 
@@ -165,12 +167,12 @@ def _open_store(info: RankInfo, timeout: timedelta) -> Any:
     if _store is None and info.world_size == 1:
         _store = dist.HashStore()
     elif _store is None:
-        _keep_to_loopback(os.environ["MASTER_ADDR"])
-        _store = _hosted(info, timeout) or _visited(info, timeout)
+        _bind_gloo_to_loopback(os.environ["MASTER_ADDR"])
+        _store = _host_store(info, timeout) or _find_store(info, timeout)
     return _store
 
 
-def _hosted(info: RankInfo, timeout: timedelta) -> Any:
+def _host_store(info: RankInfo, timeout: timedelta) -> Any:
     """Host the store on rank 0, listening only on MASTER_ADDR; torch's own store listens on all addresses.
 
     Return None on other ranks, under torchrun, which hosts the store itself, and if MASTER_ADDR is not an address of
@@ -190,7 +192,7 @@ def _hosted(info: RankInfo, timeout: timedelta) -> Any:
     )
 
 
-def _visited(info: RankInfo, timeout: timedelta) -> Any:
+def _find_store(info: RankInfo, timeout: timedelta) -> Any:
     """Return the store that torch finds through the environment variables."""
     from torch.distributed.rendezvous import rendezvous
 
@@ -198,7 +200,7 @@ def _visited(info: RankInfo, timeout: timedelta) -> Any:
     return store
 
 
-def _keep_to_loopback(host: str) -> None:
+def _bind_gloo_to_loopback(host: str) -> None:
     """Make gloo listen on loopback if MASTER_ADDR is there; by default it uses the address of the host name."""
     with suppress(OSError, IndexError):
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:

@@ -63,11 +63,12 @@ class StepSums:
 
         Statistics are divided by their denominators; the result is NaN if the denominator is 0.
         """
-        parts = parallel.gather_json(self._on_host())
+        rank_values = parallel.gather_json(self._on_host())
         totals: dict[str, float] = {}
-        for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without sequences never calls the loss
-            found = [part[name] for part in parts if name in part]
-            totals[name] = max(found) if name.endswith(MAXIMUM) else sum(found)
+        # names may differ: a rank without sequences never calls the loss
+        for name in dict.fromkeys(chain(*rank_values)):
+            values = [local_values[name] for local_values in rank_values if name in local_values]
+            totals[name] = max(values) if name.endswith(MAXIMUM) else sum(values)
         result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
         for name in (name.removeprefix("sum:") for name in totals if name.startswith("sum:")):
             denominator = totals[f"den:{name}"]
@@ -76,8 +77,10 @@ class StepSums:
 
     def _on_host(self) -> dict[str, float]:
         """Return all values, with one wait per device; a loss may keep some statistics in host memory."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for device in {value.device for value in self._values.values()}:
-            here = {name: value.to(torch.float64) for name, value in self._values.items() if value.device == device}
-            found |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
-        return {name: found[name] for name in self._values}
+            on_device = {
+                name: value.to(torch.float64) for name, value in self._values.items() if value.device == device
+            }
+            values |= zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True)
+        return {name: values[name] for name in self._values}

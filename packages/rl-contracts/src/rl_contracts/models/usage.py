@@ -46,8 +46,8 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = next((peaks for key, peaks in PEAK_TFLOPS.items() if key in name), {})
-    return known[dtype] * 1e12 if dtype in known else None
+    peaks_by_dtype = next((peaks for key, peaks in PEAK_TFLOPS.items() if key in name), {})
+    return peaks_by_dtype[dtype] * 1e12 if dtype in peaks_by_dtype else None
 
 
 def attended_pairs(lengths: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:
@@ -117,8 +117,8 @@ class UsageMeter:
             ranks: number of ranks, each with one such device.
         """
         flops, peak = flops_of(self._tokens, self._pairs), peak_flops(device, dtype)
-        known = flops is not None and peak is not None and self._seconds > 0
-        mfu = flops / (peak * ranks * self._seconds) if known else None  # type: ignore[operator]
-        figures = {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu, "time/train_batch": self._seconds}
+        is_known = flops is not None and peak is not None and self._seconds > 0
+        mfu = flops / (peak * ranks * self._seconds) if is_known else None  # type: ignore[operator]
+        metrics = {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu, "time/train_batch": self._seconds}
         self._seconds, self._tokens, self._pairs = 0.0, 0, 0
-        return figures
+        return metrics

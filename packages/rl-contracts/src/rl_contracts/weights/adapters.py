@@ -69,8 +69,8 @@ class BaseWeights:
         """
         if adapter.base == self._checked:
             return
-        for name, begin in adapter.base.items():
-            if prefix_checksum(self[name]) != begin:
+        for name, expected in adapter.base.items():
+            if prefix_checksum(self[name]) != expected:
                 raise WeightUpdateError(
                     f"{self._directory}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
                     "with the trainer's base model, or set publish.adapter=never to send whole weights."

@@ -156,8 +156,8 @@ class BroadcastReceiver:
 
     def _meet(self, address: Address, device: str) -> _Group:
         store, old = self._connected(address), self._group
-        held = old.name if old is not None and (old.rank, old.world) == (address.rank, address.world) else ""
-        name, backend = Rendezvous(store, address).join(held, _device_id(device))
+        old_name = old.name if old is not None and (old.rank, old.world) == (address.rank, address.world) else ""
+        name, backend = Rendezvous(store, address).join(old_name, _device_id(device))
         if old is not None and name == old.name:
             return old
         if old is not None:
@@ -224,7 +224,7 @@ class _Transfer:
 
     def __init__(self, group: _Group, device: str, sends: bool) -> None:
         self._group, self._sends = group, sends
-        self._on = device if group.backend == "nccl" else "cpu"
+        self._transfer_device = device if group.backend == "nccl" else "cpu"
         self._sums: dict[str, Checksum] = {}
         self._new_bucket()
 
@@ -252,9 +252,13 @@ class _Transfer:
         for start in range(0, flat.numel(), PIECE // dtype.itemsize):
             part = flat[start : start + PIECE // dtype.itemsize]
             if self._sends:
-                piece = part.to(self._on, dtype)
+                piece = part.to(self._transfer_device, dtype)
             else:
-                piece = part if part.device == torch.device(self._on) else torch.empty_like(part, device=self._on)
+                piece = (
+                    part
+                    if part.device == torch.device(self._transfer_device)
+                    else torch.empty_like(part, device=self._transfer_device)
+                )
             target = piece if self._sends else part
             self._land(self._group.put(piece, [(spec.name, target, piece, start * dtype.itemsize)]))
 
@@ -263,12 +267,12 @@ class _Transfer:
         self._put_bucket()
         while landings := self._group.wait():
             self._land(landings)
-        if self._on != "cpu":
-            torch.cuda.synchronize(self._on)
+        if self._transfer_device != "cpu":
+            torch.cuda.synchronize(self._transfer_device)
         return self._sums
 
     def _new_bucket(self) -> None:
-        self._bucket, self._used = torch.empty(PIECE, dtype=torch.uint8, device=self._on), 0
+        self._bucket, self._used = torch.empty(PIECE, dtype=torch.uint8, device=self._transfer_device), 0
         self._landings: list[_Landing] = []
 
     def _put_bucket(self) -> None:

@@ -71,7 +71,7 @@ def checksum_of(tensor: torch.Tensor, offset_bytes: int = 0) -> Checksum:
     from rl_contracts.weights import checksum_kernel as kernel
 
     host, dtype = words.numpy(), str(tensor.dtype)
-    return _in_shares(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start, dtype))
+    return _sum_in_threads(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start, dtype))
 
 
 def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
@@ -95,10 +95,10 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
     size = target.numel() * target.itemsize
     if not plain or target.data_ptr() % 8 or target.itemsize > 8:
         return checksum_of(target.copy_(source))
-    flat, given, dtype = target.view(-1), source.view(-1), str(target.dtype)
+    flat, flat_source, dtype = target.view(-1), source.view(-1), str(target.dtype)
     whole = size - size % 8
     per_word = 8 // flat.itemsize
-    same = flat.dtype == given.dtype and given.data_ptr() % 8 == 0
+    same = flat.dtype == flat_source.dtype and flat_source.data_ptr() % 8 == 0
 
     def copy(start: int, stop: int) -> tuple[int, bool]:
         """Copy and sum the words [start, stop)."""
@@ -107,18 +107,20 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
             piece = slice(first * per_word, min(first + _CHUNK_WORDS, stop) * per_word)
             words = flat[piece].view(torch.int64).numpy()
             if same:
-                part, good = kernel.copy_words(words, given[piece].view(torch.int64).numpy(), first, dtype)
+                chunk_sum, chunk_finite = kernel.copy_words(
+                    words, flat_source[piece].view(torch.int64).numpy(), first, dtype
+                )
             else:
                 for at in range(piece.start, piece.stop, _UNTHREADED):
                     end = min(at + _UNTHREADED, piece.stop)
-                    flat[at:end].copy_(given[at:end])
-                part, good = kernel.sum_words(words, first, dtype)
-            total, finite = total + part, finite and good
+                    flat[at:end].copy_(flat_source[at:end])
+                chunk_sum, chunk_finite = kernel.sum_words(words, first, dtype)
+            total, finite = total + chunk_sum, finite and chunk_finite
         return total, finite
 
-    begun = _in_shares(whole // 8, copy)
+    words_sum = _sum_in_threads(whole // 8, copy)
     rest = slice(whole // flat.itemsize, None)
-    return combine(begun, checksum_of(flat[rest].copy_(given[rest]), whole))
+    return combine(words_sum, checksum_of(flat[rest].copy_(flat_source[rest]), whole))
 
 
 def combine(one: tuple[int, bool], other: tuple[int, bool]) -> Checksum:
@@ -126,7 +128,7 @@ def combine(one: tuple[int, bool], other: tuple[int, bool]) -> Checksum:
     return Checksum((one[0] + other[0]) % 2**64, one[1] and other[1])
 
 
-def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Checksum:
+def _sum_in_threads(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Checksum:
     """Run `work(start, stop)` over all words, on two threads if there are many, and combine the results.
 
     Half of the work runs on the calling thread. Unlike torch's operations, it never waits at a barrier for threads that

@@ -67,11 +67,11 @@ def require_private(directory: Path) -> None:
     """
     if not directory.is_relative_to(MEMORY):
         return
-    found = directory.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
         raise WeightUpdateError(
             f"{directory}: expected a private directory (mode 700) of this user, found one of user "
-            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}. Remove it, choose another run_dir, or set "
+            f"{status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}. Remove it, choose another run_dir, or set "
             "publish.route=disk."
         )
 

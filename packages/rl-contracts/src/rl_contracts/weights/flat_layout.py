@@ -75,8 +75,8 @@ def check_specs(
     for name, tensor in tensors:
         spec = next(expected, None)
         if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
-            wanted = "no more parameters" if spec is None else f"{spec.name} {list(spec.shape)}"
-            raise WeightUpdateError(f"sending weights: expected {wanted}, found {name} {list(tensor.shape)}.")
+            expectation = "no more parameters" if spec is None else f"{spec.name} {list(spec.shape)}"
+            raise WeightUpdateError(f"sending weights: expected {expectation}, found {name} {list(tensor.shape)}.")
         yield spec, tensor
     missing = next(expected, None)
     if missing is not None:

@@ -98,13 +98,13 @@ def _open(location: str) -> torch.Tensor:
 
 
 def _device_of(uuid: str) -> int:
-    found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if uuid not in found:
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if uuid not in uuids:
         raise WeightUpdateError(
-            f"route ipc: expected the trainer's GPU {uuid}, but this server sees {found or 'none'}. Put both on one "
+            f"route ipc: expected the trainer's GPU {uuid}, but this server sees {uuids or 'none'}. Put both on one "
             "GPU, or use another route."
         )
-    return found.index(uuid)
+    return uuids.index(uuid)
 
 
 def _pack(value: Any) -> Any:

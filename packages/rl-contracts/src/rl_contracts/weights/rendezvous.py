@@ -96,8 +96,8 @@ class Rendezvous:
     """
 
     def __init__(self, store: Any, address: Address) -> None:
-        self._store, self._at = store, address
-        self._off = f"{address.update}/off"
+        self._store, self._address = store, address
+        self._cancel_key = f"{address.update}/off"
 
     def join(self, group: str, device: str) -> tuple[str, str]:
         """Join as a receiver and wait for the start.
@@ -112,20 +112,20 @@ class Rendezvous:
         Raises:
             WeightUpdateError: the trainer is gone or does not start in time, or the update was canceled.
         """
-        at, deadline = self._at, time.monotonic() + self._at.timeout
+        address, deadline = self._address, time.monotonic() + self._address.timeout
         try:
-            self._set(str(at.rank), {"group": group, "device": device})
-            self._set("world", at.world)
+            self._set(str(address.rank), {"group": group, "device": device})
+            self._set("world", address.world)
             while (start := self._get("start")) is None:
                 if time.monotonic() > deadline:
                     raise WeightUpdateError(
-                        f"receiver {at.rank} joined, but the trainer at {at.host}:{at.port} did not start within "
-                        f"{at.timeout:g} s. Check that all other servers joined."
+                        f"receiver {address.rank} joined, but the trainer at {address.host}:{address.port} did not "
+                        f"start within {address.timeout:g} s. Check that all other servers joined."
                     )
                 time.sleep(_POLL)
         except RuntimeError as error:
             raise WeightUpdateError(
-                f"receiver {at.rank}: the trainer at {at.host}:{at.port} is gone: {first_line(error)}"
+                f"receiver {address.rank}: the trainer at {address.host}:{address.port} is gone: {first_line(error)}"
             ) from error
         return str(start["group"]), str(start["backend"])
 
@@ -140,22 +140,22 @@ class Rendezvous:
         Raises:
             WeightUpdateError: names the receivers that did not join in time; or the update was canceled.
         """
-        at, deadline, world, found = self._at, math.inf, 0, dict[int, dict[str, str]]()
-        while not world or len(found) < world - 1:
+        address, deadline, world, joined = self._address, math.inf, 0, dict[int, dict[str, str]]()
+        while not world or len(joined) < world - 1:
             if not world and (value := self._get("world")) is not None:
-                deadline, world = time.monotonic() + at.timeout, int(value)
-            for rank in sorted(set(range(1, world)) - set(found)):
+                deadline, world = time.monotonic() + address.timeout, int(value)
+            for rank in sorted(set(range(1, world)) - set(joined)):
                 if (value := self._get(str(rank))) is not None:
-                    found[rank] = value
+                    joined[rank] = value
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(1, world) if rank not in found)
+                missing = ", ".join(str(rank) for rank in range(1, world) if rank not in joined)
                 raise WeightUpdateError(
-                    f"receiver {missing} of {world - 1} did not join within {at.timeout:g} s of the first. Joined: "
-                    f"{', '.join(map(str, sorted(found))) or 'none'}. Check that all servers can reach "
-                    f"{at.host}:{at.port}."
+                    f"receiver {missing} of {world - 1} did not join within {address.timeout:g} s of the first. "
+                    f"Joined: {', '.join(map(str, sorted(joined))) or 'none'}. Check that all servers can reach "
+                    f"{address.host}:{address.port}."
                 )
             time.sleep(_POLL)
-        return [found[rank] for rank in sorted(found)]
+        return [joined[rank] for rank in sorted(joined)]
 
     def start(self, group: str, backend: str) -> None:
         """Let the receivers continue with a group."""
@@ -167,10 +167,10 @@ class Rendezvous:
         Raises:
             RuntimeError: the store is gone, which all other participants notice as well.
         """
-        self._store.compare_set(self._off, "", json.dumps(reason))
+        self._store.compare_set(self._cancel_key, "", json.dumps(reason))
 
     def _set(self, name: str, value: Any) -> None:
-        self._store.set(f"{self._at.update}/{self._at.sender}/{name}", json.dumps(value))
+        self._store.set(f"{self._address.update}/{self._address.sender}/{name}", json.dumps(value))
 
     def _get(self, name: str) -> Any:
         """Return the value of a key, or None if it is not set.
@@ -178,9 +178,9 @@ class Rendezvous:
         Raises:
             WeightUpdateError: the update was canceled.
         """
-        if self._store.check([self._off]):
-            raise WeightUpdateError(f"the update was canceled: {json.loads(self._store.get(self._off))}")
-        key = f"{self._at.update}/{self._at.sender}/{name}"
+        if self._store.check([self._cancel_key]):
+            raise WeightUpdateError(f"the update was canceled: {json.loads(self._store.get(self._cancel_key))}")
+        key = f"{self._address.update}/{self._address.sender}/{name}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 

@@ -116,14 +116,15 @@ def check_files(meta: WeightUpdateMeta) -> None:
         path = Path(part.location) / FILE
         try:
             with safe_open(str(path), framework="pt") as file:
-                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise WeightUpdateError(f"{path}: the weights cannot be read: {error}") from error
         expected = {spec.name: tuple(spec.shape) for spec in part.params}
-        if found != expected:
-            wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+        if shapes != expected:
+            wrong = sorted(name for name in shapes | expected if shapes.get(name) != expected.get(name))
             raise WeightUpdateError(
-                f"{path}: parameter {wrong[0]!r}: expected shape {expected.get(wrong[0])}, found {found.get(wrong[0])}."
+                f"{path}: parameter {wrong[0]!r}: expected shape {expected.get(wrong[0])}, "
+                f"found {shapes.get(wrong[0])}."
             )
 
 
@@ -149,21 +150,21 @@ class Mappings:
         try:
             if self._write:
                 _reserve(descriptor, path, size)
-            found = os.fstat(descriptor)
-            if found.st_size < size:
+            status = os.fstat(descriptor)
+            if status.st_size < size:
                 raise OSError(
-                    f"expected {size} bytes of weights, found {found.st_size}; do both sides use the same model?"
+                    f"expected {size} bytes of weights, found {status.st_size}; do both sides use the same model?"
                 )
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
-            identity = (found.st_dev, found.st_ino, size)
-            known = self._open.get(str(path))
-            if known is None or known[0] != identity:
+            identity = (status.st_dev, status.st_ino, size)
+            mapping = self._open.get(str(path))
+            if mapping is None or mapping[0] != identity:
                 # readers get private writable pages, because torch warns about read-only memory
                 access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_COPY
                 memory = mmap.mmap(descriptor, size, access=access)
-                known = self._open[str(path)] = (identity, torch.frombuffer(memory, dtype=torch.uint8))
-            return known[1]
+                mapping = self._open[str(path)] = (identity, torch.frombuffer(memory, dtype=torch.uint8))
+            return mapping[1]
         finally:
             os.close(descriptor)
 
@@ -174,9 +175,9 @@ def _reserve(descriptor: int, path: str | Path, size: int) -> None:
     Raises:
         WeightUpdateError: the file system has not enough space.
     """
-    found = os.fstat(descriptor)
+    status = os.fstat(descriptor)
     os.ftruncate(descriptor, size)
-    if found.st_size != size or found.st_blocks * 512 < size:
+    if status.st_size != size or status.st_blocks * 512 < size:
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))
         except OSError as error:

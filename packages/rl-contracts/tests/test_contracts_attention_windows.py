@@ -11,7 +11,7 @@ def layer(**settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "expected"),
+    ("settings", "passed", "expected"),
     [
         ({"sliding_window": 4}, None, 4),
         ({"sliding_window": 4}, 3, 3),
@@ -20,25 +20,25 @@ def layer(**settings):
         ({}, None, None),
     ],
 )
-def test_the_window_of_a_layer_is_its_own_or_that_of_the_configuration(settings, given, expected):
-    assert layer_window(layer(**settings), given) == expected
+def test_layer_window_uses_passed_window_else_config(settings, passed, expected):
+    assert layer_window(layer(**settings), passed) == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "message"),
     [("chunked_attention", "found 'chunked_attention' in layer 0"), ("sliding_attention", "sliding attention layer 0")],
 )
-def test_a_window_that_cannot_be_honoured_is_refused_in_a_sentence(kind, reason):
-    with pytest.raises(ModelError, match=reason):
+def test_layer_window_unsupported_layer_raises(kind, message):
+    with pytest.raises(ModelError, match=message):
         layer_window(layer(layer_types=[kind]), None)
 
 
-def test_short_windows_are_those_of_modules_and_configurations_and_last_for_the_block():
+def test_short_windows_change_modules_and_configs_within_block():
     config = SimpleNamespace(sliding_window=4096, attention_chunk_size=None)
     module = SimpleNamespace(sliding_window=4096, config=config)
     model = SimpleNamespace(modules=lambda: [module])
 
-    with short_windows(model, 8) as any_:
-        assert any_
+    with short_windows(model, 8) as has_windows:
+        assert has_windows
         assert (module.sliding_window, config.sliding_window, config.attention_chunk_size) == (8, 8, None)
     assert (module.sliding_window, config.sliding_window) == (4096, 4096)

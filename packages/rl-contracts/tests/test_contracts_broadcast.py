@@ -1,4 +1,4 @@
-"""The route `broadcast` between threads of one process: several senders, several receivers, and whoever leaves."""
+"""The `broadcast` route between threads of one process: several senders, several receivers, and lost members."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import WeightReceiver, checksum, open_sender, with_rank
 
 SOON = 15.0
-"""Seconds within which everybody must have heard of a failure; a step may take 60."""
+"""Seconds within which all members must raise after a failure; a step may take 60."""
 SHAPES = {"large": (700, 600), "small": (33,), "scalar": (), "nothing": (0, 4), "wide": (3, 800_000)}
-"""From nothing to more than is sent at once."""
+"""Shapes from no elements to more than one broadcast carries."""
 
 
 def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -32,7 +32,7 @@ def specs(dtype: str = "float32") -> tuple[ParamSpec, ...]:
 
 
 class Meeting:
-    """Senders and receivers of one trainer, each in a thread of its own."""
+    """Senders and receivers of one trainer, each in a separate thread."""
 
     def __init__(self, senders: int = 1, receivers: int = 2) -> None:
         first: Any = open_sender("broadcast", "tcp://127.0.0.1:0?timeout=60")
@@ -41,14 +41,14 @@ class Meeting:
         self.pool = ThreadPoolExecutor(senders + receivers)
 
     def begin(self, version: int, parts: list[tuple[ParamSpec, ...]]) -> WeightUpdateMeta:
-        metas = [sender.begin(version, own) for sender, own in zip(self.senders, parts, strict=True)]
+        metas = [sender.begin(version, part_specs) for sender, part_specs in zip(self.senders, parts, strict=True)]
         return WeightUpdateMeta("broadcast", version, tuple(part for meta in metas for part in meta.parts))
 
     def receive(self, meta: WeightUpdateMeta, index: int) -> Future[tuple[dict[str, torch.Tensor], dict[str, int]]]:
         def work() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
             targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in meta.params}
-            told = with_rank(meta, index + 1, len(self.receivers) + 1)
-            return targets, self.receivers[index].receive(told, targets)
+            ranked_meta = with_rank(meta, index + 1, len(self.receivers) + 1)
+            return targets, self.receivers[index].receive(ranked_meta, targets)
 
         return self.pool.submit(work)
 
@@ -64,26 +64,24 @@ class Meeting:
 
 @pytest.fixture
 def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
-    made = Meeting(**getattr(request, "param", {}))
-    yield made
-    made.close()
+    created = Meeting(**getattr(request, "param", {}))
+    yield created
+    created.close()
 
 
 def failures(futures: list[Future[Any]]) -> list[str]:
-    """What each says that failed, soon."""
+    """Return the error message of each future, all of which must fail within `SOON`."""
     deadline = time.monotonic() + SOON
-    found = []
+    messages = []
     for future in futures:
         with pytest.raises(WeightUpdateError) as caught:
             future.result(deadline - time.monotonic())
-        found.append(str(caught.value))
-    return found
+        messages.append(str(caught.value))
+    return messages
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_broadcast_fills_the_tensors_of_all_receivers_with_the_checksums_of_the_sender(
-    meeting: Meeting, dtype: str
-) -> None:
+def test_broadcast_all_receivers_get_tensors_and_equal_checksums(meeting: Meeting, dtype: str) -> None:
     for version in (1, 2):
         meta = meeting.begin(version, [specs(dtype)])
         received = meeting.receive_all(meta)
@@ -91,13 +89,13 @@ def test_broadcast_fills_the_tensors_of_all_receivers_with_the_checksums_of_the_
         sums = meeting.senders[0].send(iter(tensors(version)))
 
         for future in received:
-            targets, found = future.result(SOON)
-            assert found == sums == {name: checksum(tensor) for name, tensor in targets.items()}
+            targets, checksums = future.result(SOON)
+            assert checksums == sums == {name: checksum(tensor) for name, tensor in targets.items()}
             for name, tensor in tensors(version):
                 assert torch.equal(targets[name], tensor.to(getattr(torch, dtype))), name
 
 
-def test_broadcast_uses_its_group_again_and_keeps_no_keys_of_past_updates(meeting: Meeting) -> None:
+def test_broadcast_reuses_group_and_deletes_keys_of_past_updates(meeting: Meeting) -> None:
     sender, keys, groups = meeting.senders[0], [], []
     for version in range(12):
         meta = meeting.begin(version, [specs()])
@@ -112,25 +110,25 @@ def test_broadcast_uses_its_group_again_and_keeps_no_keys_of_past_updates(meetin
     assert keys[-1] == keys[2]
 
 
-def test_broadcast_to_other_receivers_than_before_forms_a_new_group_and_deletes_the_keys_of_the_old(
+def test_broadcast_to_other_receivers_forms_group_and_deletes_old_keys(
     meeting: Meeting,
 ) -> None:
-    sender, keys, whole = meeting.senders[0], [], meeting.receivers
+    sender, keys, all_receivers = meeting.senders[0], [], meeting.receivers
     for version in range(1, 9):
-        meeting.receivers = whole if version % 2 else whole[:1]
+        meeting.receivers = all_receivers if version % 2 else all_receivers[:1]
         meta = meeting.begin(version, [specs()])
         received = meeting.receive_all(meta)
         sums = sender.send(iter(tensors(version)))
 
         assert all(future.result(SOON)[1] == sums for future in received)
         keys.append(sender._store.num_keys())
-    meeting.receivers = whole
+    meeting.receivers = all_receivers
     assert keys[-2:] == keys[2:4]
 
 
 @pytest.mark.parametrize("meeting", [{"senders": 2, "receivers": 2}], indirect=True)
-def test_broadcast_from_two_senders_that_need_each_other_arrives_as_one_version(meeting: Meeting) -> None:
-    """As a gather does, in which both ranks take part while each sends what is its own."""
+def test_broadcast_two_interdependent_senders_deliver_one_version(meeting: Meeting) -> None:
+    """Both senders iterate in step, as in a gather, while each sends only its own parameters."""
     halves = [specs()[::2], specs()[1::2]]
     steps = Barrier(2)
 
@@ -149,13 +147,13 @@ def test_broadcast_from_two_senders_that_need_each_other_arrives_as_one_version(
         sums = {name: value for future in sending for name, value in future.result(SOON).items()}
 
         for future in received:
-            targets, found = future.result(SOON)
-            assert found == sums
+            targets, checksums = future.result(SOON)
+            assert checksums == sums
             assert all(torch.equal(targets[name], tensor) for name, tensor in tensors(version))
 
 
 @pytest.mark.parametrize("meeting", [{"senders": 2, "receivers": 2}], indirect=True)
-def test_broadcast_refused_by_one_receiver_ends_for_all_with_its_reason(meeting: Meeting) -> None:
+def test_broadcast_refused_by_one_receiver_fails_for_all_with_reason(meeting: Meeting) -> None:
     meta = meeting.begin(1, [specs()[::2], specs()[1::2]])
     waiting = [
         meeting.pool.submit(sender.send, iter(tensors(1)[rank::2])) for rank, sender in enumerate(meeting.senders)
@@ -167,21 +165,21 @@ def test_broadcast_refused_by_one_receiver_ends_for_all_with_its_reason(meeting:
     assert all("receiver 2 refuses: the model has no parameter 'x'" in text for text in failures(waiting))
 
 
-def test_broadcast_cancelled_before_anybody_came_ends_with_the_first_reason(meeting: Meeting) -> None:
+def test_broadcast_canceled_before_any_join_fails_with_first_reason(meeting: Meeting) -> None:
     meta = meeting.begin(1, [specs()])
     sending = meeting.pool.submit(meeting.senders[0].send, iter(tensors(1)))
 
     meeting.senders[0].cancel("no server could be reached")
-    meeting.senders[0].cancel("and another reason")
+    meeting.senders[0].cancel("another reason")
 
     assert "no server could be reached" in failures([sending])[0]
     assert "no server could be reached" in failures([meeting.receive(meta, 0)])[0]
 
 
-def test_broadcast_whose_sender_fails_in_the_middle_ends_for_the_receivers_at_once(meeting: Meeting) -> None:
-    """Also while the error is being handled: it must not keep the group open."""
+def test_broadcast_sender_error_fails_receivers_at_once(meeting: Meeting) -> None:
+    """The error must not keep the group open while the sender still handles it."""
 
-    def ends() -> Iterator[tuple[str, torch.Tensor]]:
+    def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors(1)[:2]
         raise OSError("the gather failed")
 
@@ -189,9 +187,9 @@ def test_broadcast_whose_sender_fails_in_the_middle_ends_for_the_receivers_at_on
     received = meeting.receive_all(meta)
     error: BaseException | None = None
     try:
-        meeting.senders[0].send(ends())
+        meeting.senders[0].send(failing_tensors())
     except OSError as raised:
-        error = raised  # kept, as an owner does who asks the others first
+        error = raised  # keep a reference, as a caller does that notifies others first
 
     assert all("failed at parameter" in text for text in failures(received))
     assert str(error) == "the gather failed"
@@ -201,17 +199,17 @@ def test_broadcast_whose_sender_fails_in_the_middle_ends_for_the_receivers_at_on
     assert all(future.result(SOON)[1] == sums for future in received)
 
 
-def test_broadcast_location_of_something_else_is_refused() -> None:
+def test_broadcast_invalid_location_raises() -> None:
     for location in ("http://127.0.0.1:1", "tcp://", "tcp://127.0.0.1:x", "tcp://127.0.0.1:1?rank=a", "/dev/shm"):
         with pytest.raises(WeightUpdateError, match="expected a location tcp://host:port"):
             open_sender("broadcast", location)
 
 
 @pytest.mark.slow
-def test_broadcast_without_a_rank_or_a_trainer_is_refused(meeting: Meeting) -> None:
+def test_broadcast_without_rank_or_trainer_raises(meeting: Meeting) -> None:
     meta = meeting.begin(1, [()])
     with pytest.raises(WeightUpdateError, match="the rank of this server"):
         meeting.receivers[0].receive(meta, {})
-    nobody = replace(meta, parts=(replace(meta.parts[0], location="tcp://127.0.0.1:9/1-1/0?timeout=1"),))
+    unreachable = replace(meta, parts=(replace(meta.parts[0], location="tcp://127.0.0.1:9/1-1/0?timeout=1"),))
     with pytest.raises(WeightUpdateError, match=r"no trainer listens at 127\.0\.0\.1:9"):
-        meeting.receivers[0].receive(with_rank(nobody, 1, 2), {})
+        meeting.receivers[0].receive(with_rank(unreachable, 1, 2), {})

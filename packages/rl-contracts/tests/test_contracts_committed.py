@@ -1,4 +1,4 @@
-"""The record of the last commit: what is read is what was written, all of it or none."""
+"""Record of the last commit: a reader gets exactly what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def record(version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
     return meta, WeightReceipt("trainer", version, {"head.weight": 2**64 - version})
 
 
-def test_read_committed_gives_the_last_one_written_with_all_64_bits(tmp_path: Path) -> None:
+def test_read_committed_returns_last_record_with_64_bit_checksums(tmp_path: Path) -> None:
     for version in (3, 4):
         write_committed(tmp_path / "weights", *record(version))
 
-    found = read_committed(tmp_path / "weights")
+    committed = read_committed(tmp_path / "weights")
 
-    assert found is not None
-    assert (found.meta, found.receipt) == record(4)
-    assert found.version == 4
+    assert committed is not None
+    assert (committed.meta, committed.receipt) == record(4)
+    assert committed.version == 4
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [RECORD_FILE]
 
 
-def test_read_committed_before_the_first_commit_is_none(tmp_path: Path) -> None:
+def test_read_committed_before_first_commit_is_none(tmp_path: Path) -> None:
     assert read_committed(tmp_path) is None
     assert read_committed(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"meta": {"route": "shm"}, "receipt": {"sums": 3}}'])
-def test_read_committed_of_something_else_raises_naming_the_file(tmp_path: Path, text: str) -> None:
+def test_read_committed_invalid_record_raises_naming_file(tmp_path: Path, text: str) -> None:
     (tmp_path / RECORD_FILE).write_text(text)
 
     with pytest.raises(WeightUpdateError, match=RECORD_FILE):

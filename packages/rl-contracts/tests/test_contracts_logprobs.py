@@ -26,7 +26,7 @@ def reference(hidden, weight, bias, targets, temperature, transform):
     with_bias=st.booleans(),
     entropy_grad=st.booleans(),
 )
-def test_token_logprobs_and_gradients_in_any_chunks_equal_the_full_softmax(
+def test_token_logprobs_and_gradients_any_tiles_equal_full_softmax(
     tokens, vocabulary, max_logits, cap, scale, with_bias, entropy_grad
 ):
     torch.manual_seed(tokens * 100 + vocabulary)
@@ -42,33 +42,35 @@ def test_token_logprobs_and_gradients_in_any_chunks_equal_the_full_softmax(
         return torch.autograd.grad(total, inputs)
 
     options = HeadOptions(transform, max_logits, entropy_grad)
-    found = token_logprobs(hidden, weight, bias, targets, temperature, options)
+    actual = token_logprobs(hidden, weight, bias, targets, temperature, options)
     expected = reference(hidden, weight, bias, targets, temperature, transform)
 
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients(found), gradients(expected), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(actual), gradients(expected), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("max_logits", [10_000, 1 << 20])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_token_logprobs_in_bfloat16_are_those_of_a_float32_softmax_over_the_same_numbers(device, max_logits, with_bias):
+def test_token_logprobs_bfloat16_inputs_equal_float32_softmax(device, max_logits, with_bias):
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 128, device=device).bfloat16(), torch.randn(512, 128, device=device).bfloat16() / 3
     bias = torch.randn(512, device=device).bfloat16() if with_bias else None
     targets, temperature = torch.randint(512, (64,), device=device), torch.ones(64, device=device)
 
-    found, entropy = token_logprobs(
+    logprobs, entropy = token_logprobs(
         hidden, weight, bias, targets, temperature, HeadOptions(LogitTransform(), max_logits, False)
     )
 
-    wide = None if bias is None else bias.float()
-    expected, expected_entropy = reference(hidden.float(), weight.float(), wide, targets, temperature, LogitTransform())
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    wide_bias = None if bias is None else bias.float()
+    expected, expected_entropy = reference(
+        hidden.float(), weight.float(), wide_bias, targets, temperature, LogitTransform()
+    )
+    torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=2e-5, rtol=1e-5)
 
 
-def test_token_logprobs_entropy_without_being_asked_carries_no_gradient():
+def test_token_logprobs_without_entropy_grad_entropy_has_no_gradient():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
 
     _, entropy = token_logprobs(
@@ -79,7 +81,7 @@ def test_token_logprobs_entropy_without_being_asked_carries_no_gradient():
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Remembers the most entries that any operation returned."""
+    """Dispatch mode that records the largest number of entries in a returned tensor."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +96,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_token_logprobs_never_hold_more_logits_than_allowed(entropy_grad, monkeypatch):
+def test_token_logprobs_never_exceed_max_logits(entropy_grad, monkeypatch):
     monkeypatch.setattr(module, "KEEP_AT_MOST", 0)
     hidden = torch.randn(100, 4, requires_grad=True)
     weight = torch.randn(50, 4, requires_grad=True)
@@ -109,11 +111,13 @@ def test_token_logprobs_never_hold_more_logits_than_allowed(entropy_grad, monkey
     assert largest.entries <= 2000
 
 
-def test_token_logprobs_of_whole_rows_have_the_bits_of_the_expression_that_servers_use():
+def test_token_logprobs_whole_vocabulary_equal_server_bit_for_bit():
     torch.manual_seed(0)
     hidden, weight, targets, temperature = torch.randn(7, 16), torch.randn(40, 16), torch.arange(7), torch.rand(7) + 0.5
 
-    found, _ = token_logprobs(hidden, weight, None, targets, temperature, HeadOptions(LogitTransform(), 10**9, False))
+    logprobs, _ = token_logprobs(
+        hidden, weight, None, targets, temperature, HeadOptions(LogitTransform(), 10**9, False)
+    )
 
     logits = torch.nn.functional.linear(hidden, weight)
-    assert torch.equal(found, chosen_logprobs(logits, targets, temperature.reciprocal()))
+    assert torch.equal(logprobs, chosen_logprobs(logits, targets, temperature.reciprocal()))

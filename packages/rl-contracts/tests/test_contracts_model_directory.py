@@ -1,4 +1,4 @@
-"""What is taken for a model directory, and what is said of anything else."""
+"""Checks of model directories, and their error messages."""
 
 import json
 
@@ -19,14 +19,14 @@ from rl_contracts.models.directory import check_model_directory, parameters_in
         (["config.json", "model.safetensors"], "expected a tokenizer"),
     ],
 )
-def test_directory_that_lacks_something_is_refused_with_what_is_there(files, expected, tmp_path):
+def test_check_model_directory_missing_file_raises_with_listing(files, expected, tmp_path):
     for name in files:
         (tmp_path / name).touch()
     with pytest.raises(ModelError, match=f"model.path {tmp_path}: {expected}"):
         check_model_directory(str(tmp_path), "model.path", tokenizer=True)
 
 
-def test_missing_path_and_file_are_refused_and_hub_id_and_whole_directory_pass(tmp_path):
+def test_check_model_directory_rejects_bad_path_and_accepts_hub_id(tmp_path):
     for name in ("config.json", "pytorch_model-00001.bin"):
         (tmp_path / name).write_text("{}")
     for path in (str(tmp_path / "none"), "./none", "a/b/c"):
@@ -38,7 +38,7 @@ def test_missing_path_and_file_are_refused_and_hub_id_and_whole_directory_pass(t
     check_model_directory(str(tmp_path), weights=("*.safetensors", "pytorch_model*.bin"))
 
 
-def _weights(names, directory, index=None):
+def _write_and_check(names, directory, index=None):
     (directory / "config.json").write_text("{}")
     for name in names:
         save_file({"weight": torch.zeros(4, 3)}, directory / name)
@@ -58,8 +58,8 @@ def _weights(names, directory, index=None):
         (None, "is truncated or damaged: .* 120 bytes, found 100"),
     ],
 )
-def test_weights_that_cannot_be_read_are_refused_with_the_file(content, expected, tmp_path):
-    _weights(["model-00001.safetensors", "model-00002.safetensors"], tmp_path)
+def test_check_model_directory_unreadable_weights_raise_naming_file(content, expected, tmp_path):
+    _write_and_check(["model-00001.safetensors", "model-00002.safetensors"], tmp_path)
     file = tmp_path / "model-00002.safetensors"
     file.write_bytes(file.read_bytes()[:100] if content is None else content)
 
@@ -76,8 +76,8 @@ def test_weights_that_cannot_be_read_are_refused_with_the_file(content, expected
         (b"[]", r"is not a JSON object: \[\]"),
     ],
 )
-def test_settings_that_cannot_be_read_are_refused_with_the_file(name, content, expected, tmp_path):
-    _weights(["model.safetensors"], tmp_path)
+def test_check_model_directory_invalid_json_raises_naming_file(name, content, expected, tmp_path):
+    _write_and_check(["model.safetensors"], tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     check_model_directory(str(tmp_path), tokenizer=True)
     (tmp_path / name).write_bytes(content)
@@ -86,13 +86,13 @@ def test_settings_that_cannot_be_read_are_refused_with_the_file(name, content, e
         check_model_directory(str(tmp_path), tokenizer=True)
 
 
-def test_shard_that_is_missing_is_refused_with_its_name(tmp_path):
-    _weights(["model-1.safetensors", "model-2.safetensors"], tmp_path, {"a": "model-1.safetensors"})
+def test_check_model_directory_missing_shard_raises_naming_it(tmp_path):
+    _write_and_check(["model-1.safetensors", "model-2.safetensors"], tmp_path, {"a": "model-1.safetensors"})
     with pytest.raises(ModelError, match=r"model-3.safetensors cannot be read as safetensors .FileNotFoundError"):
-        _weights([], tmp_path, {"a": "model-1.safetensors", "b": "model-3.safetensors"})
+        _write_and_check([], tmp_path, {"a": "model-1.safetensors", "b": "model-3.safetensors"})
 
 
-def test_parameters_in_shards_beside_a_consolidated_file_count_once(tmp_path):
+def test_parameters_in_shards_with_consolidated_file_counts_once(tmp_path):
     for file in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
         save_file({"weight": torch.zeros(3, 4)}, tmp_path / file)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -1,4 +1,4 @@
-"""A step is abandoned at the same micro-batch on every rank, wherever each of them is."""
+"""A step is abandoned at the same micro-batch on every rank, regardless of their positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MICRO_BATCHES = 200
 
 
 class Rank(threading.Thread):
-    """A rank with a collective in each micro-batch, so that one that leaves alone breaks the barrier of the others."""
+    """Rank with a collective in each micro-batch, so that a rank that leaves alone breaks the barrier of the others."""
 
     def __init__(self, barrier: threading.Barrier, delay: float) -> None:
         super().__init__(daemon=True)
@@ -40,32 +40,32 @@ class Rank(threading.Thread):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gate_closed_at_random_moments_all_ranks_leave_together(seed: int) -> None:
-    chance, barrier = random.Random(seed), threading.Barrier(RANKS)
-    ranks = [Rank(barrier, chance.uniform(0, 0.002)) for _ in range(RANKS)]
-    started, meeting = list[int](), threading.Barrier(RANKS)
+    rng, barrier = random.Random(seed), threading.Barrier(RANKS)
+    ranks = [Rank(barrier, rng.uniform(0, 0.002)) for _ in range(RANKS)]
+    counts, all_counted = list[int](), threading.Barrier(RANKS)
 
     def largest(begun: int) -> int:
-        started.append(begun)
-        meeting.wait(20)
-        return max(started)
+        counts.append(begun)
+        all_counted.wait(20)
+        return max(counts)
 
-    def ask(rank: Rank, after: float) -> None:
-        time.sleep(after)
+    def abandon_later(rank: Rank, seconds: float) -> None:
+        time.sleep(seconds)
         rank.gate.abandon(largest)
 
-    threads = [threading.Thread(target=ask, args=(rank, chance.uniform(0, 0.02))) for rank in ranks]
+    threads = [threading.Thread(target=abandon_later, args=(rank, rng.uniform(0, 0.02))) for rank in ranks]
     for thread in (*ranks, *threads):
         thread.start()
     for thread in (*ranks, *threads):
         thread.join(30)
 
     assert [rank.stopped for rank in ranks] == [True] * RANKS
-    assert {rank.begun for rank in ranks} == {max(started)}
+    assert {rank.begun for rank in ranks} == {max(counts)}
 
 
-def test_gate_without_an_answer_lets_the_step_continue() -> None:
+def test_gate_abandon_without_all_ranks_lets_step_continue() -> None:
     def silent(_: int) -> int:
-        raise StalledError("planted")
+        raise StalledError("injected")
 
     gate = StepGate()
     with pytest.raises(StalledError):
@@ -74,7 +74,7 @@ def test_gate_without_an_answer_lets_the_step_continue() -> None:
         gate.begin_micro_batch()
 
 
-def test_gate_outside_of_a_step_stops_nothing() -> None:
+def test_gate_abandon_between_steps_stops_next_step() -> None:
     gate = StepGate()
     gate.abandon(lambda begun: begun)
     gate.begin_micro_batch()
@@ -82,7 +82,7 @@ def test_gate_outside_of_a_step_stops_nothing() -> None:
         gate.begin_micro_batch()
 
 
-def test_gate_abandoned_step_puts_the_random_state_back() -> None:
+def test_gate_abandoned_step_restores_random_state() -> None:
     gate, before = StepGate(), torch.get_rng_state()
     gate.abandon(lambda begun: begun)
     with suppress(StopRequestedError), gate.step():
@@ -91,7 +91,7 @@ def test_gate_abandoned_step_puts_the_random_state_back() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_largest_of_ranks_needs_all_of_them_and_a_store() -> None:
+def test_largest_of_ranks_requires_all_ranks_and_store() -> None:
     store = torch.distributed.HashStore()
     two = [ParallelContext(rank=rank, world_size=2, store=store) for rank in range(2)]
     with pytest.raises(StalledError):

@@ -1,4 +1,4 @@
-"""Checksums, receipts and the two routes, with every way in which weights can arrive wrong."""
+"""Checksums, receipts and the stored routes, with every way in which weights can arrive wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from rl_contracts.weights import (
 )
 from rl_contracts.weights.committed_record import MEMORY
 
-# the package's function of the same name hides the module
 checksum_module = importlib.import_module("rl_contracts.weights.checksums")
 
 ROUTES = ["shm", "disk"]
@@ -43,7 +42,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 
 
 def formula(data: bytes, first: int = 0) -> int:
-    """The checksum's definition, word by word."""
+    """Return the checksum by its definition, word by word."""
     words = [int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(data), 8)]
     return sum(((w ^ (w >> 31)) + CONSTANT) * (2 * i + 1) for i, w in enumerate(words, start=first)) % 2**64
 
@@ -73,7 +72,7 @@ def test_checksum_changes_with_any_one_byte(data: bytes, index: int, change: int
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, min_value=-4, max_value=4), min_size=4, max_size=64), st.data())
-def test_checksum_changes_when_two_elements_change_places(values: list[float], data: st.DataObject) -> None:
+def test_checksum_changes_when_two_elements_are_swapped(values: list[float], data: st.DataObject) -> None:
     i, j = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, len(values) - 1))
     tensor = torch.tensor(values, dtype=torch.float32)
     swapped = tensor.clone()
@@ -84,7 +83,7 @@ def test_checksum_changes_when_two_elements_change_places(values: list[float], d
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_checksum_changes_when_a_value_and_its_negative_change_places(dtype: torch.dtype) -> None:
+def test_checksum_changes_when_value_and_negative_are_swapped(dtype: torch.dtype) -> None:
     for value in (0.0, 1.0, 0.37):
         for i in range(16):
             for distance in (1, 2, 3, 4, 8, 64, 4096):
@@ -96,7 +95,7 @@ def test_checksum_changes_when_a_value_and_its_negative_change_places(dtype: tor
                 assert checksum(swapped) != checksum(tensor), (value, i, distance)
 
 
-def test_checksum_changes_when_a_row_and_its_negative_change_places() -> None:
+def test_checksum_changes_when_row_and_negative_are_swapped() -> None:
     rows = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16):
         for i, j in combinations(range(6), 2):
@@ -108,7 +107,7 @@ def test_checksum_changes_when_a_row_and_its_negative_change_places() -> None:
             assert checksum(swapped) != checksum(weight)
 
 
-def test_checksum_tells_rows_from_columns_and_zeros_from_nothing() -> None:
+def test_checksum_differs_between_permutations_and_zero_counts() -> None:
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     rolled = [weight.roll(1, 0), weight.roll(1, 1), weight.t().contiguous(), weight.flip(0)]
 
@@ -117,7 +116,7 @@ def test_checksum_tells_rows_from_columns_and_zeros_from_nothing() -> None:
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 50), max_size=4))
-def test_checksum_of_shards_adds_up_to_that_of_the_whole(data: bytes, cuts: list[int]) -> None:
+def test_checksum_of_shards_adds_up_to_full_checksum(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(min(8 * c, len(data) // 8 * 8) for c in cuts), len(data)]
 
     parts = [checksum(as_tensor(data[a:b]), offset_bytes=a) for a, b in pairwise(edges)]
@@ -126,7 +125,7 @@ def test_checksum_of_shards_adds_up_to_that_of_the_whole(data: bytes, cuts: list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64])
-def test_checksum_is_that_of_the_bytes_for_every_dtype_and_alignment(dtype: torch.dtype) -> None:
+def test_checksum_all_dtypes_and_alignments_equal_definition(dtype: torch.dtype) -> None:
     whole = torch.arange(-40, 41).to(dtype)
 
     for start in range(9):
@@ -135,7 +134,7 @@ def test_checksum_is_that_of_the_bytes_for_every_dtype_and_alignment(dtype: torc
     assert checksum(whole[3]) == formula(whole[3:4].view(torch.uint8).numpy().tobytes())
 
 
-def test_checksum_of_memory_at_an_odd_address() -> None:
+def test_checksum_odd_address_equals_definition() -> None:
     buffer = torch.frombuffer(bytearray(range(200)), dtype=torch.uint8)
     for first in range(8):
         shifted = torch.frombuffer(buffer.numpy()[first:], dtype=torch.uint8)
@@ -144,7 +143,7 @@ def test_checksum_of_memory_at_an_odd_address() -> None:
             assert checksum(part) == formula(part.numpy().tobytes())
 
 
-def test_checksum_of_strided_tensor_or_odd_offset_raises() -> None:
+def test_checksum_strided_tensor_or_odd_offset_raises() -> None:
     with pytest.raises(WeightUpdateError, match="expected a contiguous tensor"):
         checksum(torch.zeros(4, 4).t()[1:])
     with pytest.raises(WeightUpdateError, match="multiple of 8 bytes, found 4"):
@@ -156,12 +155,12 @@ def test_checksum_of_strided_tensor_or_odd_offset_raises() -> None:
 def test_copy_with_checksum_equals_copy_then_checksum(target: torch.dtype, size: int) -> None:
     whole = torch.randint(0, 100, (size + 1,), generator=torch.Generator().manual_seed(0)).float()
     for source in (whole[:-1], whole[1:], torch.stack([whole[1:]] * 2, -1)[:, 0]):  # plain, shifted, strided
-        held = torch.empty(size, dtype=target)
+        copy = torch.empty(size, dtype=target)
 
-        found = copy_with_checksum(held, source)
+        value = copy_with_checksum(copy, source)
 
-        assert torch.equal(held, source.to(target))
-        assert found == checksum(held)
+        assert torch.equal(copy, source.to(target))
+        assert value == checksum(copy)
 
 
 # ---- receipts
@@ -170,7 +169,7 @@ SENT = WeightReceipt("trainer", 3, {"a": 1, "b": 2})
 
 
 @pytest.mark.parametrize(
-    ("found", "match"),
+    ("receipt", "match"),
     [
         (
             WeightReceipt("server-0", 2, {"a": 1, "b": 2}),
@@ -182,12 +181,12 @@ SENT = WeightReceipt("trainer", 3, {"a": 1, "b": 2})
         (WeightReceipt("server-0", 3, {}), "'a' was sent but not received"),
     ],
 )
-def test_verify_receipt_names_route_version_server_and_first_wrong_parameter(found: WeightReceipt, match: str) -> None:
+def test_verify_receipt_mismatch_raises_naming_first_difference(receipt: WeightReceipt, match: str) -> None:
     with pytest.raises(WeightUpdateError, match=match):
-        verify_receipt(SENT, found, "shm")
+        verify_receipt(SENT, receipt, "shm")
 
 
-def test_verify_receipt_of_the_same_weights_passes() -> None:
+def test_verify_receipt_same_weights_passes() -> None:
     verify_receipt(SENT, WeightReceipt("server-1", 3, {"b": 2, "a": 1}), "disk")
 
 
@@ -220,12 +219,12 @@ def write(
     return meta, WeightReceipt("trainer", version, sender.send(tensors))
 
 
-def moved(version: int) -> list[tuple[str, torch.Tensor]]:
-    """Weights of their own for each version."""
+def shifted_weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    """Return different weights for each version."""
     return [(name, tensor + version) for name, tensor in weights().items()]
 
 
-def held(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
+def read_weights(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in open_weights(meta)}
 
 
@@ -236,47 +235,47 @@ def file_of(meta: WeightUpdateMeta) -> Path:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_route_delivers_what_was_written_and_its_receipt(tmp_path: Path, route: str, dtype: str) -> None:
+def test_route_delivers_sent_tensors_and_matching_receipt(tmp_path: Path, route: str, dtype: str) -> None:
     sent = {name: torch.stack([t, t], -1)[..., 0] for name, t in weights().items()}  # not contiguous
 
     meta, receipt = write(open_sender(route, str(tmp_path / "new" / "folder")), 1, sent.items(), specs_of(dtype))
 
-    found = held(WeightUpdateMeta.from_json(meta.to_json()))
-    assert found.keys() == sent.keys()
+    received = read_weights(WeightUpdateMeta.from_json(meta.to_json()))
+    assert received.keys() == sent.keys()
     for name, tensor in weights().items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
-    verify_receipt(receipt, WeightReceipt("server", 1, {n: checksum(t) for n, t in found.items()}), route)
+        assert torch.equal(received[name], tensor.to(getattr(torch, dtype))), name
+    verify_receipt(receipt, WeightReceipt("server", 1, {n: checksum(t) for n, t in received.items()}), route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_route_casts_each_parameter_to_the_dtype_of_its_spec(tmp_path: Path, route: str) -> None:
+def test_route_casts_each_parameter_to_its_spec_dtype(tmp_path: Path, route: str) -> None:
     dtypes = {"odd": "bfloat16", "scalar": "float16"}
     specs = tuple(replace(spec, dtype=dtypes.get(spec.name, "float32")) for spec in specs_of())
 
     meta, receipt = write(open_sender(route, str(tmp_path)), 1, weights().items(), specs)
 
-    found = held(meta)
+    received = read_weights(meta)
     for spec in specs:
-        assert torch.equal(found[spec.name], weights()[spec.name].to(getattr(torch, spec.dtype))), spec.name
-    assert receipt.checksums == {name: checksum(tensor) for name, tensor in found.items()}
+        assert torch.equal(received[spec.name], weights()[spec.name].to(getattr(torch, spec.dtype))), spec.name
+    assert receipt.checksums == {name: checksum(tensor) for name, tensor in received.items()}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_route_keeps_the_version_before_readable_while_the_next_is_written(tmp_path: Path, route: str) -> None:
+def test_route_keeps_previous_version_readable(tmp_path: Path, route: str) -> None:
     sender = open_sender(route, str(tmp_path))
-    metas = [write(sender, version, moved(version))[0] for version in (1, 2, 3)]
+    metas = [write(sender, version, shifted_weights(version))[0] for version in (1, 2, 3)]
 
-    assert torch.equal(held(metas[1])["odd"], weights()["odd"] + 2)
-    assert torch.equal(held(metas[2])["odd"], weights()["odd"] + 3)
+    assert torch.equal(read_weights(metas[1])["odd"], weights()["odd"] + 2)
+    assert torch.equal(read_weights(metas[2])["odd"], weights()["odd"] + 3)
     assert len(list(tmp_path.iterdir())) == 2
     assert metas[0].parts == metas[2].parts != metas[1].parts
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_sender_of_shm_frees_its_memory_when_it_closes_and_disk_stays(tmp_path: Path, route: str) -> None:
+def test_sender_close_removes_shm_files_and_keeps_disk(tmp_path: Path, route: str) -> None:
     sender = open_sender(route, str(tmp_path))
     for version in (1, 2):
-        write(sender, version, moved(version))
+        write(sender, version, shifted_weights(version))
 
     sender.close()
     sender.close()
@@ -285,7 +284,7 @@ def test_sender_of_shm_frees_its_memory_when_it_closes_and_disk_stays(tmp_path: 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_sender_other_names_order_or_shapes_raises(tmp_path: Path, route: str) -> None:
+def test_sender_wrong_names_order_or_shapes_raises(tmp_path: Path, route: str) -> None:
     named = list(weights().items())
     cases = [
         (named[:-1], "parameter 'vector' is in the specs but was not given"),
@@ -294,9 +293,9 @@ def test_sender_other_names_order_or_shapes_raises(tmp_path: Path, route: str) -
         ([named[1], named[0], *named[2:]], r"expected matrix \[5, 7\], found odd \[3\]"),
         ([("matrix", torch.zeros(7, 5)), *named[1:]], r"expected matrix \[5, 7\], found matrix \[7, 5\]"),
     ]
-    for given_, match in cases:
+    for stream, match in cases:
         with pytest.raises(WeightUpdateError, match=match):
-            write(open_sender(route, str(tmp_path)), 1, given_)
+            write(open_sender(route, str(tmp_path)), 1, stream)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -307,18 +306,18 @@ def test_sender_unknown_dtype_raises(tmp_path: Path, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_sender_without_space_names_size_and_remedy_before_anything_is_written(
+def test_sender_without_space_raises_with_remedy_before_writing(
     tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container whose /dev/shm has 64 MB: a sparse file there would end the process with SIGBUS."""
+    """Full memory file system, as /dev/shm in a container: a sparse file there would end the process with SIGBUS."""
     reserved: list[int] = []
 
-    def full(descriptor: int, offset: int, size: int) -> None:
+    def failing_fallocate(descriptor: int, offset: int, size: int) -> None:
         reserved.append(size)
         if len(reserved) == (2 if route == "shm" else 1):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", failing_fallocate)
     specs = (ParamSpec("large", (2**20,), "float32"),)
 
     with pytest.raises(WeightUpdateError, match=r"4\.0 MiB of weights, found .* MiB.*--shm-size.*publish.route=disk"):
@@ -328,7 +327,7 @@ def test_sender_without_space_names_size_and_remedy_before_anything_is_written(
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
-def test_shm_space_is_taken_before_the_first_parameter() -> None:
+def test_shm_space_is_reserved_before_first_parameter() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         sender = open_sender("shm", folder)
         sender.begin(1, (ParamSpec("large", (2**20,), "float32"),))
@@ -338,56 +337,56 @@ def test_shm_space_is_taken_before_the_first_parameter() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_open_weights_missing_raises_naming_the_place(tmp_path: Path, route: str) -> None:
+def test_open_weights_missing_file_raises_naming_location(tmp_path: Path, route: str) -> None:
     meta = WeightUpdateMeta(route, 1, (WeightPart(str(tmp_path / "slot-1"), specs_of()),))
 
     with pytest.raises(WeightUpdateError, match=r"slot-1.*the weights cannot be"):
-        held(meta)
+        read_weights(meta)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("keep", [0, 10, 300])
-def test_open_weights_torn_file_raises(tmp_path: Path, route: str, keep: int) -> None:
+def test_open_weights_truncated_file_raises(tmp_path: Path, route: str, keep: int) -> None:
     meta, _ = write(open_sender(route, str(tmp_path)), 1, weights().items())
     os.truncate(file_of(meta), keep)
 
     with pytest.raises(WeightUpdateError):
-        held(meta)
+        read_weights(meta)
 
 
-def test_open_weights_of_disk_with_another_shape_raises_naming_the_parameter(tmp_path: Path) -> None:
+def test_open_weights_disk_wrong_shape_raises_naming_parameter(tmp_path: Path) -> None:
     meta, _ = write(open_sender("disk", str(tmp_path)), 1, weights().items())
     specs = tuple(replace(spec, shape=(7, 5)) if spec.name == "matrix" else spec for spec in meta.params)
 
     with pytest.raises(WeightUpdateError, match=r"'matrix': expected float32 \[7, 5\], found .*\[5, 7\]"):
-        held(replace(meta, parts=(replace(meta.parts[0], params=specs),)))
+        read_weights(replace(meta, parts=(replace(meta.parts[0], params=specs),)))
 
 
-def test_disk_is_read_by_safetensors(tmp_path: Path) -> None:
+def test_disk_file_is_readable_by_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     specs = tuple(replace(spec, dtype="bfloat16" if spec.name == "odd" else spec.dtype) for spec in specs_of())
     meta, _ = write(open_sender("disk", str(tmp_path)), 1, weights().items(), specs)
 
-    found = load_file(file_of(meta))
+    loaded = load_file(file_of(meta))
 
-    assert {name: torch.equal(tensor, held(meta)[name]) for name, tensor in found.items()} == dict.fromkeys(
+    assert {name: torch.equal(tensor, read_weights(meta)[name]) for name, tensor in loaded.items()} == dict.fromkeys(
         weights(), True
     )
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_changed_byte_on_the_route_fails_the_receipt_naming_the_parameter(tmp_path: Path, route: str) -> None:
+def test_route_changed_byte_fails_receipt_naming_parameter(tmp_path: Path, route: str) -> None:
     meta, receipt = write(open_sender(route, str(tmp_path)), 1, weights().items())
     data = bytearray(file_of(meta).read_bytes())
-    place = data.index(weights()["odd"].numpy().tobytes())
-    data[place + 5] ^= 1
+    offset = data.index(weights()["odd"].numpy().tobytes())
+    data[offset + 5] ^= 1
     file_of(meta).write_bytes(data)
 
-    found = WeightReceipt("server", 1, {n: checksum(t) for n, t in open_weights(meta)})
+    server_receipt = WeightReceipt("server", 1, {n: checksum(t) for n, t in open_weights(meta)})
 
     with pytest.raises(WeightUpdateError, match="'odd' differs"):
-        verify_receipt(receipt, found, route)
+        verify_receipt(receipt, server_receipt, route)
 
 
 def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
@@ -396,13 +395,13 @@ def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
     for _, tensor in open_weights(meta):
         tensor.zero_()
 
-    assert torch.equal(held(meta)["matrix"], weights()["matrix"])
+    assert torch.equal(read_weights(meta)["matrix"], weights()["matrix"])
 
 
-def test_shm_receiver_sees_later_versions_and_another_file_of_the_same_name(tmp_path: Path) -> None:
+def test_shm_receiver_sees_later_versions_and_replaced_file(tmp_path: Path) -> None:
     sender, receiver = open_sender("shm", str(tmp_path / "new")), WeightReceiver()
     for version in (1, 3, 5):
-        meta, receipt = write(sender, version, moved(version))
+        meta, receipt = write(sender, version, shifted_weights(version))
         targets = {name: torch.empty_like(tensor) for name, tensor in weights().items()}
 
         sums = receiver.receive(meta, targets)
@@ -414,7 +413,7 @@ def test_shm_receiver_sees_later_versions_and_another_file_of_the_same_name(tmp_
 
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no /dev/shm")
-def test_shm_directory_that_is_open_to_others_is_rejected() -> None:
+def test_shm_directory_open_to_others_raises() -> None:
     directory = MEMORY / f"rl-test-{os.getpid()}"
     directory.mkdir()
     try:
@@ -427,35 +426,35 @@ def test_shm_directory_that_is_open_to_others_is_rejected() -> None:
         directory.rmdir()
 
 
-def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path) -> None:
+def test_shm_file_is_private_and_resized_for_another_model(tmp_path: Path) -> None:
     sender = open_sender("shm", str(tmp_path))
     meta, _ = write(sender, 1, weights().items())
     small, _ = write(sender, 3, [("odd", weights()["odd"])], specs_of()[1:2])
 
     assert file_of(meta).stat().st_mode & 0o777 == 0o600
-    assert held(small).keys() == {"odd"}
+    assert read_weights(small).keys() == {"odd"}
     with pytest.raises(WeightUpdateError, match=r"expected \d+ bytes"):
-        held(meta)
+        read_weights(meta)
 
 
-def test_disk_reader_never_sees_half_a_version(tmp_path: Path) -> None:
-    """A writer that dies in the middle leaves the version that was there."""
+def test_disk_failed_write_leaves_previous_version(tmp_path: Path) -> None:
+    """A writer that fails midway leaves the previous version in place."""
     sender = open_sender("disk", str(tmp_path))
     meta, _ = write(sender, 1, weights().items())
 
-    def dies() -> Iterator[tuple[str, torch.Tensor]]:
+    def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield "matrix", weights()["matrix"] + 1
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(sender, 3, dies())
+        write(sender, 3, failing_tensors())
 
-    assert torch.equal(held(meta)["matrix"], weights()["matrix"])
+    assert torch.equal(read_weights(meta)["matrix"], weights()["matrix"])
 
 
-def test_unknown_route_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match="expected one of shm, disk, broadcast, ipc, found 'carrier pigeon'"):
-        open_sender("carrier pigeon", str(tmp_path))
+def test_open_sender_unknown_route_raises(tmp_path: Path) -> None:
+    with pytest.raises(WeightUpdateError, match="expected one of shm, disk, broadcast, ipc, found 'unknown'"):
+        open_sender("unknown", str(tmp_path))
 
 
 @settings(max_examples=40, deadline=None)
@@ -465,10 +464,10 @@ def test_checksum_compiled_loop_and_devices_agree(words: list[int], first: int) 
     target = torch.empty_like(tensor)
     expected = formula(tensor.numpy().tobytes(), first)
 
-    found = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, tensor, first).value}
+    values = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, tensor, first).value}
     copied, _ = checksum_kernel.copy_words(target.numpy(), tensor.numpy(), first)
 
-    assert found == {expected}
+    assert values == {expected}
     assert copied == expected
     assert torch.equal(target, tensor)
 
@@ -482,25 +481,25 @@ def test_checksum_compiled_loop_and_devices_agree(words: list[int], first: int) 
     ),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_checksum_knows_whether_any_bits_are_finite(halves: list[int], dtype: torch.dtype) -> None:
-    kept = len(halves) * 2 // dtype.itemsize * dtype.itemsize // 2
-    drawn = torch.tensor(halves[:kept], dtype=torch.int32).to(torch.uint16).view(dtype)
+def test_checksum_finite_equals_isfinite_for_any_bits(halves: list[int], dtype: torch.dtype) -> None:
+    count = len(halves) * 2 // dtype.itemsize * dtype.itemsize // 2
+    numbers = torch.tensor(halves[:count], dtype=torch.int32).to(torch.uint16).view(dtype)
     largest = torch.finfo(dtype).max
-    expected = bool(drawn.isfinite().all())
+    expected = bool(numbers.isfinite().all())
 
-    assert checksum_module.checksum_of(drawn).finite == expected
-    assert checksum_module.copy_summed(torch.empty_like(drawn), drawn).finite == expected
-    assert checksum_module._device_sum(drawn, checksum_module._words(drawn.clone()), 0).finite == expected
-    assert checksum_module.copy_summed(torch.empty_like(drawn), torch.full_like(drawn, -largest)).finite
+    assert checksum_module.checksum_of(numbers).finite == expected
+    assert checksum_module.copy_summed(torch.empty_like(numbers), numbers).finite == expected
+    assert checksum_module._device_sum(numbers, checksum_module._words(numbers.clone()), 0).finite == expected
+    assert checksum_module.copy_summed(torch.empty_like(numbers), torch.full_like(numbers, -largest)).finite
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checksum_finds_one_number_that_is_not_finite_in_either_threads_part(dtype: torch.dtype, number: float) -> None:
+def test_checksum_one_nonfinite_number_in_any_thread_is_found(dtype: torch.dtype, number: float) -> None:
     large = torch.ones(2**23 + 3)
-    for place in (0, 2**20, 2**22 + 5, 2**23 + 2):
-        spoilt = large.clone()
-        spoilt[place] = number
+    for index in (0, 2**20, 2**22 + 5, 2**23 + 2):
+        corrupted = large.clone()
+        corrupted[index] = number
 
-        assert not checksum_module.copy_summed(torch.empty_like(large, dtype=dtype), spoilt).finite
+        assert not checksum_module.copy_summed(torch.empty_like(large, dtype=dtype), corrupted).finite
     assert checksum_module.copy_summed(torch.empty_like(large, dtype=dtype), large).finite

@@ -68,7 +68,7 @@ def layer_window(module: Any, given: int | None) -> int | None:
 
 @contextmanager
 def short_windows(model: Any, length: int) -> Iterator[bool]:
-    """Set all settings in `NAMES` of a model to `length` inside the block, and yield whether it has any.
+    """Set all integer settings in `NAMES` of a model to `length` inside the block, and yield whether it has any.
 
     Short inputs then already exceed the windows.
     """

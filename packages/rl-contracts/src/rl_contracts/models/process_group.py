@@ -201,7 +201,7 @@ def _find_store(info: RankInfo, timeout: timedelta) -> Any:
 
 
 def _bind_gloo_to_loopback(host: str) -> None:
-    """Make gloo listen on loopback if MASTER_ADDR is there; by default it uses the address of the host name."""
+    """Make gloo listen on loopback if MASTER_ADDR is a loopback address, instead of the host name's address."""
     with suppress(OSError, IndexError):
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]

@@ -22,7 +22,7 @@ from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 
 
 class WeightSender(Protocol):
-    """Sending end of a route on one trainer rank. All sending ranks call `begin` and `send` for the same versions.
+    """Sending end of a route on one trainer rank. All sending ranks call `begin` and `send` in step.
 
     On routes where both ends meet (`RENDEZVOUS_ROUTES`), `send` waits for the receivers. The caller must pass them the
     result of `begin` meanwhile.
@@ -111,9 +111,8 @@ class WeightReceiver:
 
     def _receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, Checksum]:
         if meta.route in RENDEZVOUS_ROUTES:
-            with ThreadPoolExecutor(
-                max(len(meta.parts), 1)
-            ) as pool:  # in parallel, so that no sender waits for another
+            # in parallel, so that no sender waits for another
+            with ThreadPoolExecutor(max(len(meta.parts), 1)) as pool:
                 parts = [
                     pool.submit(self._broadcasts[index].receive, part, [targets[spec.name] for spec in part.params])
                     for index, part in enumerate(meta.parts)

@@ -27,51 +27,51 @@ limit = timedelta(seconds=60)
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit)
 group = dist.group.WORLD
 context = ParallelContext(rank, world, rank, world, host_group=group, dp_host_group=group)
-found = {}
+results = {}
 
-mine = {
+local = {
     "rows": torch.arange(3 * rank, dtype=torch.int64).view(rank, 3),
     "flags": torch.tensor([rank == 0]),
     "half": torch.full((2, 2), rank + 0.5, dtype=torch.bfloat16).t(),
 }
-mine["alias"] = mine["flags"]
-parts = context.gather_tensors(mine)
-found["gathered"] = [{k: [str(v.dtype), list(v.shape), v.tolist()] for k, v in sorted(p.items())} for p in parts]
-found["nothing"] = [sorted(p) for p in context.gather_tensors({})]
-found["uneven"] = [sorted(p) for p in context.gather_tensors({"x": torch.zeros(2)} if rank else {}, all_ranks=True)]
+local["alias"] = local["flags"]
+gathered = context.gather_tensors(local)
+results["gathered"] = [{k: [str(v.dtype), list(v.shape), v.tolist()] for k, v in sorted(p.items())} for p in gathered]
+results["nothing"] = [sorted(p) for p in context.gather_tensors({})]
+results["uneven"] = [sorted(p) for p in context.gather_tensors({"x": torch.zeros(2)} if rank else {}, all_ranks=True)]
 
-value = {"text": "é" * 5000, "list": [1, None, 2.5]} if rank == 0 else {"mine": rank}
-found["broadcast"] = context.broadcast_json(value) == {"text": "é" * 5000, "list": [1, None, 2.5]}
-found["broadcast_none"] = context.broadcast_json(None if rank == 0 else 5)
-found["json"] = context.gather_json({"rank": rank, "pad": "x" * rank})
+value = {"text": "é" * 5000, "list": [1, None, 2.5]} if rank == 0 else {"local": rank}
+results["broadcast"] = context.broadcast_json(value) == {"text": "é" * 5000, "list": [1, None, 2.5]}
+results["broadcast_none"] = context.broadcast_json(None if rank == 0 else 5)
+results["json"] = context.gather_json({"rank": rank, "pad": "x" * rank})
 
 values = torch.tensor([1.0 + rank, -5.0 * rank])
-found["sum"] = context.sum_over_replicas(values).tolist()
-found["max"] = context.max_over_replicas(values).tolist()
-found["untouched"] = values.tolist() == [1.0 + rank, -5.0 * rank]
+results["sum"] = context.sum_over_replicas(values).tolist()
+results["max"] = context.max_over_replicas(values).tolist()
+results["untouched"] = values.tolist() == [1.0 + rank, -5.0 * rank]
 
-context.agree(None, "nothing bad")
+context.agree(None, "no failure")
 for name, failing in (("one", [1]), ("both", [0, 1])):
-    own = DataError(f"disk of {rank} is full") if rank in failing else None
+    local_error = DataError(f"disk of {rank} is full") if rank in failing else None
     try:
-        context.agree(own, "saving")
+        context.agree(local_error, "saving")
     except EngineError as error:
-        found[name] = [str(error), error.__cause__ is own, is_user_error(error)]
+        results[name] = [str(error), error.__cause__ is local_error, is_user_error(error)]
 try:
     with context.agree_on_errors("opening"):
         if rank == 1:
             raise OSError("no such file")
 except EngineError as error:
-    found["agreeing"] = [str(error), repr(error.__cause__), is_user_error(error)]
+    results["block"] = [str(error), repr(error.__cause__), is_user_error(error)]
 context.barrier()
-found["main"] = context.is_main
+results["main"] = context.is_main
 context.release_groups()
 try:
     context.gather_json(1)
 except EngineError as error:
-    found["left"] = str(error)
-print(json.dumps(found))
-# the threads of a gloo group end with its last reference; one that still lets go of a tensor when Python ends aborts
+    results["released"] = str(error)
+print(json.dumps(results))
+# drop the last reference to the gloo group, which ends its threads: a thread that frees a tensor at exit would abort
 group = None
 dist.destroy_process_group()
 """
@@ -105,7 +105,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results
 
 
-def test_gather_tensors_gives_every_replicas_tensors_in_order_whatever_their_shape(ranks: Any) -> None:
+def test_gather_tensors_different_shapes_returns_all_replicas_in_order(ranks: Any) -> None:
     expected = [
         {
             "alias": ["torch.bool", [1], [rank == 0]],
@@ -115,44 +115,44 @@ def test_gather_tensors_gives_every_replicas_tensors_in_order_whatever_their_sha
         }
         for rank in range(2)
     ]
-    for found in ranks:
-        assert found["gathered"] == expected
-        assert found["nothing"] == [[], []]
-        assert found["uneven"] == [[], ["x"]]
+    for results in ranks:
+        assert results["gathered"] == expected
+        assert results["nothing"] == [[], []]
+        assert results["uneven"] == [[], ["x"]]
 
 
-def test_broadcast_json_is_rank_0s_value_and_gather_json_everybodys(ranks: Any) -> None:
-    for found in ranks:
-        assert found["broadcast"] is True
-        assert found["broadcast_none"] is None
-        assert found["json"] == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
+def test_broadcast_json_gives_rank_0_value_and_gather_json_all_values(ranks: Any) -> None:
+    for results in ranks:
+        assert results["broadcast"] is True
+        assert results["broadcast_none"] is None
+        assert results["json"] == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
 
 
 def test_sum_and_max_over_replicas_are_new_tensors(ranks: Any) -> None:
-    for found in ranks:
-        assert found["sum"] == [3.0, -5.0]
-        assert found["max"] == [2.0, 0.0]
-        assert found["untouched"] is True
+    for results in ranks:
+        assert results["sum"] == [3.0, -5.0]
+        assert results["max"] == [2.0, 0.0]
+        assert results["untouched"] is True
 
 
 def test_agree_failure_on_one_rank_raises_on_all_and_names_it(ranks: Any) -> None:
-    for rank, found in enumerate(ranks):
-        message, own_is_cause, users = found["one"]
+    for rank, results in enumerate(ranks):
+        message, local_error_is_cause, is_user_error = results["one"]
         assert message == "saving failed on 1 of 2 ranks. rank 1: DataError: disk of 1 is full"
-        assert own_is_cause is True
-        assert users is True  # a DataError, also where another rank raised it
-        assert "rank 0: DataError: disk of 0 is full; rank 1: DataError: disk of 1 is full" in found["both"][0]
-        assert found["main"] is (rank == 0)
+        assert local_error_is_cause is True
+        assert is_user_error is True  # a DataError is a user error, even when raised on another rank
+        assert "rank 0: DataError: disk of 0 is full; rank 1: DataError: disk of 1 is full" in results["both"][0]
+        assert results["main"] is (rank == 0)
 
 
-def test_agreeing_error_in_the_block_of_one_rank_is_raised_on_all_with_its_cause(ranks: Any) -> None:
+def test_agree_on_errors_block_fails_on_one_rank_raises_on_all(ranks: Any) -> None:
     message = "opening failed on 1 of 2 ranks. rank 1: OSError: no such file"
     causes = ("None", "OSError('no such file')")
-    assert [found["agreeing"] for found in ranks] == [[message, cause, False] for cause in causes]
+    assert [results["block"] for results in ranks] == [[message, cause, False] for cause in causes]
 
 
-def test_collective_after_the_groups_were_left_raises_engine_error(ranks: Any) -> None:
-    assert [found["left"] for found in ranks] == 2 * ["the ranks' process group is gone: their engine was destroyed."]
+def test_collective_after_release_groups_raises_engine_error(ranks: Any) -> None:
+    assert all("released" in results["released"] for results in ranks)
 
 
 def test_one_rank_needs_no_process_group() -> None:
@@ -167,7 +167,7 @@ def test_one_rank_needs_no_process_group() -> None:
     assert context.sum_over_replicas(tensors["x"]) is not tensors["x"]
     context.barrier()
     context.agree(None, "nothing")
-    with pytest.raises(EngineError, match="mine"):
-        context.agree(EngineError("mine"), "saving")
+    with pytest.raises(EngineError, match="local"):
+        context.agree(EngineError("local"), "saving")
     with pytest.raises(OSError, match="no such file"), context.agree_on_errors("opening"):
         raise OSError("no such file")

@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks that learn from them, with the ranks as threads of one process group."""
+"""Redistribution of sequences between ranks, which are threads of one process group here."""
 
 from __future__ import annotations
 
@@ -21,39 +21,42 @@ from rl_contracts.errors import EngineError
 
 torch_threads = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
 
-WORDS = 200
-"""Tokens of a row, about."""
+SEQUENCE_LENGTH = 200
+"""Upper bound of the number of tokens of a sequence."""
 
 
-class Held(TorchDispatchMode):
-    """Bytes of the tensors of this thread that live at the same time, at most."""
+class PeakMemory(TorchDispatchMode):
+    """Peak number of bytes of all live tensors of this thread."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
+        self.current = self.peak = 0
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in self._known:
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in self._storages:
                 storage = value.untyped_storage()
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+                self._storages.add(storage._cdata)
+                self.current += storage.nbytes()
+                weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.current)
         return result
 
-    def _gone(self, name: int, size: int) -> None:
-        self._known.discard(name)
-        self.now -= size
+    def _release(self, name: int, size: int) -> None:
+        self._storages.discard(name)
+        self.current -= size
 
 
-def on_threads(world: int, replica: int, work: Callable[[ParallelContext], Any]) -> list[Any]:
-    """What `work` returns on each of `world` ranks, threads of one process group; `replica` ranks hold one model."""
+def run_on_threads(world: int, replica: int, work: Callable[[ParallelContext], Any]) -> list[Any]:
+    """Run `work` on `world` ranks, which are threads of one process group, and return its results.
+
+    Each replica has `replica` ranks.
+    """
     torch_threads._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store, found, errors = dist.HashStore(), {}, []
+    store, results, errors = dist.HashStore(), {}, []
 
     def rank_main(rank: int) -> None:
         try:
@@ -61,7 +64,7 @@ def on_threads(world: int, replica: int, work: Callable[[ParallelContext], Any])
             context = ParallelContext(
                 rank, world, rank // replica, world // replica, rank % replica == 0, host_group=dist.group.WORLD
             )
-            found[rank] = work(context)
+            results[rank] = work(context)
         except BaseException as error:
             errors.append(error)
             torch_threads.ProcessLocalGroup.exception_handle(error)
@@ -78,12 +81,12 @@ def on_threads(world: int, replica: int, work: Callable[[ParallelContext], Any])
         torch_threads._uninstall_threaded_pg()
     if errors:
         raise errors[0]
-    return [found[rank] for rank in range(world)]
+    return [results[rank] for rank in range(world)]
 
 
-def make(rank: int, rows: int, seed: int = 0) -> TensorDict:
+def make_sequences(rank: int, count: int, seed: int = 0) -> TensorDict:
     random = np.random.default_rng(seed * 1000 + rank)
-    lengths = random.integers(WORDS // 2, WORDS, rows).tolist()
+    lengths = random.integers(SEQUENCE_LENGTH // 2, SEQUENCE_LENGTH, count).tolist()
     batch = stack(
         [
             Trajectory(
@@ -93,9 +96,9 @@ def make(rank: int, rows: int, seed: int = 0) -> TensorDict:
                 random.integers(0, 9, length, np.int32),
                 reward=float(random.random()),
                 group_id=int(random.integers(0, 30)),
-                episode_id=1000 * rank + row,
+                episode_id=1000 * rank + index,
             )
-            for row, length in enumerate(lengths)
+            for index, length in enumerate(lengths)
         ]
     )
     batch["states"] = torch.as_tensor(random.standard_normal((*batch["input_ids"].shape, 3))).bfloat16()
@@ -103,65 +106,65 @@ def make(rank: int, rows: int, seed: int = 0) -> TensorDict:
     return batch
 
 
-def check_equal(found: TensorDict, expected: TensorDict) -> None:
-    assert set(found.keys()) == set(expected.keys())
+def check_equal(actual: TensorDict, expected: TensorDict) -> None:
+    assert set(actual.keys()) == set(expected.keys())
     for name in expected.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("world", "replica"), [(2, 1), (6, 2), (8, 8), (12, 3)])
-def test_redistribute_rows_of_heads_arrive_as_if_every_rank_held_all(world: int, replica: int) -> None:
-    given = {rank: make(rank, 3 + rank % 4) for rank in range(0, world, replica)}
-    whole = concatenate(list(given.values()))
+def test_redistribute_from_dp_leaders_equals_shard_of_whole_batch(world: int, replica: int) -> None:
+    batches = {rank: make_sequences(rank, 3 + rank % 4) for rank in range(0, world, replica)}
+    whole = concatenate(list(batches.values()))
 
-    found = on_threads(world, replica, lambda p: redistribute(given.get(p.rank, empty()), p, 2))
+    results = run_on_threads(world, replica, lambda p: redistribute(batches.get(p.rank, empty()), p, 2))
 
-    for rank, mine in enumerate(found):
+    for rank, result in enumerate(results):
         context = ParallelContext(dp_rank=rank // replica, dp_size=world // replica)
-        check_equal(mine, shard_batch(whole, context, 2))
+        check_equal(result, shard_batch(whole, context, 2))
 
 
-def test_redistribute_rows_on_one_rank_only_and_none_at_all() -> None:
-    batch = make(0, 5)
-    found = on_threads(4, 1, lambda p: redistribute(batch if p.rank == 2 else empty(), p, 3))
-    nothing = on_threads(3, 1, lambda p: redistribute(empty(), p))
+def test_redistribute_from_one_rank_only_or_no_rank() -> None:
+    batch = make_sequences(0, 5)
+    results = run_on_threads(4, 1, lambda p: redistribute(batch if p.rank == 2 else empty(), p, 3))
+    empty_results = run_on_threads(3, 1, lambda p: redistribute(empty(), p))
 
-    assert sorted(episode for part in found for episode in part["episode_ids"].tolist()) == [0, 1, 2, 3, 4]
-    assert [len(part) for part in nothing] == [0, 0, 0]
-    assert all("minibatch" in part for part in nothing)
+    assert sorted(episode for result in results for episode in result["episode_ids"].tolist()) == [0, 1, 2, 3, 4]
+    assert [len(result) for result in empty_results] == [0, 0, 0]
+    assert all("minibatch" in result for result in empty_results)
 
 
 def test_redistribute_units_stay_together() -> None:
     def pairs(rank: int) -> TensorDict:
-        batch = make(rank, 6)
+        batch = make_sequences(rank, 6)
         batch[UNIT_KEY] = torch.arange(6) // 2 + 10 * rank
         return batch
 
-    found = on_threads(3, 1, lambda p: redistribute(pairs(p.rank), p, 2))
+    results = run_on_threads(3, 1, lambda p: redistribute(pairs(p.rank), p, 2))
 
-    for part in found:
-        _, counts = torch.unique(torch.stack([part[UNIT_KEY], part["minibatch"]]), dim=1, return_counts=True)
+    for result in results:
+        _, counts = torch.unique(torch.stack([result[UNIT_KEY], result["minibatch"]]), dim=1, return_counts=True)
         assert counts.tolist() == [2] * len(counts)
-    assert sum(len(part) for part in found) == 18
+    assert sum(len(result) for result in results) == 18
 
 
-def test_redistribute_token_rewards_on_one_rank_only_are_zero_elsewhere() -> None:
-    def rows(rank: int) -> TensorDict:
-        batch = make(rank, 4)
+def test_redistribute_missing_token_rewards_become_zero() -> None:
+    def batch_of(rank: int) -> TensorDict:
+        batch = make_sequences(rank, 4)
         if rank == 1:
             batch["token_rewards"] = torch.ones(batch["input_ids"].shape)
         return batch
 
-    found = on_threads(2, 1, lambda p: redistribute(rows(p.rank), p))
+    results = run_on_threads(2, 1, lambda p: redistribute(batch_of(p.rank), p))
 
-    for part in found:
-        given = (part["episode_ids"] >= 1000)[:, None] & part["attention_mask"]
-        assert torch.equal(part["token_rewards"], given.float())
+    for result in results:
+        has_rewards = (result["episode_ids"] >= 1000)[:, None] & result["attention_mask"]
+        assert torch.equal(result["token_rewards"], has_rewards.float())
 
 
-def test_redistribute_entries_that_differ_are_refused_on_every_rank_with_their_names() -> None:
+def test_redistribute_different_entries_raise_on_all_ranks() -> None:
     def work(parallel: ParallelContext) -> str:
-        batch = make(parallel.rank, 2)
+        batch = make_sequences(parallel.rank, 2)
         if parallel.rank == 1:
             batch["own_score"] = torch.zeros(2)
         try:
@@ -170,42 +173,40 @@ def test_redistribute_entries_that_differ_are_refused_on_every_rank_with_their_n
             return str(error)
         return ""
 
-    assert all("rank 1" in text and "own_score" in text for text in on_threads(3, 1, work))
+    assert all("rank 1" in text and "own_score" in text for text in run_on_threads(3, 1, work))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replica", [pytest.param(1, marks=pytest.mark.nightly), 4])
-def test_redistribute_64_ranks_each_moves_and_holds_no_more_than_8_ranks_do(
-    replica: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redistribute_64_ranks_needs_no_more_per_rank_than_8(replica: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = threading.local()
 
-    def counted(name: str, size: Callable[..., int]) -> None:
-        inner = getattr(dist, name)
+    def count_bytes(name: str, size: Callable[..., int]) -> None:
+        original = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             moved.bytes += size(*args)
-            with _disable_current_modes():  # one thread copies for all
-                return inner(*args, **kwargs)
+            with _disable_current_modes():  # one thread copies the data of all ranks
+                return original(*args, **kwargs)
 
         monkeypatch.setattr(f"rl_contracts.batch.parallel.dist.{name}", call)
 
-    counted("all_to_all_single", lambda out, given, *_: out.nbytes + given.nbytes)
-    counted("all_gather", lambda out, given: sum(part.nbytes for part in out) + given.nbytes)
-    counted("broadcast", lambda tensor: tensor.nbytes)
-    counted("all_reduce", lambda tensor, **_: tensor.nbytes)
+    count_bytes("all_to_all_single", lambda out, source, *_: out.nbytes + source.nbytes)
+    count_bytes("all_gather", lambda out, source: sum(part.nbytes for part in out) + source.nbytes)
+    count_bytes("broadcast", lambda tensor: tensor.nbytes)
+    count_bytes("all_reduce", lambda tensor, **_: tensor.nbytes)
 
     def work(parallel: ParallelContext) -> tuple[int, int]:
-        batch = make(parallel.rank, 4 * replica) if parallel.is_dp_leader else empty()
+        batch = make_sequences(parallel.rank, 4 * replica) if parallel.is_dp_leader else empty()
         moved.bytes = 0
-        with Held() as held:
+        with PeakMemory() as memory:
             redistribute(batch, parallel, 2)
-        return moved.bytes, held.peak
+        return moved.bytes, memory.peak
 
-    few, many = (on_threads(world, replica, work) for world in (8, 64))
+    few, many = (run_on_threads(world, replica, work) for world in (8, 64))
 
-    keys = 16 * 4 * 64  # 16 bytes of every row
+    keys = 16 * 4 * 64  # 16 bytes per sequence
     worst = [[max(rank[index] for rank in ranks) for index in range(2)] for ranks in (few, many)]
-    (moved_few, held_few), (moved_many, held_many) = worst
-    assert moved_many - moved_few <= keys + 64 * 64, "beside the keys only some dozen bytes of a rank"
-    assert held_many - held_few <= 16 * keys, "beside the keys only what is counted over them"
+    (moved_few, memory_few), (moved_many, memory_many) = worst
+    assert moved_many - moved_few <= keys + 64 * 64, "more traffic than the keys and a few dozen bytes per rank"
+    assert memory_many - memory_few <= 16 * keys, "more memory than the keys and the tensors computed from them"

@@ -27,23 +27,23 @@ def _batch(sizes: list[int], seed: int):
 
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=24), st.integers(1, 4), st.integers(1, 3), st.integers(0, 9))
 @settings(deadline=None, max_examples=40)
-def test_share_any_split_gives_every_row_once_in_the_same_minibatch(sizes, replicas, minibatches, seed):
+def test_shard_batch_any_split_keeps_each_sequence_in_its_minibatch(sizes, replicas, minibatches, seed):
     batch = _batch(sizes, seed)
-    alone = shard_batch(batch, ParallelContext(), minibatches)
-    expected = dict(zip(alone["episode_ids"].tolist(), alone["minibatch"].tolist(), strict=True))
-    parts = [shard_batch(batch, ParallelContext(dp_rank=r, dp_size=replicas), minibatches) for r in range(replicas)]
-    together = concatenate(parts)
-    found = list(zip(together["episode_ids"].tolist(), together["minibatch"].tolist(), strict=True))
-    assert sorted(found) == sorted(expected.items())
+    whole = shard_batch(batch, ParallelContext(), minibatches)
+    expected = dict(zip(whole["episode_ids"].tolist(), whole["minibatch"].tolist(), strict=True))
+    shards = [shard_batch(batch, ParallelContext(dp_rank=r, dp_size=replicas), minibatches) for r in range(replicas)]
+    joined = concatenate(shards)
+    actual = list(zip(joined["episode_ids"].tolist(), joined["minibatch"].tolist(), strict=True))
+    assert sorted(actual) == sorted(expected.items())
 
 
-def test_global_order_shuffled_rows_sorts_by_group_then_episode():
+def test_global_order_shuffled_batch_sorts_by_group_then_episode():
     batch = _batch([2, 3, 4, 5, 6], seed=1)
     ordered = batch[global_order(batch)]
     assert torch.equal(ordered["episode_ids"], torch.arange(5))
 
 
-def test_share_fewer_rows_than_minibatches_leaves_some_empty():
-    found = shard_batch(_batch([2, 2], 0), ParallelContext(), 3)
-    assert len(found) == 2
-    assert len(set(found["minibatch"].tolist())) == 2
+def test_shard_batch_fewer_sequences_than_minibatches_leaves_some_empty():
+    shard = shard_batch(_batch([2, 2], 0), ParallelContext(), 3)
+    assert len(shard) == 2
+    assert len(set(shard["minibatch"].tolist())) == 2

@@ -1,4 +1,4 @@
-"""The trajectory batch: every way of cutting and joining it gives the rows back, and every fault is refused by name."""
+"""Trajectory batches: splitting and joining keep all sequences, and each fault raises an error that names it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
 from rl_contracts.testing import make_batch
 
-ROW_FIELDS = {
+SEQUENCE_FIELDS = {
     "rewards": "reward",
     "prompt_ids": "prompt_id",
     "group_ids": "group_id",
@@ -68,37 +68,37 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 batches = st.lists(trajectories(), min_size=1, max_size=6).map(stack)
 
 
-def same(found: TensorDict, expected: TensorDict) -> None:
-    assert set(found.keys()) == set(expected.keys())
-    assert found.batch_size == expected.batch_size
+def assert_equal(actual: TensorDict, expected: TensorDict) -> None:
+    assert set(actual.keys()) == set(expected.keys())
+    assert actual.batch_size == expected.batch_size
     for key in list(expected.keys()):
-        torch.testing.assert_close(found[key], expected[key], atol=0, rtol=0, msg=str(key))
+        torch.testing.assert_close(actual[key], expected[key], atol=0, rtol=0, msg=str(key))
 
 
-# ---- rows and batches
+# ---- sequences and batches
 
 
 @given(st.lists(trajectories(), min_size=1, max_size=6))
-def test_stack_holds_every_row_right_padded(rows: list[Trajectory]) -> None:
+def test_stack_right_pads_each_trajectory(rows: list[Trajectory]) -> None:
     batch = stack(rows)
 
     validate(batch)
     assert lengths(batch).tolist() == [len(row) for row in rows]
     assert batch["input_ids"].shape[1] == max(map(len, rows))
     for i, row in enumerate(rows):
-        real = batch["attention_mask"][i]
+        mask = batch["attention_mask"][i]
         for name in ("input_ids", "loss_mask", "logprobs", "versions"):
-            assert batch[name][i][real].tolist() == getattr(row, name).tolist()
-            assert set(batch[name][i][~real].tolist()) <= {-1 if name == "versions" else 0}
-        for key, name in ROW_FIELDS.items():
+            assert batch[name][i][mask].tolist() == getattr(row, name).tolist()
+            assert set(batch[name][i][~mask].tolist()) <= {-1 if name == "versions" else 0}
+        for key, name in SEQUENCE_FIELDS.items():
             assert batch[key][i].item() == getattr(row, name)
         if "token_rewards" in batch:
             expected = np.zeros(len(row)) if row.token_rewards is None else row.token_rewards
-            assert batch["token_rewards"][i][real].tolist() == expected.tolist()
+            assert batch["token_rewards"][i][mask].tolist() == expected.tolist()
     assert ("token_rewards" in batch) == any(row.token_rewards is not None for row in rows)
 
 
-def test_stack_and_empty_have_exactly_the_declared_keys_and_dtypes() -> None:
+def test_stack_and_empty_have_the_declared_keys_and_dtypes() -> None:
     for batch in (stack([]), empty(3), make_batch(2).exclude("advantages")):
         declared = {**TOKEN_KEYS, **SEQUENCE_KEYS}
         assert set(batch.keys()) == set(declared)
@@ -107,19 +107,19 @@ def test_stack_and_empty_have_exactly_the_declared_keys_and_dtypes() -> None:
 
 
 @given(batches, st.integers(0, 7))
-def test_pad_to_and_trim_undo_each_other(batch: TensorDict, more: int) -> None:
+def test_pad_to_then_trim_returns_the_batch(batch: TensorDict, extra: int) -> None:
     width = batch["input_ids"].shape[1]
 
-    wide = pad_to(batch, width + more)
+    wide = pad_to(batch, width + extra)
 
     validate(wide)
-    assert wide["versions"].shape[1] == width + more
+    assert wide["versions"].shape[1] == width + extra
     assert (wide["versions"][:, width:] == -1).all()
-    same(trim(wide), batch)
+    assert_equal(trim(wide), batch)
 
 
 @given(batches, st.randoms(use_true_random=False))
-def test_select_in_another_order_and_back_gives_the_batch(batch: TensorDict, random: Any) -> None:
+def test_select_shuffled_and_back_returns_the_batch(batch: TensorDict, random: Any) -> None:
     order = list(range(len(batch)))
     random.shuffle(order)
     back = [order.index(i) for i in range(len(order))]
@@ -128,26 +128,26 @@ def test_select_in_another_order_and_back_gives_the_batch(batch: TensorDict, ran
 
     validate(shuffled)
     assert shuffled["group_ids"].tolist() == batch["group_ids"][order].tolist()
-    same(select(shuffled, torch.tensor(back)), batch)
+    assert_equal(select(shuffled, torch.tensor(back)), batch)
 
 
 @given(batches, st.data())
-def test_split_and_concatenate_gives_the_batch(batch: TensorDict, data: st.DataObject) -> None:
+def test_select_parts_then_concatenate_returns_the_batch(batch: TensorDict, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(batch)))
     parts = [select(batch, range(cut)), select(batch, range(cut, len(batch)))]
 
-    same(trim(concatenate(parts)), batch)
+    assert_equal(trim(concatenate(parts)), batch)
 
 
-def test_select_no_rows_keeps_every_key() -> None:
+def test_select_no_sequences_keeps_all_keys() -> None:
     batch = make_batch(3)
 
-    for nothing in (select(batch, []), batch[:0]):
-        assert nothing.batch_size == torch.Size([0])
-        assert set(nothing.keys()) == set(batch.keys())
+    for empty_batch in (select(batch, []), batch[:0]):
+        assert empty_batch.batch_size == torch.Size([0])
+        assert set(empty_batch.keys()) == set(batch.keys())
 
 
-def test_stack_rewards_with_different_parts_are_a_data_error() -> None:
+def test_stack_different_reward_components_raise_data_error() -> None:
     rows = [Trajectory(np.arange(2), np.ones(2, bool), np.zeros(2), np.zeros(2)) for _ in range(2)]
     rows[0].reward_components, rows[1].reward_components = {"right": 1.0}, {"right": 1.0, "form": 0.0}
 
@@ -155,7 +155,7 @@ def test_stack_rewards_with_different_parts_are_a_data_error() -> None:
         stack(rows)
 
 
-def test_multi_modal_entries_stay_with_their_rows() -> None:
+def test_multi_modal_entries_stay_with_their_sequences() -> None:
     def row(length: int, image: Any) -> Trajectory:
         zeros = np.zeros(length)
         return Trajectory(zeros.astype(int), zeros < 1, zeros.astype("f4"), zeros.astype("i4"), multi_modal=image)
@@ -174,7 +174,7 @@ def test_multi_modal_entries_stay_with_their_rows() -> None:
 
 
 @given(batches)
-def test_pack_and_unpack_give_every_entry_back(batch: TensorDict) -> None:
+def test_pack_then_unpack_returns_each_entry(batch: TensorDict) -> None:
     packed = pack(batch)
 
     sizes = lengths(batch)
@@ -197,8 +197,8 @@ def test_pack_and_unpack_give_every_entry_back(batch: TensorDict) -> None:
 
 
 @given(batches, st.integers(1, 9))
-def test_pack_is_the_same_whatever_the_padding(batch: TensorDict, more: int) -> None:
-    narrow, wide = pack(batch), pack(pad_to(batch, batch["input_ids"].shape[1] + more))
+def test_pack_does_not_depend_on_padding(batch: TensorDict, extra: int) -> None:
+    narrow, wide = pack(batch), pack(pad_to(batch, batch["input_ids"].shape[1] + extra))
 
     assert narrow.tokens.keys() == wide.tokens.keys()
     for name in narrow.tokens:
@@ -206,14 +206,14 @@ def test_pack_is_the_same_whatever_the_padding(batch: TensorDict, more: int) -> 
     assert torch.equal(narrow.cu_seqlens, wide.cu_seqlens)
 
 
-def test_pack_no_rows_has_no_tokens() -> None:
+def test_pack_no_sequences_has_no_tokens() -> None:
     packed = pack(empty(4))
 
     assert (packed.num_tokens, packed.num_sequences, packed.max_seqlen) == (0, 0, 0)
     assert packed.cu_seqlens.tolist() == [0]
 
 
-def test_packed_row_sums_carry_gradient() -> None:
+def test_packed_sequence_sums_are_differentiable() -> None:
     packed = pack(make_batch(3))
     values = torch.ones(packed.num_tokens, requires_grad=True)
 
@@ -223,12 +223,12 @@ def test_packed_row_sums_carry_gradient() -> None:
     assert torch.equal(values.grad, packed.sequence_of_token + 1.0)
 
 
-def test_packed_unknown_entry_raises_data_error_with_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"no entry 'prox_logprobs'; it has \['advantages'.*Did a stage"):
+def test_packed_unknown_entry_raises_data_error_with_known_entries() -> None:
+    with pytest.raises(DataError, match=r"'prox_logprobs'.* \['advantages'"):
         pack(make_batch(2))["prox_logprobs"]
 
 
-def test_packed_to_device_keeps_everything() -> None:
+def test_packed_to_device_keeps_all_entries() -> None:
     packed = pack(make_batch(2))
 
     moved = packed.to("cpu")
@@ -237,11 +237,11 @@ def test_packed_to_device_keeps_everything() -> None:
     assert (moved.max_seqlen, moved.num_sequences) == (packed.max_seqlen, packed.num_sequences)
 
 
-# ---- planted faults
+# ---- injected faults
 
 
-def planted(**changes: Any) -> TensorDict:
-    """A batch of 4 rows of 6 tokens, row 2 of which is changed entry by entry."""
+def with_fault(**changes: Any) -> TensorDict:
+    """Return a batch of 4 sequences of 6 tokens, with the given changes in sequence 2."""
     batch = make_batch(4, lengths=(6, 6))
     for name, (index, value) in changes.items():
         batch[name][2, index] = value
@@ -264,37 +264,37 @@ EVERYTHING = slice(None)
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        (without("versions"), r"key 'versions' is missing; it has \['advantages'"),
-        (without("input_ids"), r"key 'input_ids' is missing"),
-        (without("temperature"), r"key 'temperature' is missing"),
+        (without("versions"), r"'versions' is missing.* \['advantages'"),
+        (without("input_ids"), "'input_ids' is missing"),
+        (without("temperature"), "'temperature' is missing"),
         (replaced("logprobs", torch.zeros(4, 6, dtype=torch.float64)), r"'logprobs'\]: expected float32 \[4, 6\]"),
         (replaced("versions", torch.zeros(4, 7, dtype=torch.int32)), r"expected int32 \[4, 6\], found int32 \[4, 7\]"),
         (replaced("rewards", torch.zeros(4, 6)), r"'rewards'\]: expected float32 \[4\], found float32 \[4, 6\]"),
         (
-            planted(attention_mask=(EVERYTHING, False), loss_mask=(EVERYTHING, False)),
-            r"row 2 \(prompt 0, group 0\) is empty",
+            with_fault(attention_mask=(EVERYTHING, False), loss_mask=(EVERYTHING, False)),
+            r"sequence 2 \(prompt 0, group 0\) is empty",
         ),
-        (planted(attention_mask=(1, False), loss_mask=(1, False)), "row 2 .* is not right-padded"),
-        (planted(attention_mask=(0, False), loss_mask=(0, False)), "row 2 .* is not right-padded"),
-        (planted(attention_mask=(5, False), loss_mask=(5, True)), "row 2 .* has a loss_mask in its padding"),
-        (planted(loss_mask=(3, True), versions=(3, -1)), "row 2 .* trains on a token that no version produced"),
-        (planted(logprobs=(3, float("nan"))), "row 2 .* has log-probs that are not finite"),
-        (planted(logprobs=(0, float("-inf"))), "row 2 .* has log-probs that are not finite"),
+        (with_fault(attention_mask=(1, False), loss_mask=(1, False)), "sequence 2 .* right-padded"),
+        (with_fault(attention_mask=(0, False), loss_mask=(0, False)), "sequence 2 .* right-padded"),
+        (with_fault(attention_mask=(5, False), loss_mask=(5, True)), "sequence 2 .* loss_mask .* padding"),
+        (with_fault(loss_mask=(3, True), versions=(3, -1)), r"sequence 2 .*\(versions is -1\)"),
+        (with_fault(logprobs=(3, float("nan"))), "sequence 2 .* log-probs .* not finite"),
+        (with_fault(logprobs=(0, float("-inf"))), "sequence 2 .* log-probs .* not finite"),
         (
             replaced("temperature", torch.tensor([1.0, 1.0, 0.0, -1.0])),
-            "row 2 .* temperature .* not positive and finite; 2 such",
+            r"sequence 2 .* temperature .* not positive and finite; .*: 2\.",
         ),
-        (replaced("temperature", torch.tensor([1.0, 1.0, float("nan"), 1.0])), "row 2 .* temperature"),
-        (replaced("rewards", torch.tensor([0, 0, float("inf"), 0])), "row 2 .* has a reward that is not finite"),
+        (replaced("temperature", torch.tensor([1.0, 1.0, float("nan"), 1.0])), "sequence 2 .* temperature"),
+        (replaced("rewards", torch.tensor([0, 0, float("inf"), 0])), "sequence 2 .* reward .* not finite"),
     ],
 )
-def test_validate_planted_fault_raises_data_error_naming_it(batch: TensorDict, match: str) -> None:
+def test_validate_injected_fault_raises_data_error(batch: TensorDict, match: str) -> None:
     with pytest.raises(DataError, match=match):
         validate(batch)
 
 
-def test_validate_supervised_rows_need_no_version() -> None:
-    batch = planted(loss_mask=(3, True), versions=(EVERYTHING, -1))
+def test_validate_supervised_sequences_need_no_version() -> None:
+    batch = with_fault(loss_mask=(3, True), versions=(EVERYTHING, -1))
 
     validate(batch, generated=False)
 
@@ -303,11 +303,11 @@ def test_validate_supervised_rows_need_no_version() -> None:
     ("call", "match"),
     [
         (lambda: concatenate([]), "at least one batch"),
-        (lambda: concatenate([make_batch(2), without("versions")]), r"differ in keys: \['versions'\]"),
-        (lambda: pad_to(make_batch(2, lengths=(6, 6)), 5), "6 wide already; cannot pad to 5"),
+        (lambda: concatenate([make_batch(2), without("versions")]), r"keys: \['versions'\]"),
+        (lambda: pad_to(make_batch(2, lengths=(6, 6)), 5), "width 6.* 5"),
     ],
 )
-def test_joining_what_does_not_fit_raises_data_error(call: Any, match: str) -> None:
+def test_concatenate_and_pad_to_mismatch_raises_data_error(call: Any, match: str) -> None:
     with pytest.raises(DataError, match=match):
         call()
 
@@ -326,7 +326,7 @@ def response(**changes: Any) -> ModelResponse:
     return ModelResponse(**{**fields, **changes})
 
 
-def test_from_response_learns_from_every_generated_token() -> None:
+def test_from_response_trains_on_each_generated_token() -> None:
     row = from_response(response(), reward=1, temperature=0.7, info={"a": 1})
 
     assert row.input_ids.tolist() == [5, 6, 7, 8, 2]
@@ -337,7 +337,7 @@ def test_from_response_learns_from_every_generated_token() -> None:
     validate(stack([row]))
 
 
-def test_from_response_greedy_has_temperature_1_and_length_is_truncated() -> None:
+def test_from_response_greedy_has_temperature_1_and_length_truncates() -> None:
     row = from_response(response(stop_reason=StopReason.LENGTH), reward=0.0, temperature=0.0)
 
     assert (row.temperature, row.truncated) == (1.0, True)
@@ -361,25 +361,25 @@ def test_from_response_misaligned_or_empty_raises_data_error(changes: dict[str, 
 
 @given(batch=batches)
 @settings(max_examples=20)
-def test_save_and_load_give_the_batch_back(tmp_path_factory: pytest.TempPathFactory, batch: TensorDict) -> None:
+def test_save_then_load_returns_the_batch(tmp_path_factory: pytest.TempPathFactory, batch: TensorDict) -> None:
     path = tmp_path_factory.mktemp("saved") / "batch.safetensors"
 
     save_batch(batch, path)
 
-    same(load_batch(path), batch)
+    assert_equal(load_batch(path), batch)
 
 
-def test_save_entries_that_share_memory_or_are_views(tmp_path: Path) -> None:
+def test_save_batch_shared_memory_and_views_are_saved(tmp_path: Path) -> None:
     batch = pad_to(make_batch(3), 40)
     batch["prox_logprobs"] = batch["logprobs"]
     batch["advantages"] = torch.zeros(3, 80)[:, ::2]
 
     save_batch(batch, tmp_path / "b")
 
-    same(load_batch(tmp_path / "b"), batch)
+    assert_equal(load_batch(tmp_path / "b"), batch)
 
 
-def test_save_of_other_objects_and_load_of_other_files_raise_data_error(tmp_path: Path) -> None:
+def test_save_non_tensors_and_load_invalid_files_raise_data_error(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     batch = make_batch(2)
@@ -395,7 +395,7 @@ def test_save_of_other_objects_and_load_of_other_files_raise_data_error(tmp_path
         ("missing", "cannot be read"),
         ("text", "cannot be read"),
         ("model", "key 'input_ids' is missing"),
-        ("uneven", "differ in their number of rows"),
+        ("uneven", "'rewards': 2"),
         ("nothing", "expected a saved batch"),
     ]:
         with pytest.raises(DataError, match=match):

@@ -1,1 +1,1 @@
-"""Trajectory batches: build, pack, cut into minibatches, exchange between ranks."""
+"""Trajectory batches: build, pack, split into minibatches, exchange between ranks."""

@@ -1,7 +1,7 @@
-"""Ranks of a train engine, and the few collectives that code outside the engine needs.
+"""Ranks of a train engine, and the collectives that code outside the engine needs.
 
-All of them run on the host (gloo) and carry raw tensors or JSON, never a pickle. With one rank they return at once and
-need no process group.
+The collectives run on the host (gloo). They send raw tensors or JSON, never pickles. With one rank they return
+immediately and need no process group.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ __all__ = ["ParallelContext"]
 
 @dataclass
 class ParallelContext:
-    """Which rank this is, of how many, and where its model lives."""
+    """Rank, world size and process groups of one rank of a train engine."""
 
     rank: int = 0
     """Global rank."""
     world_size: int = 1
-    """Ranks of this engine."""
+    """Number of ranks of this engine."""
     dp_rank: int = 0
-    """Which data-parallel replica this rank belongs to."""
+    """Index of the data-parallel replica that this rank belongs to."""
     dp_size: int = 1
-    """Data-parallel replicas; each sees other rows."""
+    """Number of data-parallel replicas; each trains on different sequences."""
     is_dp_leader: bool = True
-    """Whether this rank speaks for its replica (its other ranks hold shards of the same rows)."""
+    """Whether this rank represents its replica, whose other ranks hold shards of the same sequences."""
     device: str = "cpu"
     """Torch device of the model on this rank."""
     host_group: dist.ProcessGroup | None = None
-    """gloo group of all ranks; None with one rank."""
+    """gloo process group of all ranks; None with one rank."""
     dp_host_group: dist.ProcessGroup | None = None
-    """gloo group of the ranks that hold the same shard of each replica; None with one replica."""
+    """gloo process group of the ranks that hold the same shard in each replica; None with one replica."""
     store: dist.Store | None = None
-    """Keys and values of all ranks, for threads beside the one that takes part in collectives; None with one rank."""
+    """Key-value store shared by all ranks, for threads that do not run collectives; None with one rank."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: it writes files and talks to servers for all."""
+        """Whether this is rank 0, which writes files and calls servers for all ranks."""
         return self.rank == 0
 
     def release_groups(self) -> None:
-        """Let go of the groups, so that their threads end; a further collective raises an `EngineError`."""
-        gone: Any = _Left()
-        self.host_group = self.host_group and gone
-        self.dp_host_group = self.dp_host_group and gone
+        """Release the process groups so that their threads end. Later collectives raise an `EngineError`."""
+        released: Any = _ReleasedGroup()
+        self.host_group = self.host_group and released
+        self.dp_host_group = self.dp_host_group and released
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.gather_json(None)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum of a CPU tensor over data-parallel replicas; a new tensor."""
+        """Return the element-wise sum of a CPU tensor over data-parallel replicas, as a new tensor."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum of a CPU tensor over data-parallel replicas; a new tensor."""
+        """Return the element-wise maximum of a CPU tensor over data-parallel replicas, as a new tensor."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -76,25 +76,25 @@ class ParallelContext:
     def gather_tensors(
         self, tensors: dict[str, torch.Tensor], all_ranks: bool = False
     ) -> list[dict[str, torch.Tensor]]:
-        """Named CPU tensors of every data-parallel replica, in order of dp_rank; shapes may differ.
+        """Gather the named CPU tensors of all data-parallel replicas, in order of dp_rank. Shapes may differ.
 
         Args:
-            tensors: this rank's.
-            all_ranks: gather from every rank instead, in order of rank.
+            tensors: tensors of this rank.
+            all_ranks: gather from all ranks instead, in order of rank.
         """
         group = self.host_group if all_ranks else self.dp_host_group
         if group is None:
             return [tensors]
-        # copies, because safetensors refuses tensors that share memory
-        own = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
-        return [load(part) for part in _gather_bytes(save(own), group)]
+        # copies, because safetensors rejects tensors that share memory
+        local = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+        return [load(part) for part in _gather_bytes(save(local), group)]
 
     def gather_json(self, value: Any, replicas: bool = False) -> list[Any]:
-        """Every rank's JSON value, in order of rank.
+        """Gather a JSON value from all ranks, in order of rank.
 
         Args:
-            value: this rank's.
-            replicas: gather from every data-parallel replica instead, in order of dp_rank.
+            value: value of this rank.
+            replicas: gather from all data-parallel replicas instead, in order of dp_rank.
         """
         group = self.dp_host_group if replicas else self.host_group
         if group is None:
@@ -102,18 +102,19 @@ class ParallelContext:
         return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), group)]
 
     def gather_bytes(self, local: bytes) -> list[bytes]:
-        """Every rank's bytes, in order of rank; the lengths may differ."""
+        """Gather bytes from all ranks, in order of rank. The lengths may differ."""
         return [local] if self.host_group is None else _gather_bytes(local, self.host_group)
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send each rank its part of the rows of a CPU tensor [n, ...], and get the parts that the others send.
+        """Send each rank its slice of the rows of a CPU tensor [n, ...], and receive the slices of the other ranks.
 
         Args:
-            sent: rows for each rank, in order of rank; n in all.
-            received: rows that come from each rank; m in all.
+            rows: tensor whose rows are in order of their destination rank.
+            sent: number of rows to send to each rank; the sum is n.
+            received: number of rows to receive from each rank; the sum is m.
 
         Returns:
-            [m, ...], in order of the ranks from which they come.
+            tensor [m, ...], in order of the source rank.
         """
         if self.host_group is None:
             return rows
@@ -123,52 +124,58 @@ class ParallelContext:
         return out
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank."""
+        """Return the JSON value of rank 0 on all ranks."""
         if self.host_group is None:
             return value
         payload = json.dumps(value).encode() if self.is_main else b""
         return json.loads(_gather_bytes(payload, self.host_group)[0])
 
     def agree(self, error: BaseException | None, doing: str) -> None:
-        """Meet after something that may fail on one rank only, so that no other waits in a collective for it.
+        """Synchronize after an operation that may fail on one rank, so that no other rank waits for it in a collective.
+
+        Args:
+            error: error of this rank, or None.
+            doing: name of the operation, which begins the message.
 
         Raises:
-            EngineError: on every rank, if `error` is given on any: names the ranks and their errors, and says whether
-                they are the user's fault. Where this rank's own failed, it is the cause.
+            EngineError: on all ranks, if `error` is not None on any rank. The message lists these ranks and their
+                errors. `user_error` is set if any of them is a user error. The local error, if any, is the cause.
         """
         if self.host_group is None and error is not None:
             raise error
-        note = None if error is None else (f"{type(error).__name__}: {error}", is_user_error(error))
-        failed = [(f"rank {rank}: {each[0]}", each[1]) for rank, each in enumerate(self.gather_json(note)) if each]
+        failure = None if error is None else (f"{type(error).__name__}: {error}", is_user_error(error))
+        failed = [
+            (f"rank {rank}: {entry[0]}", entry[1]) for rank, entry in enumerate(self.gather_json(failure)) if entry
+        ]
         if failed:
-            texts = "; ".join(text for text, _ in failed)
-            raised = EngineError(f"{doing} failed on {len(failed)} of {self.world_size} ranks. {texts}")
-            raised.user_error = any(users for _, users in failed)
-            raise raised from error
+            descriptions = "; ".join(text for text, _ in failed)
+            combined = EngineError(f"{doing} failed on {len(failed)} of {self.world_size} ranks. {descriptions}")
+            combined.user_error = any(user_error for _, user_error in failed)
+            raise combined from error
 
     @contextmanager
     def agree_on_errors(self, doing: str) -> Iterator[None]:
-        """A block whose error, on whichever rank it arises, is raised on all of them at its end; see `agree`."""
+        """Run a block and raise its error on all ranks, whichever rank it occurred on; see `agree`."""
         error: Exception | None = None
         try:
             yield
-        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
+        except Exception as failure:  # noqa: BLE001 - agree raises it on all ranks
             error = failure
         self.agree(error, doing)
 
 
-class _Left:
-    """Stands where a group was."""
+class _ReleasedGroup:
+    """Placeholder for a released process group."""
 
     def __getattr__(self, name: str) -> Any:
-        raise EngineError("the ranks' process group is gone: their engine was destroyed.")
+        raise EngineError("the process group was released because its engine was destroyed; create a new engine.")
 
 
 def _gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's bytes, in order of group rank.
+    """Gather bytes from all ranks of a group, in order of group rank.
 
     Raises:
-        EngineError: a rank is lost.
+        EngineError: a rank exited or did not join in time.
     """
     with rank_lost_error(group):
         return _exchange(local, group)
@@ -176,35 +183,35 @@ def _gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 @contextmanager
 def rank_lost_error(group: dist.ProcessGroup) -> Iterator[None]:
-    """A collective, whose failure becomes an `EngineError`."""
+    """Convert the failure of a collective to an `EngineError`."""
     try:
         yield
     except RuntimeError as error:
         cause = str(error).splitlines()[0]
         raise EngineError(
-            f"an exchange between {dist.get_world_size(group)} ranks failed: another rank ended, or did not come before"
-            f" the group's timeout ({cause}). The log of that rank has the reason."
+            f"a collective of {dist.get_world_size(group)} ranks failed: another rank exited, or did not join before"
+            f" the process group's timeout ({cause}). Check the log of that rank."
         ) from error
 
 
 def _exchange(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = torch.tensor([len(local)], dtype=torch.int64)
-    found = [torch.zeros_like(size) for _ in range(world)]
-    dist.all_gather(found, size, group=group)
-    sizes = [int(n) for n in found]
+    all_sizes = [torch.zeros_like(size) for _ in range(world)]
+    dist.all_gather(all_sizes, size, group=group)
+    sizes = [int(n) for n in all_sizes]
     longest = max(sizes)
     if longest == 0:
         return [b""] * world
-    spread = 2 * sum(sizes) > longest * world
-    # where a few ranks have nearly all, the others' parts would be padded to that length on every rank
-    parts = [torch.zeros(longest if spread else n, dtype=torch.uint8) for n in sizes]
-    own = parts[rank].clone()
-    own[: len(local)] = torch.frombuffer(bytearray(local), dtype=torch.uint8) if local else own[:0]
-    if spread:
-        dist.all_gather(parts, own, group=group)
+    padded = 2 * sum(sizes) > longest * world
+    # all_gather pads all buffers to the longest; broadcast avoids this where a few ranks hold nearly all bytes
+    buffers = [torch.zeros(longest if padded else n, dtype=torch.uint8) for n in sizes]
+    buffer = buffers[rank].clone()
+    buffer[: len(local)] = torch.frombuffer(bytearray(local), dtype=torch.uint8) if local else buffer[:0]
+    if padded:
+        dist.all_gather(buffers, buffer, group=group)
     else:
-        parts[rank] = own
+        buffers[rank] = buffer
         for source in (source for source, n in enumerate(sizes) if n):
-            dist.broadcast(parts[source], group=group, group_src=source)
-    return [part[:n].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]
+            dist.broadcast(buffers[source], group=group, group_src=source)
+    return [buffer_of_rank[:n].numpy().tobytes() for buffer_of_rank, n in zip(buffers, sizes, strict=True)]

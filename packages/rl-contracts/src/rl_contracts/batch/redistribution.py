@@ -1,9 +1,9 @@
-"""Which rank learns from which row, and in which minibatch.
+"""Assign each sequence of a batch to a rank and a minibatch.
 
-Minibatches are cut in global order of (group, episode) before they are sharded over data-parallel replicas, so that the
-same rows meet in the same optimizer step however many replicas there are. Within a minibatch the replicas' tokens are
-balanced, which may split a group: nothing that follows looks at positions, only at ids. Rows of one unit (the entry
-`unit_ids`: the two answers of a preference pair) are never parted.
+The batch is split into minibatches in global order of (group, episode) before minibatches are sharded over
+data-parallel replicas. The same sequences thus share an optimizer step for any number of replicas. Within a minibatch,
+the token counts of the replicas are balanced. This may split a group, which is safe because later stages use ids, not
+positions. Sequences of one unit (entry `unit_ids`, such as the two completions of a preference pair) stay together.
 """
 
 from __future__ import annotations
@@ -24,46 +24,53 @@ if TYPE_CHECKING:
 __all__ = ["MINIBATCH_KEY", "redistribute", "shard_batch"]
 
 MINIBATCH_KEY = "minibatch"
-"""int64 [B]: the minibatch of the step in which a row is learned from."""
+"""Entry int64 [B]: index of the minibatch of the step that trains on the sequence."""
 
 
 def sequence_keys(batch: TensorDict) -> torch.Tensor:
-    """What of each row decides where it goes, int64 [B, 2]: its group id; its episode id * 2^32 + its length. With the
-    entry `unit_ids` that is the third column."""
+    """Return the keys that decide the destination of each sequence, int64 [B, 2] or [B, 3].
+
+    The columns are group id, episode id * 2^32 + length, and the unit id if the batch has the entry `unit_ids`.
+    """
     columns = [batch["group_ids"], (batch["episode_ids"] << 32) + lengths(batch)]
     return torch.stack(columns + ([batch[UNIT_KEY]] if UNIT_KEY in batch else []), 1)
 
 
 def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Deal rows out to replicas; the same on every rank.
+    """Assign sequences to replicas and minibatches. The result is the same on all ranks.
 
     Args:
-        keys: of all rows, see `sequence_keys`.
+        keys: `sequence_keys` of all sequences, [n, 2] or [n, 3].
+        replicas: number of data-parallel replicas.
+        minibatches: number of minibatches per step.
 
     Returns:
-        index of each row, its replica and its minibatch, int64 [n] each; rows of one replica side by side, by
-        minibatch, and in global order within it.
+        index, replica and minibatch of each sequence, int64 [n] each. Sequences are sorted by replica, then by
+        minibatch, then in global order.
     """
     order = _global_order(keys)
     unit = _units(keys, order)
     total = int(unit.max()) + 1 if len(unit) else 0
     tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, sequence_lengths(keys[order]))
-    replica, minibatch = torch.zeros(2, total, dtype=torch.int64)  # of each unit
-    for number, part in enumerate(even_ranges(total, minibatches)):
-        minibatch[part.start : part.stop] = number
-        for owner, chosen in enumerate(balance(tokens[part.start : part.stop].tolist(), replicas)):
-            replica[torch.tensor(chosen, dtype=torch.int64) + part.start] = owner
-    by_place = torch.argsort((replica * minibatches + minibatch)[unit], stable=True)
-    return order[by_place], replica[unit][by_place], minibatch[unit][by_place]
+    replica, minibatch = torch.zeros(2, total, dtype=torch.int64)  # per unit
+    for index, unit_range in enumerate(even_ranges(total, minibatches)):
+        minibatch[unit_range.start : unit_range.stop] = index
+        for owner, offsets in enumerate(balance(tokens[unit_range.start : unit_range.stop].tolist(), replicas)):
+            replica[torch.tensor(offsets, dtype=torch.int64) + unit_range.start] = owner
+    order_by_destination = torch.argsort((replica * minibatches + minibatch)[unit], stable=True)
+    return order[order_by_destination], replica[unit][order_by_destination], minibatch[unit][order_by_destination]
 
 
 def sequence_lengths(keys: torch.Tensor) -> torch.Tensor:
-    """Real tokens of rows, int64 [n], of their `sequence_keys`."""
+    """Return the number of real tokens of each sequence, int64 [n], from its `sequence_keys`."""
     return keys[:, 1] & 0xFFFFFFFF
 
 
 def global_order(batch: TensorDict) -> torch.Tensor:
-    """Row indices, int64 [B], sorted by (group id, episode id); rows of one episode keep their order."""
+    """Return the sequence indices sorted by (group id, episode id), int64 [B].
+
+    The sort is stable: sequences of one episode keep their order.
+    """
     return _global_order(sequence_keys(batch))
 
 
@@ -73,80 +80,97 @@ def _global_order(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _units(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Unit of each row of `order`, int64 [n], counted from 0 by the first row; a row by itself is a unit."""
-    places = torch.arange(len(order))
+    """Return the unit index of each sequence of `order`, int64 [n].
+
+    Units are numbered from 0 in the order of their first sequence. Without unit ids, each sequence is a unit.
+    """
+    positions = torch.arange(len(order))
     if keys.shape[1] == 2:
-        return places
-    names, unit = torch.unique(keys[order, 2], return_inverse=True)
-    first = torch.full((len(names),), len(order)).scatter_reduce(0, unit, places, "amin")
+        return positions
+    labels, unit = torch.unique(keys[order, 2], return_inverse=True)
+    first = torch.full((len(labels),), len(order)).scatter_reduce(0, unit, positions, "amin")
     return first.argsort().argsort()[unit]
 
 
 def shard_batch(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
-    """This replica's rows of a batch that every replica holds whole, with the entry `minibatch`.
+    """Return the shard of this replica, with the entry `minibatch`, of a batch that all replicas hold in full.
 
-    With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
+    With fewer units than minibatches, as may happen in the last batch of the data, some minibatches are empty.
     """
-    row, replica, minibatch = assign(sequence_keys(batch), parallel.dp_size, minibatches)
+    index, replica, minibatch = assign(sequence_keys(batch), parallel.dp_size, minibatches)
     is_local = replica == parallel.dp_rank
-    result = select(batch, row[is_local])
+    result = select(batch, index[is_local])
     result[MINIBATCH_KEY] = minibatch[is_local]
     return result
 
 
 def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
-    """Send rows to the ranks that learn from them (collective): from what each collected to its replica's share.
+    """Send each sequence to the ranks that train on it (collective).
 
-    A rank sends and receives no more than it had and gets, however many ranks there are; of other ranks' rows it learns
-    16 bytes each (24 where there are units), which decide where they go.
+    The traffic of a rank depends on the sequences that it holds before and after, not on the number of ranks. All ranks
+    also receive the keys of all sequences: 16 bytes each, or 24 with unit ids.
 
     Args:
-        batch: this rank's rows; none on a rank that collects none, such as one that is not its replica's head. Only
-            tensors travel. What stands behind a row's end does not.
+        batch: sequences collected on this rank; empty on a rank that collects none, such as one that is not a
+            data-parallel leader. Only tensors are sent, without padding.
+        parallel: ranks to exchange with.
+        minibatches: number of minibatches per step.
 
     Returns:
-        its share of every minibatch, with the entry `minibatch`.
+        shard of this rank's replica, with the entry `minibatch`.
 
     Raises:
-        EngineError: the ranks' rows have different entries (rewards of tokens excepted, which are 0 where rows have
-            none), or a rank is lost; on every rank.
+        EngineError: on all ranks, if the batches of two ranks have different entries, or a rank exited. The entry
+            `token_rewards` may be missing and is then filled with 0.
     """
     if parallel.world_size == 1:
         return shard_batch(batch, parallel, minibatches)
     entries, batch = agree_on_entries(batch, parallel)
     columns = 2 + (UNIT_KEY in entries)
     keys = sequence_keys(batch) if len(batch) else torch.zeros(0, columns, dtype=torch.int64)
-    found = parallel.gather_bytes(keys.numpy().tobytes())
-    sizes = torch.tensor([len(part) // (8 * columns) for part in found])
-    everyone = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.int64).view(-1, columns) if any(found) else keys
-    row, replica, minibatch = assign(everyone, parallel.dp_size, minibatches)
-    lengths = sequence_lengths(everyone)[row]
-    # All ranks of a replica need its rows. So that none sends a row to each of them, rows are dealt out evenly over the
-    # replica's ranks, their carriers, which then pass them on to one another.
+    gathered_keys = parallel.gather_bytes(keys.numpy().tobytes())
+    sizes = torch.tensor([len(data) // (8 * columns) for data in gathered_keys])
+    all_keys = (
+        torch.frombuffer(bytearray(b"".join(gathered_keys)), dtype=torch.int64).view(-1, columns)
+        if any(gathered_keys)
+        else keys
+    )
+    index_of, replica, minibatch = assign(all_keys, parallel.dp_size, minibatches)
+    token_counts = sequence_lengths(all_keys)[index_of]
+    # All ranks of a replica need all of its sequences. The source sends each sequence to one rank of the replica, its
+    # carrier; carriers are chosen evenly. The second exchange copies the sequences within the replica.
     ranks = parallel.world_size // parallel.dp_size
-    within = torch.arange(len(row)) - torch.searchsorted(replica, replica)
-    carrier, origin = replica * ranks + within % ranks, torch.arange(len(found)).repeat_interleave(sizes)[row]
+    within = torch.arange(len(index_of)) - torch.searchsorted(replica, replica)
+    carrier, origin = (
+        replica * ranks + within % ranks,
+        torch.arange(len(gathered_keys)).repeat_interleave(sizes)[index_of],
+    )
 
     def counts(of: torch.Tensor, weights: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Rows and tokens for, or from, each rank."""
-        empty = torch.zeros(2, len(found), dtype=torch.int64)
-        rows, tokens = empty.index_add(1, of, torch.stack([torch.ones_like(weights), weights])).tolist()
-        return rows, tokens
+        """Count the sequences and tokens per rank, where `of` is the rank of each sequence."""
+        empty = torch.zeros(2, len(gathered_keys), dtype=torch.int64)
+        sequences, tokens = empty.index_add(1, of, torch.stack([torch.ones_like(weights), weights])).tolist()
+        return sequences, tokens
 
-    leaving, held = _sorted(origin == parallel.rank, carrier), _sorted(carrier == parallel.rank, origin)
-    hops = [(1, counts(carrier[leaving], lengths[leaving]), counts(origin[held], lengths[held]))]
+    to_send, received = (
+        _sorted_positions(origin == parallel.rank, carrier),
+        _sorted_positions(carrier == parallel.rank, origin),
+    )
+    hops = [(1, counts(carrier[to_send], token_counts[to_send]), counts(origin[received], token_counts[received]))]
     if ranks > 1:
-        local_parts = torch.arange(ranks) + parallel.dp_rank * ranks
-        sent = counts(local_parts.repeat_interleave(len(held)), lengths[held].repeat(ranks))
-        held = torch.cat([_sorted(carrier == rank, origin) for rank in local_parts.tolist()])
-        hops.append((ranks, sent, counts(carrier[held], lengths[held])))
-    index = row[leaving] - int(sizes[: parallel.rank].sum())
-    result = send_sequences(batch, index, entries, hops, lengths[held], parallel)[torch.argsort(held)]
+        replica_ranks = torch.arange(ranks) + parallel.dp_rank * ranks
+        sent = counts(replica_ranks.repeat_interleave(len(received)), token_counts[received].repeat(ranks))
+        received = torch.cat([_sorted_positions(carrier == rank, origin) for rank in replica_ranks.tolist()])
+        hops.append((ranks, sent, counts(carrier[received], token_counts[received])))
+    local_index = index_of[to_send] - int(sizes[: parallel.rank].sum())
+    result = send_sequences(batch, local_index, entries, hops, token_counts[received], parallel)[
+        torch.argsort(received)
+    ]
     result[MINIBATCH_KEY] = minibatch[replica == parallel.dp_rank]
     return result
 
 
-def _sorted(local: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Places of the plan where `mine` holds, by the rank at the other end."""
-    places = local.nonzero()[:, 0]
-    return places[torch.argsort(by[places], stable=True)]
+def _sorted_positions(local: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return the positions where `local` is True, sorted by the rank in `by`."""
+    positions = local.nonzero()[:, 0]
+    return positions[torch.argsort(by[positions], stable=True)]

@@ -1,4 +1,4 @@
-"""Rows on their way between ranks: entry by entry, as bytes, without padding."""
+"""Send sequences between ranks: one entry of the batch at a time, as bytes, without padding."""
 
 from __future__ import annotations
 
@@ -18,33 +18,47 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
 REWARDS_KEY = "token_rewards"
-"""float32 [B, T], which only some workflows give."""
+"""Entry float32 [B, T] that only some workflows return."""
 
 Entries = dict[str, tuple[str, bool, list[int]]]
-"""Of each entry that travels its dtype, whether it is [B, T, ...] and not [B, ...], and the shape that follows."""
+"""Entries to send, by name: dtype, whether the entry is per token, and the trailing shape.
+
+A per-token entry is [B, T, ...], any other entry [B, ...].
+"""
 Hop = tuple[int, tuple[list[int], list[int]], tuple[list[int], list[int]]]
-"""How often the rows that a rank holds are sent; and of what it sends to, and gets from, each rank: rows, tokens."""
+"""One exchange: the number of copies to send, the sent (sequences, tokens), the received (sequences, tokens).
+
+The counts are lists with one number per rank.
+"""
 
 
 def agree_on_entries(batch: TensorDict, parallel: ParallelContext) -> tuple[Entries, TensorDict]:
-    """The entries that travel, and this rank's rows with all of them (collective)."""
-    given = parallel.gather_json([len(batch), REWARDS_KEY in batch])
-    if len(batch) and REWARDS_KEY not in batch and any(rows and rewards for rows, rewards in given):
+    """Return the entries to send, and the local batch completed to have all of them (collective).
+
+    Only `token_rewards` may be missing on a rank; it is filled with 0.
+
+    Raises:
+        EngineError: on all ranks, if the entries of a rank differ in name, dtype or shape.
+    """
+    rank_states = parallel.gather_json([len(batch), REWARDS_KEY in batch])
+    if len(batch) and REWARDS_KEY not in batch and any(size and has_rewards for size, has_rewards in rank_states):
         batch = batch.clone(recurse=False)
         batch[REWARDS_KEY] = torch.zeros(batch["input_ids"].shape)
-    speaker = next((rank for rank, (rows, _) in enumerate(given) if rows), 0)
+    reference_rank = next((rank for rank, (size, _) in enumerate(rank_states) if size), 0)
     local_entries = _entries(batch)
     entries = json.loads(
-        parallel.gather_bytes(json.dumps(local_entries).encode() if parallel.rank == speaker else b"")[speaker]
+        parallel.gather_bytes(json.dumps(local_entries).encode() if parallel.rank == reference_rank else b"")[
+            reference_rank
+        ]
     )
-    with parallel.agree_on_errors("exchanging rows between ranks"):
-        different = sorted(
+    with parallel.agree_on_errors("exchanging sequences between ranks"):
+        mismatched = sorted(
             name for name in local_entries.keys() | entries if local_entries.get(name) != entries.get(name)
         )
-        if len(batch) and different:
+        if len(batch) and mismatched:
             raise DataError(
-                f"batch: its entries {different} are missing, or of another type or shape, on this rank or on rank "
-                f"{speaker}. A workflow must give the same entries for every row."
+                f"batch: the entries {mismatched} of this rank and of rank {reference_rank} differ: missing, or of "
+                f"another dtype or shape. A workflow must return the same entries for all sequences."
             )
     return entries, batch
 
@@ -62,28 +76,31 @@ def _entries(batch: TensorDict) -> dict[str, Any]:
 def send_sequences(
     batch: TensorDict, index: Tensor, entries: Entries, hops: Iterable[Hop], lengths: Tensor, parallel: ParallelContext
 ) -> TensorDict:
-    """Send rows of a batch from rank to rank (collective), and pad those that arrive to the longest.
+    """Send sequences of a batch between ranks (collective), and pad the received ones to the longest.
 
     Args:
-        index: int64, of the rows that leave, in the order in which they are sent.
-        hops: one after the other.
-        lengths: int64 [R] tokens of the rows that arrive last.
+        batch: batch of this rank.
+        index: int64 indices of the sequences to send, in sending order.
+        entries: entries to send, see `agree_on_entries`.
+        hops: exchanges to run one after the other.
+        lengths: int64 [R] number of tokens of each sequence received in the last exchange.
+        parallel: ranks to exchange with.
     """
     from tensordict import TensorDict
 
-    leaving = batch["attention_mask"][index]
+    sent_mask = batch["attention_mask"][index]
     mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
     result = {"attention_mask": mask}
-    for name, (kind, of_tokens, shape) in entries.items():
-        dtype = getattr(torch, kind)
+    for name, (dtype_name, is_token, shape) in entries.items():
+        dtype = getattr(torch, dtype_name)
         value = batch[name][index] if len(index) else torch.zeros(0, dtype=dtype)
-        value = value[leaving] if of_tokens and len(index) else value
-        raw = value.contiguous().view(-1).view(torch.uint8).view(-1, dtype.itemsize * torch.Size(shape).numel())
+        value = value[sent_mask] if is_token and len(index) else value
+        payload = value.contiguous().view(-1).view(torch.uint8).view(-1, dtype.itemsize * torch.Size(shape).numel())
         for copies, sent, received in hops:
-            raw = parallel.exchange(raw.repeat(copies, 1), sent[of_tokens], received[of_tokens])
-        value = raw.view(-1).view(dtype).view(len(raw), *shape)
-        if of_tokens:
+            payload = parallel.exchange(payload.repeat(copies, 1), sent[is_token], received[is_token])
+        value = payload.view(-1).view(dtype).view(len(payload), *shape)
+        if is_token:
             padded = value.new_full((*mask.shape, *shape), -1 if name == "versions" else 0)
             padded[mask] = value
-        result[name] = padded if of_tokens else value
+        result[name] = padded if is_token else value
     return TensorDict(result, batch_size=[len(lengths)])

@@ -1,8 +1,8 @@
-"""The trajectory batch: one definition of its keys, and the only code that builds, checks, cuts, pads and packs it.
+"""Trajectory batch: the definition of its keys, and all code that builds, validates, splits, pads and packs it.
 
-An episode yields `Trajectory` rows (numpy, unpadded). `stack` makes the batch of them: a `TensorDict` of batch size
-[B] with per-token entries [B, T] aligned with `input_ids` (entry t speaks of token t). Engines work on the packed form,
-`PackedBatch`: the real tokens of all rows end to end, so that padding never reaches attention or a loss.
+An episode yields `Trajectory` objects (numpy, unpadded). `stack` builds the batch from them: a `TensorDict` of batch
+size [B] with per-token entries [B, T] aligned with `input_ids` (entry t describes token t). Engines use the packed
+form, `PackedBatch`: the real tokens of all sequences end to end, so that padding never reaches attention or a loss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TOKEN_KEYS: dict[str, str] = {
     "logprobs": "float32",
     "versions": "int32",
 }
-"""Per-token entries, [B, T], of every batch, with their dtypes."""
+"""Per-token entries of a batch, [B, T], and their dtypes."""
 
 SEQUENCE_KEYS: dict[str, str] = {
     "rewards": "float32",
@@ -68,46 +68,49 @@ SEQUENCE_KEYS: dict[str, str] = {
     "temperature": "float32",
     "truncated": "bool",
 }
-"""Per-row entries, [B], of every batch, with their dtypes."""
+"""Per-sequence entries of a batch, [B], and their dtypes."""
 
 COMPONENT_PREFIX = "reward_components/"
-"""Begins the names of float32 [B] entries: the parts of `rewards`, where all rows have such."""
+"""Prefix of the names of float32 [B] entries with the components of `rewards`, if all sequences have components."""
 
 UNIT_KEY = "unit_ids"
-"""int64 [B], where a batch has it: rows of the same unit (the two answers of a preference pair) are learned from in the
-same micro-batch, so that a loss may compare them."""
+"""Optional entry int64 [B] that keeps sequences together.
+
+Sequences of one unit, such as the two completions of a preference pair, are in the same micro-batch, so that a loss can
+compare them.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One row before padding: numpy arrays of length T."""
+    """One sequence before padding: numpy arrays of length T."""
 
     input_ids: np.ndarray
-    """int64 [T] prompt and generated tokens."""
+    """Prompt and generated tokens, int64 [T]."""
     loss_mask: np.ndarray
-    """bool [T] tokens to learn from."""
+    """Mask of the tokens to train on, bool [T]."""
     logprobs: np.ndarray
-    """float32 [T] behaviour policy, as sampled; 0 where not generated."""
+    """Log-probs of the behavior policy, as sampled, float32 [T]; 0 where not generated."""
     versions: np.ndarray
-    """int32 [T] weight version that produced the token; -1 where not generated."""
+    """Weight version that generated each token, int32 [T]; -1 where not generated."""
     reward: float = 0.0
-    """Outcome of the episode, the same in all of its rows."""
+    """Reward of the episode, the same for all of its sequences."""
     temperature: float = 1.0
-    """Of the sampler; 1 for greedy answers, whose log-probs are those of the undivided logits."""
+    """Sampling temperature; 1 for greedy completions, whose log-probs are computed from the unscaled logits."""
     truncated: bool = False
-    """Ended by the length limit, not by the model."""
+    """Whether the length limit ended the completion, not the model."""
     token_rewards: np.ndarray | None = None
-    """float32 [T], where a workflow gives rewards per turn."""
+    """Rewards per token, float32 [T], if the workflow assigns rewards per turn."""
     prompt_id: int = -1
-    """Data row that is answered; stamped by the runtime."""
+    """Index of the prompt in the data set; set by the rollout runtime."""
     group_id: int = -1
-    """Admission of the prompt; stamped by the runtime."""
+    """Number of the group, one per admission of a prompt; set by the rollout runtime."""
     episode_id: int = -1
-    """Sample of the group; stamped by the runtime."""
+    """Number of the sample in its group; set by the rollout runtime."""
     multi_modal: Any = None
     """Images and processor outputs."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values for people (prompt text, completion text, gold answer); not part of the batch."""
+    """JSON values for display (prompt text, completion text, gold answer); not part of the batch."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """The summands of `reward`, if the reward function returns an `rl_contracts.reward.CompositeReward`."""
 
@@ -118,7 +121,7 @@ class Trajectory:
 def from_response(
     response: ModelResponse, *, reward: float, temperature: float, info: dict[str, Any] | None = None
 ) -> Trajectory:
-    """The row of a single-turn answer: learn from every generated token.
+    """Return the trajectory of a single-turn completion, with all generated tokens in the loss mask.
 
     Raises:
         DataError: the response has no generated token, or its lists differ in length.
@@ -127,7 +130,7 @@ def from_response(
     if not (generated == len(response.logprobs) == len(response.versions)):
         raise DataError(
             f"response of {response.server or 'a server'}: {generated} tokens, {len(response.logprobs)} "
-            f"log-probs, {len(response.versions)} versions; expected one of each per token."
+            f"log-probs, {len(response.versions)} versions; expected one log-prob and one version per token."
         )
     if not generated:
         raise DataError(
@@ -137,7 +140,7 @@ def from_response(
     total = prompt + generated
     logprobs = np.zeros(total, dtype=np.float32)
     loss_mask = np.zeros(total, dtype=bool)
-    versions = np.empty(total, dtype=np.int32)  # `full` would take twice the time, once per answer
+    versions = np.empty(total, dtype=np.int32)  # `np.full` takes twice as long, and this runs for each completion
     versions[:prompt] = -1
     first = response.versions[0]
     versions[prompt:] = first if response.versions.count(first) == generated else response.versions
@@ -156,7 +159,11 @@ def from_response(
 
 
 def stack(rows: Sequence[Trajectory]) -> TensorDict:
-    """Right-pad rows to the longest and stack them: a batch of size [len(rows)] that passes `validate`."""
+    """Right-pad trajectories to the longest and stack them into a batch of size [len(rows)] that passes `validate`.
+
+    Raises:
+        DataError: the trajectories have different reward components.
+    """
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     if not rows:
@@ -167,11 +174,11 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
 
     def padded(name: str, fill: float, dtype: Any) -> torch.Tensor:
         entries = [getattr(row, name) for row in rows]
-        out = np.full(shape, fill, dtype=dtype)
-        out[mask] = np.concatenate(
-            [np.zeros(len(row)) if e is None else e for row, e in zip(rows, entries, strict=True)]
+        padded_rows = np.full(shape, fill, dtype=dtype)
+        padded_rows[mask] = np.concatenate(
+            [np.zeros(len(row)) if values is None else values for row, values in zip(rows, entries, strict=True)]
         )
-        return torch.from_numpy(out)
+        return torch.from_numpy(padded_rows)
 
     def column(name: str, dtype: Any) -> torch.Tensor:
         return torch.from_numpy(np.array([getattr(row, name) for row in rows], dtype=dtype))
@@ -193,18 +200,21 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         batch["token_rewards"] = padded("token_rewards", 0, np.float32)
     for name in rows[0].reward_components:
         if any(row.reward_components.keys() != rows[0].reward_components.keys() for row in rows):
-            names = sorted({part for row in rows for part in row.reward_components})
-            raise DataError(f"rewards have different parts, of {names}; expected the same in every row of a batch.")
+            names = sorted({component for row in rows for component in row.reward_components})
+            raise DataError(
+                f"reward components differ between sequences of a batch (all names: {names}). Return the same "
+                "components for all completions."
+            )
         batch[COMPONENT_PREFIX + name] = torch.tensor([row.reward_components[name] for row in rows])
     result = TensorDict(batch, batch_size=[len(rows)])
     if any(row.multi_modal is not None for row in rows):
-        # a stack, because one list would stay whole when rows are taken out of the batch
+        # a stack, because indexing the batch would not index a plain list
         result["multi_modal"] = NonTensorStack(*(NonTensorData(row.multi_modal) for row in rows))
     return result
 
 
 def empty(width: int = 1) -> TensorDict:
-    """A batch of no rows with every key, [0] and [0, width]: the share of a rank that got none."""
+    """Return a batch without sequences but with all keys, [0] and [0, width], for a rank that received none."""
     from tensordict import TensorDict
 
     tokens = {k: torch.zeros(0, width, dtype=getattr(torch, d)) for k, d in TOKEN_KEYS.items()}
@@ -213,141 +223,147 @@ def empty(width: int = 1) -> TensorDict:
 
 
 def lengths(batch: TensorDict) -> torch.Tensor:
-    """Real tokens per row, int64 [B]."""
+    """Return the number of real tokens of each sequence, int64 [B]."""
     return batch["attention_mask"].sum(-1)
 
 
 def units(batch: TensorDict) -> list[list[int]]:
-    """Rows that stay together, as row indices of each unit; without the entry `unit_ids` each row by itself."""
+    """Return the sequence indices of each unit. Without the entry `unit_ids`, each sequence is a unit."""
     return unit_indices(batch[UNIT_KEY].tolist() if UNIT_KEY in batch else range(batch.batch_size[0]))
 
 
 def validate(batch: TensorDict, generated: bool = True) -> None:
-    """Check a batch once, where it enters training.
+    """Validate a batch once, before training.
 
     Args:
         batch: the batch.
-        generated: whether its trained tokens were sampled by a model, and so must carry a version.
+        generated: whether a model sampled the trained tokens, so that each must have a version.
 
     Raises:
-        DataError: a key is missing or has the wrong dtype or shape; padding is not on the right; a row is empty; a
-            trained token has no version, or lies in the padding; a temperature is not positive; a number is not finite.
+        DataError: a key is missing or has the wrong dtype or shape; padding is not on the right; a sequence is empty;
+            a trained token has no version or is padding; a temperature is not positive; a number is not finite.
     """
     size = batch["input_ids"].shape if "input_ids" in batch else torch.Size([])
-    of_rows = SEQUENCE_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
-    for names, shape in ((TOKEN_KEYS, size), (of_rows, size[:1])):
+    sequence_keys = SEQUENCE_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
+    for names, shape in ((TOKEN_KEYS, size), (sequence_keys, size[:1])):
         for name, dtype in names.items():
             if name not in batch:
-                raise DataError(f"batch: key {name!r} is missing; it has {sorted(map(str, batch.keys()))}.")
+                raise DataError(f"batch: key {name!r} is missing; the batch has {sorted(map(str, batch.keys()))}.")
             value = batch[name]
             if value.dtype != getattr(torch, dtype) or value.shape != shape:
-                found = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-                raise DataError(f"batch[{name!r}]: expected {dtype} {list(shape)}, found {found}.")
-    mask, learn = batch["attention_mask"], batch["loss_mask"]
+                actual = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+                raise DataError(f"batch[{name!r}]: expected {dtype} {list(shape)}, found {actual}.")
+    mask, loss_mask = batch["attention_mask"], batch["loss_mask"]
     temperature = batch["temperature"]
-    faults = {
+    problems = {
         "is empty: attention_mask is False everywhere": ~mask.any(-1),
-        "is not right-padded: a real token follows padding": (mask[:, 1:] & ~mask[:, :-1]).any(-1),
-        "has a loss_mask in its padding": (learn & ~mask).any(-1),
-        "trains on a token that no version produced (versions is -1)": (learn & (batch["versions"] < 0)).any(-1)
+        "is not right-padded: a token follows padding": (mask[:, 1:] & ~mask[:, :-1]).any(-1),
+        "has loss_mask set on padding": (loss_mask & ~mask).any(-1),
+        "trains on a token without a version (versions is -1)": (loss_mask & (batch["versions"] < 0)).any(-1)
         & generated,
         "has a temperature that is not positive and finite": ~((temperature > 0) & torch.isfinite(temperature)),
         "has log-probs that are not finite": ~torch.isfinite(batch["logprobs"]).all(-1),
         "has a reward that is not finite": ~torch.isfinite(batch["rewards"]),
     }
-    for what, bad in faults.items():
-        if bad.any():
-            row = int(bad.nonzero()[0, 0])
-            prompt, group = int(batch["prompt_ids"][row]), int(batch["group_ids"][row])
-            raise DataError(f"batch row {row} (prompt {prompt}, group {group}) {what}; {int(bad.sum())} such rows.")
+    for problem, is_bad in problems.items():
+        if is_bad.any():
+            index = int(is_bad.nonzero()[0, 0])
+            prompt, group = int(batch["prompt_ids"][index]), int(batch["group_ids"][index])
+            raise DataError(
+                f"batch: sequence {index} (prompt {prompt}, group {group}) {problem}; "
+                f"number of such sequences: {int(is_bad.sum())}."
+            )
 
 
 def select(batch: TensorDict, rows: Sequence[int] | torch.Tensor) -> TensorDict:
-    """The given rows in the given order, cut to their longest; [len(rows)]."""
+    """Return the sequences with the given indices, in this order, trimmed to the longest; batch size [len(rows)]."""
     index = torch.as_tensor(rows, dtype=torch.int64)
     return trim(batch[index]) if len(index) else batch[:0]
 
 
 def trim(batch: TensorDict) -> TensorDict:
-    """Cut the padding that no row needs."""
+    """Remove the padding beyond the longest sequence."""
     from tensordict import TensorDict
 
     width = batch["attention_mask"].shape[1]
     longest = max(int(lengths(batch).max()) if batch.batch_size[0] else 1, 1)
     if longest == width:
         return batch
-    cut = {k: v[:, :longest] if is_token_entry(v, width) else v for k, v in batch.items()}
-    return TensorDict(cut, batch_size=batch.batch_size)
+    trimmed = {k: v[:, :longest] if is_token_entry(v, width) else v for k, v in batch.items()}
+    return TensorDict(trimmed, batch_size=batch.batch_size)
 
 
 def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
-    """Rows of several batches with the same keys, re-padded to the longest.
+    """Concatenate batches with the same keys, padded to the longest sequence.
 
     Raises:
-        DataError: there is no batch, or their keys differ.
+        DataError: `batches` is empty, or the keys differ.
     """
     from tensordict import TensorDict
 
     if not batches:
         raise DataError("concatenate: expected at least one batch, found none.")
     keys = set(batches[0].keys())
-    for other in batches[1:]:
-        if set(other.keys()) != keys:
-            raise DataError(f"concatenate: batches differ in keys: {sorted(map(str, keys ^ set(other.keys())))}.")
+    for batch in batches[1:]:
+        if set(batch.keys()) != keys:
+            raise DataError(f"concatenate: batches differ in keys: {sorted(map(str, keys ^ set(batch.keys())))}.")
     width = max(b["input_ids"].shape[1] for b in batches)
-    grown = [pad_to(b, width) for b in batches]
+    padded = [pad_to(b, width) for b in batches]
     return TensorDict(
-        {k: torch.cat([b.get(k) for b in grown]) for k, _ in grown[0].items()},
+        {k: torch.cat([b.get(k) for b in padded]) for k, _ in padded[0].items()},
         batch_size=[sum(b.batch_size[0] for b in batches)],
     )
 
 
 def pad_to(batch: TensorDict, width: int) -> TensorDict:
-    """Right-pad per-token entries to [B, width]: versions with -1, everything else with 0."""
+    """Right-pad the per-token entries to [B, width]: versions with -1, all other entries with 0."""
     from tensordict import TensorDict
 
     old = batch["input_ids"].shape[1]
     if old == width:
         return batch
     if old > width:
-        raise DataError(f"pad_to: the batch is {old} wide already; cannot pad to {width}.")
+        raise DataError(f"pad_to: the batch has width {old}, which is more than {width}; trim it first.")
     entries: dict[str, Any] = {str(k): v for k, v in batch.items()}
-    grown = {
+    padded = {
         k: pad(v, (0, 0) * (v.ndim - 2) + (0, width - old), value=-1 if k == "versions" else 0)
         for k, v in entries.items()
         if is_token_entry(v, old)
     }
-    return TensorDict(entries | grown, batch_size=batch.batch_size)
+    return TensorDict(entries | padded, batch_size=batch.batch_size)
 
 
 def is_token_entry(value: Any, width: int) -> bool:
-    """Whether an entry of a batch speaks of tokens ([B, T, ...]) and not of rows ([B])."""
+    """Return whether an entry of a batch is per token ([B, T, ...]) and not per sequence ([B])."""
     return getattr(value, "ndim", 0) >= 2 and value.shape[1] == width
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Real tokens of S rows end to end, N tokens in all. `packed[name]` finds an entry of tokens [N] or of rows [S]."""
+    """The N real tokens of S sequences, end to end.
+
+    `packed[name]` returns a per-token entry [N] or a per-sequence entry [S].
+    """
 
     cu_seqlens: torch.Tensor
-    """int32 [S + 1] where each row begins, and N."""
+    """Start offset of each sequence, then N, int32 [S + 1]."""
     max_seqlen: int
-    """Length of the longest row."""
+    """Length of the longest sequence."""
     position_ids: torch.Tensor
-    """int64 [N] position of each token in its row."""
+    """Position of each token in its sequence, int64 [N]."""
     sequence_of_token: torch.Tensor
-    """int64 [N] row in which each token lies, 0 to S - 1."""
+    """Sequence index of each token, 0 to S - 1, int64 [N]."""
     tokens: dict[str, torch.Tensor]
     """Per-token entries, [N]."""
     sequences: dict[str, torch.Tensor]
-    """Per-row entries, [S]; `unit_ids`, where the batch has them, count from 0 here."""
+    """Per-sequence entries, [S]. The optional `unit_ids` are renumbered from 0."""
     num_units: int
-    """U: units of rows that stay together; S where the batch has no `unit_ids`."""
+    """Number of units U; equal to S if the batch has no `unit_ids`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
-            known = sorted([*self.tokens, *self.sequences])
-            raise DataError(f"packed batch: no entry {name!r}; it has {known}. Did a stage before this one not run?")
+            names = sorted([*self.tokens, *self.sequences])
+            raise DataError(f"packed batch: no entry {name!r}; it has {names}. Run the stage that computes it first.")
         return self.tokens[name] if name in self.tokens else self.sequences[name]
 
     def __contains__(self, name: str) -> bool:
@@ -355,34 +371,34 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens N."""
         return int(self.position_ids.shape[0])
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences S."""
         return int(self.cu_seqlens.shape[0]) - 1
 
     def per_token(self, name: str) -> torch.Tensor:
-        """A per-row entry spread over its tokens, [N]."""
+        """Return a per-sequence entry, repeated for each token of the sequence, [N]."""
         return self.sequences[name][self.sequence_of_token]
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of per-token values [N] in each row, [S]; carries gradient."""
+        """Return the sum of per-token values [N] in each sequence, [S]; differentiable."""
         return values.new_zeros(self.num_sequences).index_add(0, self.sequence_of_token, values)
 
     def unit_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of per-row values [S] in each unit, [U]; carries gradient."""
+        """Return the sum of per-sequence values [S] in each unit, [U]; differentiable."""
         if UNIT_KEY not in self.sequences:
             return values
         return values.new_zeros(self.num_units).index_add(0, self.sequences[UNIT_KEY], values)
 
     def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """The entry of each row's last token, [S], of per-token values [N]; carries gradient."""
+        """Return the value of the last token of each sequence, [S], from per-token values [N]; differentiable."""
         return values[self.cu_seqlens[1:].long() - 1]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same on another device, without waiting for the copy."""
+        """Copy the batch to another device without waiting for the copy."""
 
         def move(value: torch.Tensor) -> torch.Tensor:
             return value.to(device, non_blocking=True)
@@ -399,7 +415,7 @@ class PackedBatch:
 
 
 def pack(batch: TensorDict) -> PackedBatch:
-    """Lay the rows of a batch on the CPU end to end. Entries that are not tensors are left out."""
+    """Pack the sequences of a CPU batch end to end. Entries that are not tensors are omitted."""
     mask = batch["attention_mask"]
     width, sizes = mask.shape[1], mask.sum(-1)
     cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
@@ -409,8 +425,8 @@ def pack(batch: TensorDict) -> PackedBatch:
     }
     num_units = len(sizes)
     if UNIT_KEY in tensors:
-        seen, tensors[UNIT_KEY] = torch.unique(tensors[UNIT_KEY], return_inverse=True)
-        num_units = len(seen)
+        unit_ids, tensors[UNIT_KEY] = torch.unique(tensors[UNIT_KEY], return_inverse=True)
+        num_units = len(unit_ids)
     return PackedBatch(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(sizes.max()) if len(sizes) else 0,
@@ -423,7 +439,10 @@ def pack(batch: TensorDict) -> PackedBatch:
 
 
 def unpack(values: torch.Tensor, batch: TensorDict) -> torch.Tensor:
-    """Inverse of `pack` for one per-token entry: [N] to [B, T] of the batch that was packed, 0 at padding."""
+    """Return a packed per-token entry [N] in the padded shape [B, T] of `batch`, with 0 at padding.
+
+    This is the inverse of `pack` for one entry.
+    """
     mask = batch["attention_mask"]
     out = values.new_zeros(mask.shape)
     out[mask] = values
@@ -431,25 +450,25 @@ def unpack(values: torch.Tensor, batch: TensorDict) -> torch.Tensor:
 
 
 def save_batch(batch: TensorDict, path: str | Path) -> None:
-    """Write a batch as safetensors, for replaying it without servers.
+    """Write a batch to a safetensors file, to replay it without servers.
 
     Raises:
-        DataError: the batch holds entries that are not tensors.
+        DataError: the batch has entries that are not tensors.
     """
-    others = [str(k) for k, v in batch.items() if not isinstance(v, torch.Tensor)]
-    if others:
-        raise DataError(f"save_batch: entries {others} are not tensors and cannot be saved; drop them first.")
-    # copies, because safetensors refuses entries that share memory (`prox_logprobs` may be `logprobs` itself)
+    non_tensors = [str(k) for k, v in batch.items() if not isinstance(v, torch.Tensor)]
+    if non_tensors:
+        raise DataError(f"save_batch: entries {non_tensors} are not tensors and cannot be saved; drop them first.")
+    # copies, because safetensors rejects entries that share memory (`prox_logprobs` may be `logprobs` itself)
     tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
     save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, str(path))
-    Path(path).chmod(Path(path).parent.stat().st_mode & 0o666)  # safetensors writes private files
+    Path(path).chmod(Path(path).parent.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
 
 
 def load_batch(path: str | Path) -> TensorDict:
-    """Read what `save_batch` wrote and validate it.
+    """Read and validate a batch that `save_batch` wrote.
 
     Raises:
-        DataError: the file is missing, is no safetensors file, or holds no valid batch.
+        DataError: the file is missing, is not a safetensors file, or does not contain a valid batch.
     """
     from tensordict import TensorDict
 
@@ -457,9 +476,9 @@ def load_batch(path: str | Path) -> TensorDict:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: expected a saved batch (safetensors), but it cannot be read: {error}") from error
-    rows = {k: len(v) if v.ndim else 0 for k, v in tensors.items()}
-    if len(set(rows.values())) != 1:
-        raise DataError(f"{path}: expected a saved batch, but its entries differ in their number of rows: {rows}.")
-    batch = TensorDict(tensors, batch_size=[next(iter(rows.values()))])
+    sizes = {k: len(v) if v.ndim else 0 for k, v in tensors.items()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"{path}: expected a saved batch, but its entries have different sizes: {sizes}.")
+    batch = TensorDict(tensors, batch_size=[next(iter(sizes.values()))])
     validate(batch)
     return batch

@@ -33,4 +33,4 @@ def test_message_is_one_of_ours(message: str) -> None:
 
 
 def test_message_that_nobody_writes_is_seen() -> None:
-    assert not _is_written("row … has … tokens, but a macro-batch holds …")
+    assert not _is_written("sequence … has … tokens, but a macro-batch holds …")

@@ -1,4 +1,4 @@
-"""Reasoning and final text of what models of several families write."""
+"""Reasoning and final text of completions by several model families."""
 
 import pytest
 
@@ -12,7 +12,7 @@ FINAL = "<|channel|>final<|message|>It is 5."
 
 
 @pytest.mark.parametrize(("start", "end"), [marks for marks in MARKS if marks[0] != "<|channel|>"])
-def test_split_reasoning_marks_of_a_family_are_found(start, end):
+def test_split_reasoning_finds_the_marks_of_each_family(start, end):
     assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5.")
 
 
@@ -34,7 +34,7 @@ def test_split_reasoning_marks_of_a_family_are_found(start, end):
         (GPT_OSS, f"{ANALYSIS.replace('so', 'to=functions.so')}{FINAL}", ("to=functions.so 5", "It is 5.")),
     ],
 )
-def test_split_reasoning_closed_gives_the_text_after_it(opening, text, expected):
+def test_split_reasoning_closed_returns_the_text_after_it(opening, text, expected):
     assert split_reasoning(text, opening) == expected
 
 
@@ -48,5 +48,5 @@ def test_split_reasoning_closed_gives_the_text_after_it(opening, text, expected)
         (GPT_OSS, f"{ANALYSIS}<|channel|>commentary<|message|>It is 5."),
     ],
 )
-def test_split_reasoning_without_an_answer_has_no_final_text(opening, text):
+def test_split_reasoning_unclosed_has_no_final_text(opening, text):
     assert split_reasoning(text, opening)[1] == ""

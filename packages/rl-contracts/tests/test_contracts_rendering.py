@@ -1,4 +1,4 @@
-"""Rendering against real tokenizers, made on the spot, and the templates that go wrong."""
+"""Rendering with small real tokenizers, including faulty templates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = (  # keeps the reasoning of the last message only, as several published templates do
+DROPS_REASONING = (  # keeps the reasoning of the last message only, like several published templates
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -29,19 +29,21 @@ UNCLOSED = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-CLOSED_ONCE_MORE = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
-FORCED_REASONING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-PARTS = (  # reads content as a list of parts only: the characters of plain text have no type, so nothing is shown
+EXTRA_END_TOKEN = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+OPENS_REASONING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+CONTENT_PARTS = (  # reads only lists of content parts; it renders a plain string as nothing
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-UNCLOSED_ANSWERS = (  # questions are closed; of the answers, only the last
+UNCLOSED_EARLIER_TURNS = (  # closes user messages, but only the last assistant message
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
     "{% if m['role'] != 'assistant' or loop.last %}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
+NO_SYSTEM_MESSAGES = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
+)
 CONVERSATION = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "what is 1 + 1?"},
@@ -73,12 +75,12 @@ TOKENIZER = _tokenizer(CHATML)
 RENDERER = ChatRenderer(TOKENIZER)
 
 
-def _learned(renderer: ChatRenderer, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _trained_text(renderer: ChatRenderer, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     ids, mask = renderer.render_sft(messages)
-    return tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+    return tokenizer.decode([token for token, is_trained in zip(ids, mask, strict=True) if is_trained])
 
 
-def test_render_prompt_gives_the_ids_of_the_template_text() -> None:
+def test_render_prompt_returns_the_ids_of_the_template_text() -> None:
     ids = RENDERER.render(CONVERSATION[:2])
 
     assert all(type(token) is int for token in ids)
@@ -95,7 +97,7 @@ def test_render_template_options_reach_the_template() -> None:
     assert tokenizer.decode(ids).startswith("calm<|im_start|>")
 
 
-def test_renderer_tokenizer_that_answers_a_mapping_is_understood() -> None:
+def test_render_tokenizer_that_returns_a_mapping_works() -> None:
     class Wrapped:
         chat_template = CHATML
 
@@ -105,19 +107,19 @@ def test_renderer_tokenizer_that_answers_a_mapping_is_understood() -> None:
     assert ChatRenderer(Wrapped()).render(CONVERSATION) == RENDERER.render(CONVERSATION)
 
 
-def test_renderer_without_template_is_refused() -> None:
+def test_renderer_without_template_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="chat template"):
         ChatRenderer(_tokenizer(None))
 
 
-def test_render_template_that_is_none_says_in_which_line() -> None:
-    with pytest.raises(DataError, match=r"the chat template is no Jinja template \(line 2\): .*\. Mend it, or give"):
+def test_render_invalid_template_raises_data_error_with_line() -> None:
+    with pytest.raises(DataError, match=r"\(line 2\).*model\.chat_template"):
         ChatRenderer(_tokenizer("{% for message in messages %}\n{{ message.content")).render(CONVERSATION)
 
 
-def test_render_conversation_that_the_template_refuses_says_why() -> None:
+def test_render_conversation_rejected_by_template_raises_data_error() -> None:
     with pytest.raises(DataError, match="no system messages"):
-        ChatRenderer(_tokenizer(STRICT)).render(CONVERSATION)
+        ChatRenderer(_tokenizer(NO_SYSTEM_MESSAGES)).render(CONVERSATION)
 
 
 def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
@@ -127,12 +129,14 @@ def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
     assert ChatRenderer(_tokenizer(CHATML, eos="<|im_end|>")).stop_ids == (expected[0],)
 
 
-@pytest.mark.parametrize(("named", "more"), [([5, 0, 6], [5, 6]), (5, [5]), ([10_000, 5], [5]), (None, [])])
-def test_stop_ids_include_those_of_the_generation_config(tmp_path: Path, named: Any, more: list[int]) -> None:
+@pytest.mark.parametrize(("eos_token_id", "expected"), [([5, 0, 6], [5, 6]), (5, [5]), ([10_000, 5], [5]), (None, [])])
+def test_stop_ids_include_end_tokens_of_generation_config(
+    tmp_path: Path, eos_token_id: Any, expected: list[int]
+) -> None:
     TOKENIZER.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
 
-    assert ChatRenderer(AutoTokenizer.from_pretrained(tmp_path)).stop_ids == (*RENDERER.stop_ids, *more)
+    assert ChatRenderer(AutoTokenizer.from_pretrained(tmp_path)).stop_ids == (*RENDERER.stop_ids, *expected)
 
 
 @pytest.mark.parametrize(
@@ -144,19 +148,19 @@ def test_stop_ids_include_those_of_the_generation_config(tmp_path: Path, named: 
         ("", "user", "<|user|>\nand?<|assistant|>"),
     ],
 )
-def test_append_turn_that_its_opening_token_ends_has_it_once(
+def test_append_turn_ended_by_next_opening_token_has_it_once(
     tmp_path: Path, sampled: str, role: str, appended: str
 ) -> None:
     make_chat_tokenizer("glm45").save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    end_ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end_ids}))
     renderer = ChatRenderer(tokenizer)
     ids = renderer.encode(f"it is 2{sampled}")
 
-    more = renderer.append_turn(ids, [{"role": role, "content": "and?"}])
+    extended = renderer.append_turn(ids, [{"role": role, "content": "and?"}])
 
-    assert tokenizer.decode(more[len(ids) :]) == appended
+    assert tokenizer.decode(extended[len(ids) :]) == appended
 
 
 @pytest.mark.parametrize("text", ["it is", "<|endoftext|>it is"])
@@ -174,16 +178,16 @@ def test_encode_text_that_begins_a_prompt_has_one_bos(text: str) -> None:
     assert ChatRenderer(tokenizer).encode("it is") == ids[1:]
 
 
-def test_stop_ids_nothing_can_end_an_answer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no answer could ever end"):
+def test_stop_ids_without_end_token_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.eos_token"):
         _ = ChatRenderer(_tokenizer(UNCLOSED, eos=None)).stop_ids
 
 
-def test_render_sft_learns_answers_with_their_end_and_nothing_else() -> None:
-    assert _learned(RENDERER, TOKENIZER, CONVERSATION) == "it is 2<|im_end|>it is 4<|im_end|>"
+def test_render_sft_mask_has_completions_with_their_end_token() -> None:
+    assert _trained_text(RENDERER, TOKENIZER, CONVERSATION) == "it is 2<|im_end|>it is 4<|im_end|>"
 
 
-def test_render_sft_is_what_a_rollout_sees_and_generates() -> None:
+def test_render_sft_mask_begins_after_the_rollout_prompt() -> None:
     ids, mask = RENDERER.render_sft(CONVERSATION[:3])
     prompt = RENDERER.render(CONVERSATION[:2])
 
@@ -192,55 +196,57 @@ def test_render_sft_is_what_a_rollout_sees_and_generates() -> None:
 
 
 @given(st.lists(st.text("ab c<|>?\t", min_size=1).map(str.strip), min_size=1, max_size=4))
-def test_render_sft_any_answers_mask_decodes_to_exactly_them(answers: list[str]) -> None:
+def test_render_sft_mask_decodes_to_the_completions(completions: list[str]) -> None:
     messages = [
         message
-        for answer in answers
-        for message in ({"role": "user", "content": "question"}, {"role": "assistant", "content": answer})
+        for completion in completions
+        for message in ({"role": "user", "content": "question"}, {"role": "assistant", "content": completion})
     ]
 
-    assert _learned(RENDERER, TOKENIZER, messages) == "".join(answer + "<|im_end|>" for answer in answers)
+    assert _trained_text(RENDERER, TOKENIZER, messages) == "".join(
+        completion + "<|im_end|>" for completion in completions
+    )
 
 
-def test_render_sft_template_that_rewrites_turns_is_refused() -> None:
+def test_render_sft_template_that_rewrites_turns_raises_config_error() -> None:
     messages = [dict(message) for message in CONVERSATION]
     messages[2]["content"] = "<think>1 and 1</think>it is 2"
 
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        ChatRenderer(_tokenizer(FORGETFUL)).render_sft(messages)
-    tokenizer = _tokenizer(FORGETFUL)
-    assert _learned(ChatRenderer(tokenizer), tokenizer, messages[:3]) == messages[2]["content"] + "<|im_end|>"
+    with pytest.raises(ConfigError, match=r"the first \d messages"):
+        ChatRenderer(_tokenizer(DROPS_REASONING)).render_sft(messages)
+    tokenizer = _tokenizer(DROPS_REASONING)
+    assert _trained_text(ChatRenderer(tokenizer), tokenizer, messages[:3]) == messages[2]["content"] + "<|im_end|>"
 
 
-def test_render_sft_template_that_closes_the_conversation_once_more_is_learned_up_to_the_turn() -> None:
-    tokenizer = _tokenizer(CLOSED_ONCE_MORE)
+def test_render_sft_extra_end_token_is_not_in_the_mask() -> None:
+    tokenizer = _tokenizer(EXTRA_END_TOKEN)
 
-    learned = _learned(ChatRenderer(tokenizer), tokenizer, CONVERSATION)
+    trained = _trained_text(ChatRenderer(tokenizer), tokenizer, CONVERSATION)
 
-    assert learned == "it is 2<|im_end|>it is 4<|im_end|>"
+    assert trained == "it is 2<|im_end|>it is 4<|im_end|>"
 
 
-def test_render_sft_template_that_opens_reasoning_needs_it_in_the_data() -> None:
-    tokenizer = _tokenizer(FORCED_REASONING)
+def test_render_sft_template_that_opens_reasoning_requires_it_in_data() -> None:
+    tokenizer = _tokenizer(OPENS_REASONING)
     renderer = ChatRenderer(tokenizer)
-    reasoned = [CONVERSATION[1], {"role": "assistant", "content": "<think>\nhm</think>2"}]
+    messages = [CONVERSATION[1], {"role": "assistant", "content": "<think>\nhm</think>2"}]
 
-    assert _learned(renderer, tokenizer, reasoned) == "hm</think>2<|im_end|>"
-    with pytest.raises(ConfigError, match="does not begin with the generation prompt"):
+    assert _trained_text(renderer, tokenizer, messages) == "hm</think>2<|im_end|>"
+    with pytest.raises(ConfigError, match=r"message 1 .*generation prompt.*template_options"):
         renderer.render_sft(CONVERSATION[1:3])
 
 
-def test_template_that_shows_only_parts_gets_plain_text_as_parts() -> None:
-    tokenizer = _tokenizer(PARTS)
+def test_renderer_template_of_content_parts_gets_text_as_parts() -> None:
+    tokenizer = _tokenizer(CONTENT_PARTS)
     renderer = ChatRenderer(tokenizer)
 
     assert renderer.stop_ids == RENDERER.stop_ids
     assert renderer.render(CONVERSATION) == RENDERER.render(CONVERSATION)
-    assert _learned(renderer, tokenizer, CONVERSATION[:3]) == "it is 2<|im_end|>"
+    assert _trained_text(renderer, tokenizer, CONVERSATION[:3]) == "it is 2<|im_end|>"
 
 
-def test_append_turn_template_that_opens_reasoning_keeps_the_message() -> None:
-    tokenizer = _tokenizer(FORCED_REASONING)
+def test_append_turn_template_that_opens_reasoning_keeps_message() -> None:
+    tokenizer = _tokenizer(OPENS_REASONING)
     renderer = ChatRenderer(tokenizer)
     sampled = renderer.render(CONVERSATION[:2]) + tokenizer.encode("hm</think>2<|im_end|>")
 
@@ -249,47 +255,47 @@ def test_append_turn_template_that_opens_reasoning_keeps_the_message() -> None:
     assert added == "\n<|im_start|>user\nand 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-def test_template_that_closes_only_the_last_answer_is_refused_for_several_turns() -> None:
-    renderer = ChatRenderer(_tokenizer(UNCLOSED_ANSWERS))
+def test_renderer_template_with_unclosed_turns_raises_config_error() -> None:
+    renderer = ChatRenderer(_tokenizer(UNCLOSED_EARLIER_TURNS))
 
-    with pytest.raises(ConfigError, match="right after an answer"):
+    with pytest.raises(ConfigError, match=r"expected one of \[.*<\|endoftext\|>"):
         renderer.append_turn(RENDERER.render(CONVERSATION[:2]), CONVERSATION[3:4])
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+    with pytest.raises(ConfigError, match=r"the first \d messages"):
         renderer.render_sft(CONVERSATION)
 
 
-def test_render_sft_template_that_leaves_turns_open_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would never end its answer"):
+def test_render_sft_template_without_end_of_turn_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"message 2 .*stop ids"):
         ChatRenderer(_tokenizer(UNCLOSED)).render_sft(CONVERSATION)
 
 
-def test_render_sft_text_that_merges_with_the_prompt_is_refused() -> None:
+def test_render_sft_text_merged_with_prompt_raises_data_error() -> None:
     messages = [CONVERSATION[1], {"role": "assistant", "content": "\n\n\nit is 2"}]
 
-    with pytest.raises(DataError, match="Strip the text's leading blanks"):
+    with pytest.raises(DataError, match=r"message 1 .*generation prompt.*[Ss]trip"):
         RENDERER.render_sft(messages)
 
 
-def test_render_sft_end_token_in_the_text_is_refused() -> None:
+def test_render_sft_end_token_in_text_raises_data_error() -> None:
     messages = [CONVERSATION[1], {"role": "assistant", "content": "2<|im_end|>\nmore"}]
 
     with pytest.raises(DataError, match=r"message 1 .* contains the end token '<\|im_end\|>'"):
         RENDERER.render_sft(messages)
 
 
-def test_render_sft_turn_of_weight_0_is_not_learned() -> None:
+def test_render_sft_turn_of_weight_0_is_not_in_the_mask() -> None:
     messages = [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}, *CONVERSATION[3:]]
     ids, mask = RENDERER.render_sft(messages)
-    whole_ids, whole = RENDERER.render_sft(CONVERSATION)
+    full_ids, full_mask = RENDERER.render_sft(CONVERSATION)
 
-    assert ids == whole_ids
-    first = whole.index(True)
-    end = whole.index(False, first)
-    assert mask == [learned and not first <= i < end for i, learned in enumerate(whole)]
+    assert ids == full_ids
+    first = full_mask.index(True)
+    end = full_mask.index(False, first)
+    assert mask == [is_trained and not first <= i < end for i, is_trained in enumerate(full_mask)]
 
 
 @pytest.mark.parametrize("tool_calls", [[], [{"function": {"name": "add", "arguments": {"a": 1}}}]])
-def test_render_text_that_is_not_utf8_is_rejected(tool_calls: list[Any]) -> None:
+def test_render_text_that_is_not_utf8_raises_data_error(tool_calls: list[Any]) -> None:
     half = {"role": "user", "content": "half \ud83d", "tool_calls": tool_calls}
     with pytest.raises(DataError, match="UTF-8"):
         RENDERER.render([half])
@@ -297,14 +303,14 @@ def test_render_text_that_is_not_utf8_is_rejected(tool_calls: list[Any]) -> None
         RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]), [half])
 
 
-def test_render_sft_no_answer_is_refused() -> None:
-    with pytest.raises(DataError, match="assistant message to learn from"):
+def test_render_sft_without_completion_or_prompt_raises_data_error() -> None:
+    with pytest.raises(DataError, match="found the roles"):
         RENDERER.render_sft(CONVERSATION[:2])
     with pytest.raises(DataError, match="message before the first assistant"):
         RENDERER.render_sft(CONVERSATION[2:3])
 
 
-def test_append_turn_keeps_sampled_ids_that_no_tokenizer_would_give() -> None:
+def test_append_turn_keeps_sampled_ids_that_tokenizer_never_gives() -> None:
     prompt = RENDERER.render(CONVERSATION[:2])
     end = RENDERER.stop_ids[0]
     sampled = [token for letter in "it is 2" for token in TOKENIZER.encode(letter)] + [end]
@@ -316,23 +322,23 @@ def test_append_turn_keeps_sampled_ids_that_no_tokenizer_would_give() -> None:
     assert TOKENIZER.decode(ids) == TOKENIZER.decode(RENDERER.render(CONVERSATION[:4]))
 
 
-def test_append_turn_canonical_answer_equals_rendering_the_whole() -> None:
-    answer = [*TOKENIZER.encode("it is 2"), RENDERER.stop_ids[0]]
+def test_append_turn_canonical_completion_equals_render() -> None:
+    completion = [*TOKENIZER.encode("it is 2"), RENDERER.stop_ids[0]]
 
-    ids = RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]) + answer, CONVERSATION[3:4])
-
-    assert ids == RENDERER.render(CONVERSATION[:4])
-
-
-def test_append_turn_answer_that_was_cut_off_is_closed() -> None:
-    cut = RENDERER.render(CONVERSATION[:2]) + TOKENIZER.encode("it is 2")
-
-    ids = RENDERER.append_turn(cut, CONVERSATION[3:4])
+    ids = RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]) + completion, CONVERSATION[3:4])
 
     assert ids == RENDERER.render(CONVERSATION[:4])
 
 
-def test_append_turn_answer_ended_by_end_of_text_stays_as_sampled() -> None:
+def test_append_turn_truncated_completion_is_closed() -> None:
+    truncated = RENDERER.render(CONVERSATION[:2]) + TOKENIZER.encode("it is 2")
+
+    ids = RENDERER.append_turn(truncated, CONVERSATION[3:4])
+
+    assert ids == RENDERER.render(CONVERSATION[:4])
+
+
+def test_append_turn_completion_with_end_of_text_is_unchanged() -> None:
     sampled = RENDERER.render(CONVERSATION[:2]) + TOKENIZER.encode("it is 2<|endoftext|>")
 
     text = TOKENIZER.decode(RENDERER.append_turn(sampled, CONVERSATION[3:4]))
@@ -340,8 +346,8 @@ def test_append_turn_answer_ended_by_end_of_text_stays_as_sampled() -> None:
     assert "it is 2<|endoftext|>\n<|im_start|>user\nand 2 + 2?" in text
 
 
-def test_append_turn_works_with_a_template_that_rewrites_turns() -> None:
-    tokenizer = _tokenizer(FORGETFUL)
+def test_append_turn_template_that_rewrites_turns_keeps_ids() -> None:
+    tokenizer = _tokenizer(DROPS_REASONING)
     renderer = ChatRenderer(tokenizer)
     sampled = renderer.render(CONVERSATION[:2]) + tokenizer.encode("<think>hm</think>it is 2<|im_end|>")
 
@@ -353,8 +359,8 @@ def test_append_turn_works_with_a_template_that_rewrites_turns() -> None:
     )
 
 
-def test_append_turn_nothing_or_open_template_is_refused() -> None:
+def test_append_turn_no_messages_or_unclosed_template_raises() -> None:
     with pytest.raises(DataError, match="at least one message"):
         RENDERER.append_turn([1, 2], [])
-    with pytest.raises(ConfigError, match="right after an answer"):
+    with pytest.raises(ConfigError, match=r"expected one of \[.*<\|endoftext\|>"):
         ChatRenderer(_tokenizer(UNCLOSED)).append_turn([1, 2], CONVERSATION[3:4])

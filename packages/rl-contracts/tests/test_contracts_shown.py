@@ -1,4 +1,4 @@
-"""Whether a text shows all of a conversation."""
+"""Check that a rendered text contains all of a conversation."""
 
 import json
 from typing import Any
@@ -16,13 +16,13 @@ CALL = {
     "tool_calls": [{"function": {"name": "weather", "arguments": {"town": 'U "x"', "days": [1, 2.5], "now": True}}}],
 }
 RESULT = {"role": "tool", "content": "12"}
-ANSWER = {"role": "assistant", "content": "It is 12.", "reasoning_content": "So it is."}
+ASSISTANT = {"role": "assistant", "content": "It is 12.", "reasoning_content": "So it is."}
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
-TALK = [SYSTEM, USER, CALL, RESULT, ANSWER]
+CONVERSATION = [SYSTEM, USER, CALL, RESULT, ASSISTANT]
 
 
 def text(*messages: dict[str, Any], escape: bool = False, python: bool = False) -> str:
-    """Messages as a template may write them."""
+    """Render messages as a template might."""
     parts = []
     for message in messages:
         content = json.dumps(message["content"]) if escape else message["content"].strip()
@@ -33,47 +33,50 @@ def text(*messages: dict[str, Any], escape: bool = False, python: bool = False) 
 
 
 @pytest.mark.parametrize("form", [{}, {"escape": True}, {"python": True}])
-def test_require_shown_conversation_that_is_shown_whole_passes(form: dict[str, bool]) -> None:
-    require_rendered(TALK, TOOLS, text(*TALK, **form))
+def test_require_rendered_complete_conversation_passes(form: dict[str, bool]) -> None:
+    require_rendered(CONVERSATION, TOOLS, text(*CONVERSATION, **form))
 
 
 @pytest.mark.parametrize(
-    ("messages", "shown"),
+    ("messages", "rendered"),
     [
-        (TALK, text(USER, SYSTEM, CALL, RESULT, ANSWER)),
-        (TALK, text(SYSTEM, USER, {**CALL, "content": ""}, {**RESULT, "content": "12 Let me look."}, ANSWER)),
-        ([USER, ANSWER, USER, ANSWER], text(USER, {**ANSWER, "reasoning_content": ""}, USER, ANSWER)),
+        (CONVERSATION, text(USER, SYSTEM, CALL, RESULT, ASSISTANT)),
         (
-            [USER, {**ANSWER, "content": "<think>\nso</think>\n\nYes."}, USER, ANSWER],
-            text(USER, {"role": "assistant", "content": "Yes."}, USER, ANSWER),
+            CONVERSATION,
+            text(SYSTEM, USER, {**CALL, "content": ""}, {**RESULT, "content": "12 Let me look."}, ASSISTANT),
+        ),
+        ([USER, ASSISTANT, USER, ASSISTANT], text(USER, {**ASSISTANT, "reasoning_content": ""}, USER, ASSISTANT)),
+        (
+            [USER, {**ASSISTANT, "content": "<think>\nso</think>\n\nYes."}, USER, ASSISTANT],
+            text(USER, {"role": "assistant", "content": "Yes."}, USER, ASSISTANT),
         ),
         ([{**USER, "content": [{"type": "text", "text": "Hi"}]}, RESULT], text({**USER, "content": "Hi"}, RESULT)),
     ],
 )
-def test_require_shown_moved_system_text_and_old_reasoning_pass(messages: Any, shown: str) -> None:
-    require_rendered(messages, None, shown)
+def test_require_rendered_moved_system_and_old_reasoning_pass(messages: Any, rendered: str) -> None:
+    require_rendered(messages, None, rendered)
 
 
 @pytest.mark.parametrize(
-    ("messages", "shown"),
+    ("messages", "rendered"),
     [
-        (TALK, text(*TALK[1:])),
-        (TALK, text(SYSTEM, USER, CALL, ANSWER)),
-        (TALK, text(SYSTEM, USER, {**CALL, "tool_calls": []}, RESULT, ANSWER)),
-        (TALK, text(SYSTEM, USER, {**CALL, "content": ""}, RESULT, ANSWER)),
-        (TALK, text(*TALK).replace('"days"', '"hours"')),
-        (TALK, text(*TALK).replace("2.5", "3")),
-        (TALK, text(*TALK).replace("true", "")),
-        (TALK, text(*TALK).replace("So it is.", "")),
-        ([USER, {**ANSWER, "content": "<think>\nso</think>\n\nYes."}], text(USER, {**ANSWER, "content": "Yes."})),
-        ([USER, {**ANSWER, "content": ""}, USER], text(USER, ANSWER)),
+        (CONVERSATION, text(*CONVERSATION[1:])),
+        (CONVERSATION, text(SYSTEM, USER, CALL, ASSISTANT)),
+        (CONVERSATION, text(SYSTEM, USER, {**CALL, "tool_calls": []}, RESULT, ASSISTANT)),
+        (CONVERSATION, text(SYSTEM, USER, {**CALL, "content": ""}, RESULT, ASSISTANT)),
+        (CONVERSATION, text(*CONVERSATION).replace('"days"', '"hours"')),
+        (CONVERSATION, text(*CONVERSATION).replace("2.5", "3")),
+        (CONVERSATION, text(*CONVERSATION).replace("true", "")),
+        (CONVERSATION, text(*CONVERSATION).replace("So it is.", "")),
+        ([USER, {**ASSISTANT, "content": "<think>\nso</think>\n\nYes."}], text(USER, {**ASSISTANT, "content": "Yes."})),
+        ([USER, {**ASSISTANT, "content": ""}, USER], text(USER, ASSISTANT)),
     ],
 )
-def test_require_shown_missing_part_of_a_message_is_rejected(messages: Any, shown: str) -> None:
+def test_require_rendered_missing_text_raises_data_error(messages: Any, rendered: str) -> None:
     with pytest.raises(DataError, match="message"):
-        require_rendered(messages, None, shown)
+        require_rendered(messages, None, rendered)
 
 
-def test_require_shown_missing_tool_is_rejected() -> None:
+def test_require_rendered_missing_tool_raises_data_error() -> None:
     with pytest.raises(DataError, match="'stock'"):
-        require_rendered(TALK, [{"type": "function", "function": {"name": "stock"}}], text(*TALK))
+        require_rendered(CONVERSATION, [{"type": "function", "function": {"name": "stock"}}], text(*CONVERSATION))

@@ -1,1 +1,1 @@
-"""Chat messages to token ids, and back to turns."""
+"""Convert chat messages to token ids, and completions back to messages."""

@@ -1,12 +1,12 @@
-"""Where the reasoning of an answer ends and its final text begins."""
+"""Split a completion into its reasoning and its final text."""
 
 from __future__ import annotations
 
 import re
 
 CHANNELS = "<|channel|>"
-_PROMPTED = (("<reasoning>", "</reasoning>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"))
-"""Elements for which prompts ask."""
+_PROMPTED_ELEMENTS = (("<reasoning>", "</reasoning>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"))
+"""Elements that the prompt may ask the model to write, with their closing marks."""
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -16,43 +16,49 @@ MARKS = (
     ("<|channel>thought", "<channel|>"),
     (CHANNELS, f"{CHANNELS}final<|message|>"),
     ("to=self<|message|>", "to=user<|message|>"),
-    *_PROMPTED,
+    *_PROMPTED_ELEMENTS,
 )
-"""Marks that open and close reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, Muse, elements."""
+"""Opening and closing marks of reasoning, by model family.
+
+In this order: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, Muse, elements named in the prompt.
+"""
 _CHANNELS_END = re.compile(
     r"(<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>)"
     r"|(?:^|<\|start\|>assistant|(?<=<\|end\|>))(?:<\|channel\|>\w+)? ?to=\w"
 )
-"""The end of the reasoning of gpt-oss: the final channel, or a message to a tool, which belongs to the final text."""
+"""End of the reasoning of gpt-oss: the final channel, or a message to a tool, which is part of the final text."""
 _CHANNEL_BODY = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|start|channel)\|>|$)", re.DOTALL)
 
 
 def split_reasoning(text: str, opening: str = "") -> tuple[str, str]:
-    """Reasoning and final text of an answer.
+    """Return the reasoning and the final text of a completion.
 
-    The prompt or the beginning of the answer opens reasoning, and the first closing mark ends it, unless more reasoning
-    follows at once. A closing mark alone is enough, where the prompt does not close reasoning itself: the prompt that
-    opened it may not be at hand. Where reasoning is never closed, there is no final text; where no mark is found, there
-    is no reasoning.
+    An opening mark in the prompt or at the beginning of the completion starts reasoning. The first closing mark ends
+    it, unless more reasoning follows immediately. A closing mark without an opening one also counts, because the caller
+    may not have the prompt, but not if the prompt contains that mark. Without a closing mark, the final text is empty.
+    Without any mark, the reasoning is empty.
 
     Args:
-        text: of the answer, in which special tokens stand by their names.
-        opening: end of the prompt, from where the assistant's turn begins.
+        text: text of the completion, with special tokens written as their names.
+        opening: end of the prompt, from the beginning of the assistant's turn.
 
     Returns:
-        (reasoning without its marks, final text without the line breaks before it).
+        (reasoning without its marks, final text without leading line breaks).
     """
     opened = [m for m in MARKS if opening.rfind(m[0]) > opening.rfind(m[1]) or text.lstrip().startswith(m[0])]
-    closed = [m for m in MARKS if m[1] in text and m[1] not in opening and not _follows_answer(text, m)]
+    closed = [m for m in MARKS if m[1] in text and m[1] not in opening and not _follows_text(text, m)]
     start, end = next(iter([*opened, *closed]), ("", ""))
     if not start:
         return "", text
     return _split_channels(text) if start == CHANNELS else _split(text, start, end)
 
 
-def _follows_answer(text: str, marks: tuple[str, str]) -> bool:
-    """Whether an element that the prompt asks for stands behind other text, such as an explanation of the answer."""
-    return marks in _PROMPTED and marks[0] in text.partition(marks[1])[0]
+def _follows_text(text: str, marks: tuple[str, str]) -> bool:
+    """Return whether an element named in the prompt opens inside `text`, after other text such as an explanation.
+
+    The caller has already handled a text that begins with the element.
+    """
+    return marks in _PROMPTED_ELEMENTS and marks[0] in text.partition(marks[1])[0]
 
 
 def _split(text: str, start: str, end: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
-"""From chat messages to token ids and back to turns: one implementation for SFT data and for rollouts.
+"""Convert chat messages to token ids and back, with one implementation for SFT data and for rollouts.
 
-Ids that a model sampled are never decoded and tokenised again: that can give other ids than were sampled, and then
-log-probs and masks silently speak of tokens that nobody generated. A further turn appends ids to the ids before.
+Sampled ids are never decoded and tokenized again. That could yield different ids, and log-probs and masks would then
+silently describe tokens that the model did not generate. A new turn appends its ids to the existing ids.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rl_contracts.models.directory import end_ids
 __all__ = ["ChatRenderer", "Message"]
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character: from a JSON escape such as `\\ud83d`, or a byte that is not UTF-8."""
+"""Pattern of a lone surrogate, which comes from a JSON escape such as `\\ud83d` or from a byte that is not UTF-8."""
 Message = Mapping[str, Any]
-"""One chat message: `role`, `content`, and what the template knows besides (`tool_calls`, `reasoning_content`)."""
+"""One chat message: `role`, `content`, and other keys that the template reads (`tool_calls`, `reasoning_content`)."""
 
-_ANSWER = "sample-answer"
+_COMPLETION = "sample-answer"
 _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "sample-question"},
-    {"role": "assistant", "content": _ANSWER},
+    {"role": "assistant", "content": _COMPLETION},
 )
-"""A conversation whose answer can be found again in what a template makes of it."""
+"""Conversation whose assistant message can be located in the rendered text."""
 
 
 class ChatRenderer:
-    """Renders conversations with the chat template of a tokenizer.
+    """Renderer of conversations with the chat template of a tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template. If it was loaded from a directory, the end tokens of
-            the `generation_config.json` there end a turn too.
-        template_options: further variables of the template, for example `{"enable_thinking": False}`.
+        tokenizer: Hugging Face tokenizer with a chat template. If it was loaded from a directory, the end tokens in the
+            directory's `generation_config.json` also end a turn.
+        template_options: extra variables for the template, for example `{"enable_thinking": False}`.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -47,20 +47,22 @@ class ChatRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "expected a tokenizer with a chat template, found one without; "
-                "take an instruction-tuned model's tokenizer or set `tokenizer.chat_template` (commands: "
+                "use the tokenizer of an instruction-tuned model, or set `tokenizer.chat_template` (commands: "
                 "`model.chat_template=FILE`)"
             )
         self._tokenizer = tokenizer
         self._options = dict(template_options or {})
-        self._shown: Sequence[Any] | None = None
-        """Tools of which it is known that the template shows them."""
-        self._parts = False
-        """Whether the template shows text only as a list of parts, as those of multi-modal models may. Given plain text
-        it refuses it, or renders the conversation without what was said in it."""
+        self._rendered_tools: Sequence[Any] | None = None
+        """Tools of the last successful check in `renders_tools`, or None."""
+        self._needs_content_parts = False
+        """Whether the template renders text only from a list of content parts, as some multi-modal models require.
+
+        Such a template rejects a plain string, or renders the message without its text.
+        """
         try:
-            self._parts = _ANSWER not in self._apply(_PROBE, None, False, tokenize=False)
+            self._needs_content_parts = _COMPLETION not in self._apply(_PROBE, None, False, tokenize=False)
         except DataError:
-            self._parts = True
+            self._needs_content_parts = True
 
     def render(
         self,
@@ -68,63 +70,67 @@ class ChatRenderer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Args:
             messages: the conversation, at least one message.
-            tools: JSON schemas (or annotated functions) that the template shows to the model.
-            add_generation_prompt: end with the opening of an assistant turn, for the model to continue.
+            tools: JSON schemas (or annotated functions) of the tools to list in the prompt.
+            add_generation_prompt: whether to end with the opening of an assistant turn, for the model to continue.
 
         Raises:
-            DataError: the template refuses the conversation.
+            DataError: the template rejects the conversation.
         """
         rendered = self._apply(messages, tools, add_generation_prompt, tokenize=True, return_dict=False)
-        # Without return_dict=False, transformers 5 answers a mapping; a wrapped tokenizer may do so regardless.
+        # Without return_dict=False, transformers 5 returns a mapping; a wrapped tokenizer may do so regardless.
         ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
         return [int(token) for token in ids]
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn: the template's end-of-turn token, the end-of-text token, and those of the
-        model's `generation_config.json`.
+        """Ids that end an assistant turn.
+
+        These are the end-of-turn token of the template, the end-of-text token of the tokenizer, and the end tokens in
+        `generation_config.json`.
 
         Raises:
-            ConfigError: there is none, so that a model could never end its answer.
+            ConfigError: there is no such token, so a completion could never end.
         """
         directory = getattr(self._tokenizer, "name_or_path", "")
-        known = [token for token in end_ids(directory) if token < len(self._tokenizer)] if directory else []
-        found = (self._end_of_turn, self._tokenizer.eos_token_id, *known)
-        stops = tuple(dict.fromkeys(token for token in found if token is not None))
-        if not stops:
+        config_ids = [token for token in end_ids(directory) if token < len(self._tokenizer)] if directory else []
+        candidates = (self._end_of_turn, self._tokenizer.eos_token_id, *config_ids)
+        stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
+        if not stop_ids:
             raise ConfigError(
                 "expected a chat template that closes the assistant's turn with a special token, or a tokenizer "
-                "with an end-of-text token; found neither, so no answer could ever end. Set `tokenizer.eos_token`."
+                "with an end-of-text token; found neither, so a completion could never end. Set `tokenizer.eos_token`."
             )
-        return stops
+        return stop_ids
 
     @cached_property
     def _end_of_turn(self) -> int | None:
-        """First special token that the template puts after the last answer; None if it puts none there."""
-        closing = self.encode(self._after_answer(_PROBE, None, False))
+        """First special token that the template writes after the last assistant message, or None."""
+        suffix_ids = self.encode(self._text_after_probe(_PROBE, None, False))
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {index for index, token in added.items() if getattr(token, "special", False)}
-        return next((token for token in closing if token in special or token in self._tokenizer.all_special_ids), None)
+        return next(
+            (token for token in suffix_ids if token in special or token in self._tokenizer.all_special_ids), None
+        )
 
     def render_sft(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a finished conversation, and which of them the model has to generate.
+        """Return the token ids of a finished conversation, and the mask of the tokens that the model must generate.
 
-        The mask is True on each assistant turn from the first token after the generation prompt up to and including
-        the end-of-turn token; the line break that many templates put after it is theirs, not the model's. A turn with
-        `weight` 0 is not learned.
+        In each assistant turn, the mask is True from the first token after the generation prompt through the
+        end-of-turn token. The line break that many templates write after the end-of-turn token is not included. A turn
+        with `weight` 0 is not trained on.
 
         Returns:
-            (ids, loss_mask), both of the conversation's length.
+            (ids, loss_mask), both with the length of the conversation.
 
         Raises:
-            DataError: no assistant message, text that contains an end-of-turn token, or a text whose first characters
-                the tokenizer merges with the generation prompt.
+            DataError: there is no assistant message to train on, a message contains an end-of-turn token, or the
+                tokenizer merges the first characters of a message with the generation prompt.
             ConfigError: the template rewrites earlier turns, or does not close the assistant's turn.
         """
         ids = self.render(messages, tools, add_generation_prompt=False)
@@ -132,13 +138,15 @@ class ChatRenderer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
-            self._refuse_stop_tokens(message, index)
-            start = len(self._prompt_of(messages, index, tools, ids))
-            stop = self._end_of(messages, index, tools, ids, start)
+            self._reject_stop_tokens(message, index)
+            start = len(self._prompt_ids(messages, index, tools, ids))
+            stop = self._end_position(messages, index, tools, ids, start)
             mask[start : stop + 1] = [True] * (stop + 1 - start)
         if not any(mask):
             roles = [message["role"] for message in messages]
-            raise DataError(f"expected an assistant message to learn from (weight 1), found the roles {roles}")
+            raise DataError(
+                f"expected an assistant message to train on (with a weight other than 0), found the roles {roles}"
+            )
         return ids, mask
 
     def append_turn(
@@ -147,43 +155,44 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
-        """`ids` as they are, then `messages` and the opening of the next assistant turn.
+        """Append messages and the opening of the next assistant turn to `ids`, which stay unchanged.
 
         Args:
-            ids: a prompt and the answer that was sampled for it. An answer that was cut off gets the end-of-turn
-                token that it lacks; like everything else after `ids`, it is not generated.
-            messages: what follows the answer: user or tool messages.
-            tools: as in `render`; only some templates repeat them in later turns.
+            ids: prompt and the completion sampled for it. If the completion was truncated, the end-of-turn token is
+                appended; like all tokens after `ids`, it does not count as generated.
+            messages: user or tool messages that follow the completion.
+            tools: tools as in `render`; only some templates repeat them in later turns.
 
         Raises:
             ConfigError: the template does not close an assistant turn that another message follows.
-            DataError: no messages, or the template refuses them.
+            DataError: `messages` is empty, or the template rejects it.
         """
         if not messages:
-            raise DataError("expected at least one message to append after the answer, found none")
-        following = self._after_answer([*_PROBE, *messages], tools, True)
-        added = self.text_after_completion(ids, following)
-        # Anything but the end of the turn here means that the first stop token closes some later turn.
-        if added is None:
-            ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+            raise DataError("expected at least one message to append after the completion, found none")
+        suffix = self._text_after_probe([*_PROBE, *messages], tools, True)
+        suffix_ids = self.text_after_completion(ids, suffix)
+        # If the suffix does not begin with a stop token, the first stop token in it closes a later turn.
+        if suffix_ids is None:
+            stop_tokens = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
             raise ConfigError(
-                f"chat template: expected one of {ends} right after an answer that another message follows, found "
-                f"{following[:40]!r}; conversations of several turns need a template that closes each turn alike"
+                f"chat template: expected one of {stop_tokens} after an assistant message that another message "
+                f"follows, found {suffix[:40]!r}; use a template that closes every assistant turn"
             )
-        return [*ids, *added]
+        return [*ids, *suffix_ids]
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> str:
-        """What `render` encodes."""
+        """Return the rendered conversation as text; `render` returns its token ids."""
         text: str = self._apply(messages, tools, add_generation_prompt, tokenize=False)
         return text
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
-        """Return the token ids of a text, special tokens by their names in it.
+        """Return the token ids of a text. Names of special tokens in it become special tokens.
 
         Args:
-            begins: whether the text begins a prompt. Then it gets the beginning-of-text token that the tokenizer adds.
+            text: text to encode.
+            begins: whether the text begins a prompt, so that the tokenizer's beginning-of-text token is added.
 
         Raises:
             DataError: the text is not UTF-8.
@@ -194,60 +203,63 @@ class ChatRenderer:
         return ids if ids[:1] == bos else [*bos, *ids]
 
     def decode_completion(self, ids: Sequence[int]) -> str:
-        """Text of an answer, without the token that ended it."""
+        """Return the text of a completion without its stop token."""
         return completion_text(self._tokenizer, ids, self.stop_ids)
 
     def text_after_completion(self, ids: Sequence[int], following: str) -> list[int] | None:
-        """Ids of what a template puts after an answer, the end of the turn first.
+        """Return the ids to append after a completion: the end of the turn if it is missing, then the following text.
 
         Args:
-            ids: the answer, or what ends with it; where it was cut off, the end of the turn is added.
-            following: text of the conversation after the answer.
+            ids: the completion, or a sequence that ends with it. It has no end of turn if it was truncated.
+            following: text of the conversation after the completion.
 
         Returns:
-            None where the text does not begin with the end of a turn.
+            the ids, or None if `following` does not begin with the end of a turn.
         """
-        ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
-        if not following.lstrip().startswith(tuple(ends)):
+        stop_tokens = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        if not following.lstrip().startswith(tuple(stop_tokens)):
             return None
-        added = self.encode(following)
-        stop = next(i for i, token in enumerate(added) if token in self.stop_ids)
+        suffix_ids = self.encode(following)
+        stop_position = next(i for i, token in enumerate(suffix_ids) if token in self.stop_ids)
         last = ids[-1] if len(ids) > 0 else None
-        # Where no token closes a turn, the stop token here opens the next one, and only its double is left out.
-        closed = last in self.stop_ids and (self._end_of_turn is not None or last == added[stop])
-        return added[stop + 1 if closed else stop :]
+        # In templates without an end-of-turn token, the stop token opens the next turn. It is then omitted only if the
+        # completion already ends with this same token.
+        is_closed = last in self.stop_ids and (self._end_of_turn is not None or last == suffix_ids[stop_position])
+        return suffix_ids[stop_position + 1 if is_closed else stop_position :]
 
     @cached_property
     def generation_prompt(self) -> str:
-        """Text of the generation prompt; empty where a template opens the assistant's turn with what is before it."""
-        asked, opened = (self.text(_PROBE[:1], None, generate) for generate in (False, True))
-        return opened.removeprefix(asked) if opened.startswith(asked) else ""
+        """Text of the generation prompt; empty if the template does not render it as a suffix of the conversation."""
+        without_prompt, with_prompt = (self.text(_PROBE[:1], None, generate) for generate in (False, True))
+        return with_prompt.removeprefix(without_prompt) if with_prompt.startswith(without_prompt) else ""
 
     @cached_property
     def end_of_turn(self) -> str:
-        """Text that ends a conversation after the text of its last answer."""
-        return self._after_answer(_PROBE, None, False)
+        """Text that the template writes after the last assistant message."""
+        return self._text_after_probe(_PROBE, None, False)
 
     def renders_tools(self, tools: Sequence[Any]) -> bool:
-        """Whether the template shows tools to the model."""
-        if tools == self._shown:  # the question costs as much as a prompt, and is asked for each
+        """Return whether the template renders tools."""
+        if (
+            tools == self._rendered_tools
+        ):  # the check costs as much as rendering a prompt, and callers make it for each prompt
             return True
-        shown = self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
-        self._shown = tools if shown else self._shown
-        return shown
+        is_rendered = self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
+        self._rendered_tools = tools if is_rendered else self._rendered_tools
+        return is_rendered
 
     def require_rendered(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
     ) -> None:
-        """Reject a conversation of which the template does not show everything; see `rl_contracts.chat.template_check`.
+        """Reject a conversation that the template renders incompletely; see `rl_contracts.chat.template_check`.
 
         Raises:
-            DataError: names the message or the tool, and what is missing.
+            DataError: the template omits a tool or a text of a message. The message names both.
         """
         if tools and not self.renders_tools(tools):
             raise DataError(
-                "expected a chat template that shows tools, because the conversation has some, found one that shows "
-                "none; leave the tools out, or give another template (commands: `model.chat_template=FILE`)"
+                "the conversation has tools, but the chat template renders none; remove the tools, or use another "
+                "template (commands: `model.chat_template=FILE`)"
             )
         require_rendered(messages, tools, self.text(messages, tools, add_generation_prompt))
 
@@ -255,45 +267,49 @@ class ChatRenderer:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         roles = [message.get("role") for message in messages]
-        given = [self._message(message) for message in messages]
+        template_messages = [self._to_template_message(message) for message in messages]
         options |= {"tools": None if tools is None else list(tools), "add_generation_prompt": generate, **self._options}
         try:
             try:
-                return self._tokenizer.apply_chat_template(given, **options)
-            except TypeError:  # DeepSeek's template joins the arguments of calls to its text
+                return self._tokenizer.apply_chat_template(template_messages, **options)
+            except TypeError:  # DeepSeek's template concatenates the arguments of calls as text
                 if not any(message.get("tool_calls") for message in messages):
                     raise
-                return self._tokenizer.apply_chat_template([*map(_with_text_arguments, given)], **options)
+                return self._tokenizer.apply_chat_template([*map(_with_text_arguments, template_messages)], **options)
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template is no Jinja template (line {error.lineno}): {str(error.message).rstrip('.')}. Mend "
-                "it, or give another template (commands: `model.chat_template=FILE`)."
+                f"the chat template is not a valid Jinja template (line {error.lineno}): "
+                f"{str(error.message).rstrip('.')}. Fix it, or use another template (commands: "
+                "`model.chat_template=FILE`)."
             ) from error
         except (TemplateError, TypeError, ValueError) as error:
             require_utf8(json.dumps([messages, tools], ensure_ascii=False, default=str))
             raise DataError(
-                f"the chat template refuses messages with the roles {roles}: {str(error).rstrip('.')}. Change the "
-                "messages, or give another template (commands: `model.chat_template=FILE`)."
+                f"the chat template rejects messages with the roles {roles}: {str(error).rstrip('.')}. Change the "
+                "messages, or use another template (commands: `model.chat_template=FILE`)."
             ) from error
 
-    def _message(self, message: Message) -> dict[str, Any]:
+    def _to_template_message(self, message: Message) -> dict[str, Any]:
         content = message.get("content")
-        if self._parts and isinstance(content, str):
+        if self._needs_content_parts and isinstance(content, str):
             return {**message, "content": [{"type": "text", "text": content}]}
-        if not self._parts and isinstance(content, list):
+        if not self._needs_content_parts and isinstance(content, list):
             texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
             if all(isinstance(text, str) for text in texts):
                 return {**message, "content": "".join(texts)}
         return dict(message)
 
-    def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
-        """What the template puts after the answer of the probe, with which `messages` begin."""
-        _, found, after = self.text(messages, tools, generate).partition(_ANSWER)
-        if not found:
-            raise ConfigError("chat template: expected it to show the text of an assistant message, found none")
+    def _text_after_probe(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
+        """Return the rendered text after the assistant message of `_PROBE`, with which `messages` begin."""
+        _, separator, after = self.text(messages, tools, generate).partition(_COMPLETION)
+        if not separator:
+            raise ConfigError(
+                "chat template: expected the text of an assistant message in the rendered conversation, found none; "
+                "use another template (commands: `model.chat_template=FILE`)"
+            )
         return after
 
-    def _refuse_stop_tokens(self, message: Message, index: int) -> None:
+    def _reject_stop_tokens(self, message: Message, index: int) -> None:
         content = message.get("content")
         parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or ()]
         for token in self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)):
@@ -303,71 +319,71 @@ class ChatRenderer:
                     f"stop there and never generate the rest. Remove it from the data: the template adds it."
                 )
 
-    def _prompt_of(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, whole: Sequence[int]
+    def _prompt_ids(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, conversation_ids: Sequence[int]
     ) -> list[int]:
-        """Ids of what a rollout sees before the assistant message `index`; the whole does begin with them."""
+        """Return the prompt ids of a rollout for the assistant message `index`, a prefix of `conversation_ids`."""
         if index == 0:
             raise DataError("expected a message before the first assistant message, found none")
         prompt = self.render(messages[:index], tools)
-        if list(whole[: len(prompt)]) == prompt:
+        if list(conversation_ids[: len(prompt)]) == prompt:
             return prompt
         text = self.text(messages, tools, False)
         if text.startswith(self.text(messages[:index], tools)):
             raise DataError(
                 f"message {index} (assistant): the tokenizer merges the first characters of its text with the end "
-                f"of the generation prompt, so a rollout would never see these ids. Strip the text's leading blanks, "
-                f"or let the template's prompt end without any."
+                f"of the generation prompt, so no rollout has these ids. Strip whitespace from the beginning of the "
+                f"text, or from the end of the generation prompt."
             )
         if text.startswith(self.text(messages[:index], tools, False)):
             raise ConfigError(
                 f"chat template: message {index} (assistant) does not begin with the generation prompt, so a rollout "
-                f"would start from other tokens than this row teaches. Give the message what the prompt opens "
-                f"(reasoning, say), or set template_options so that both agree."
+                f"would start from different tokens. Add the missing text to the message (often an opened reasoning "
+                f"block), or change template_options."
             )
-        raise ConfigError(_rewritten(index))
+        raise ConfigError(_rewritten_message(index))
 
-    def _end_of(
+    def _end_position(
         self,
         messages: Sequence[Message],
         index: int,
         tools: Sequence[Any] | None,
-        whole: Sequence[int],
+        conversation_ids: Sequence[int],
         start: int,
     ) -> int:
-        """Position of the token that ends the assistant message `index`, whose answer begins at `start`."""
+        """Return the position of the token that ends the assistant message `index`, whose text begins at `start`."""
         ids = self.render(messages[: index + 1], tools, add_generation_prompt=False)
         stop = next((i for i in range(start, len(ids)) if ids[i] in self.stop_ids), None)
         if stop is None:
             raise ConfigError(
                 f"chat template: message {index} (assistant) does not end with one of the stop ids "
-                f"{self.stop_ids}; a model trained on it would never end its answer. Use a template that "
-                f"closes the assistant's turn."
+                f"{self.stop_ids}; a model trained on it would never stop. Use a template that closes the "
+                f"assistant's turn."
             )
-        # What follows the end of the turn may differ: some templates close a whole conversation once more.
-        if list(whole[: stop + 1]) != ids[: stop + 1]:
-            raise ConfigError(_rewritten(index + 1))
+        # Tokens after the end of the turn may differ: some templates write another end token after the last message.
+        if list(conversation_ids[: stop + 1]) != ids[: stop + 1]:
+            raise ConfigError(_rewritten_message(index + 1))
         return stop
 
 
 def require_utf8(text: str) -> None:
-    """Reject a text with half a character (a lone surrogate), which no tokenizer reads.
+    """Reject a text with a lone surrogate, which tokenizers cannot encode.
 
     Raises:
-        DataError: names the characters before it.
+        DataError: the text has a lone surrogate. The message quotes the characters before it.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"expected text that is UTF-8, found half a character (a lone surrogate) after "
+            f"expected valid UTF-8 text, found a lone surrogate after "
             f"{text[max(error.start - 20, 0) : error.start]!r}; remove it, or replace it "
             "(commands: `rollout.invalid_text=replace`)"
         ) from None
 
 
 def replace_invalid_text(value: Any) -> Any:
-    """Return a JSON value with U+FFFD in place of each half character (lone surrogate) of its texts."""
+    """Return a JSON value with each lone surrogate in its texts replaced by U+FFFD."""
     if isinstance(value, str):
         return SURROGATE.sub("\ufffd", value)
     if isinstance(value, Mapping):
@@ -376,21 +392,21 @@ def replace_invalid_text(value: Any) -> Any:
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether a tokenizer puts its beginning-of-text token before a text."""
+    """Return whether a tokenizer adds its beginning-of-text token before a text."""
     return tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
 def completion_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:
-    """Text of an answer, special tokens by their names, without the token of `stop_ids` that ended it."""
-    ended = len(ids) > 0 and ids[-1] in stop_ids
+    """Return the text of a completion, with special tokens written as their names, without its final stop token."""
+    has_stop_token = len(ids) > 0 and ids[-1] in stop_ids
     text: str = tokenizer.decode(
-        list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        list(ids[:-1] if has_stop_token else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as JSON text."""
+    """Return the message with the arguments of its tool calls as JSON text."""
     calls = [
         {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
         for call in message.get("tool_calls") or ()
@@ -399,9 +415,9 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _rewritten(count: int) -> str:
+def _rewritten_message(count: int) -> str:
     return (
-        f"chat template: the first {count} messages, rendered alone, do not begin the whole conversation, so no mask "
-        f"can be right: the template rewrites earlier turns, for example by dropping their reasoning. Make one row of "
-        f"each answer, or use a template that keeps turns as they were."
+        f"chat template: the first {count} messages, rendered alone, are not a prefix of the whole conversation: the "
+        f"template rewrites earlier turns, often by dropping reasoning. Use one example per completion, or a template "
+        f"that keeps earlier turns unchanged."
     )

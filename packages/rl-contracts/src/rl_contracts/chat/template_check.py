@@ -1,6 +1,6 @@
-"""Check that a chat template shows all of a conversation.
+"""Check that a chat template renders a conversation completely.
 
-Templates drop roles, tools and calls that they do not know without an error. The model then learns an answer without
+Templates silently drop roles, tools and calls that they do not support. The model then trains on a completion without
 the text that it depends on.
 """
 
@@ -15,45 +15,45 @@ from rl_contracts.errors import DataError
 
 _THINK = re.compile(r"</?think>")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MOVED = ("system", "developer")
-"""Roles whose text templates move: to the front, or before the last question."""
+_MOVED_ROLES = ("system", "developer")
+"""Roles whose messages a template may move to the front or before the last question."""
 
 
 def require_rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> None:
-    """Reject a conversation of which a template does not show everything.
+    """Reject a conversation that a template renders incompletely.
 
-    Contents, and names and arguments of tool calls, must be in the text in the order of the messages, and the names of
-    tools anywhere. White space and JSON escapes do not count. Reasoning of turns before the last may be missing.
+    Message contents, and names and arguments of tool calls, must occur in the order of the messages. Tool names may
+    occur anywhere. Whitespace and JSON escapes are ignored. Reasoning may be missing, except in the last turn.
 
     Args:
         messages: the conversation.
-        tools: JSON schemas that the template was given.
-        text: what the template made of both.
+        tools: JSON schemas passed to the template.
+        text: the rendered conversation.
 
     Raises:
-        DataError: names the message or the tool, and what is missing.
+        DataError: a text or a tool name is missing. The message names the message or tool, and the missing text.
     """
-    squashed, start = _squash(text), 0
+    rendered, start = _remove_whitespace(text), 0
     for tool in tools or ():
         name = tool.get("function", tool).get("name") if isinstance(tool, Mapping) else None
-        if name and _end(squashed, name, 0) is None:
-            raise _missing("tools", name)
+        if name and _end_position(rendered, name, 0) is None:
+            raise _missing_error("tools", name)
     for index, message in enumerate(messages):
-        where = f"message {index} ({message['role']})"
-        if message["role"] in _MOVED:
-            _ends(squashed, _contents(message, False), 0, where)
+        location = f"message {index} ({message['role']})"
+        if message["role"] in _MOVED_ROLES:
+            _end_positions(rendered, _contents(message, False), 0, location)
             continue
-        ends = _ends(squashed, _contents(message, index == len(messages) - 1), start, where)
+        ends = _end_positions(rendered, _contents(message, index == len(messages) - 1), start, location)
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         for call in calls:
-            _ends(squashed, _leaves(call.get("arguments")), start, f"{where}, tool call {call.get('name')}")
-        if calls:  # the text of a turn with calls may be shown after their results
-            ends = _ends(squashed, (call.get("name") for call in calls), start, f"{where}, tool call")
+            _end_positions(rendered, _leaves(call.get("arguments")), start, f"{location}, tool call {call.get('name')}")
+        if calls:  # templates may render the text of a turn with calls after their results
+            ends = _end_positions(rendered, (call.get("name") for call in calls), start, f"{location}, tool call")
         start = max([start, *ends])
 
 
 def _contents(message: Mapping[str, Any], is_last: bool) -> Iterator[str]:
-    """Yield the texts of a message, of the last turn also its reasoning."""
+    """Yield the texts of a message, and its reasoning if it is an assistant message to train on in the last turn."""
     content = message.get("content") or ""
     parts = [content] if isinstance(content, str) else content
     texts = [part.get("text") or "" if isinstance(part, Mapping) else part for part in parts]
@@ -67,7 +67,7 @@ def _contents(message: Mapping[str, Any], is_last: bool) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the names and values of arguments that are neither lists nor objects."""
+    """Yield the keys and scalar values of nested arguments."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield key
@@ -79,44 +79,48 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _ends(squashed: str, values: Iterable[Any], start: int, where: str) -> list[int]:
-    """Return where each value ends in the text from `start` on."""
+def _end_positions(rendered: str, values: Iterable[Any], start: int, location: str) -> list[int]:
+    """Return the end position of each value in the text, searching from `start`.
+
+    Raises:
+        DataError: a value is missing.
+    """
     ends = []
     for value in values:
-        end = _end(squashed, value, start)
+        end = _end_position(rendered, value, start)
         if end is None:
-            raise _missing(where, value)
+            raise _missing_error(location, value)
         ends.append(end)
     return ends
 
 
-def _end(squashed: str, value: Any, start: int) -> int | None:
-    """Return where a value ends in the text from `start` on, in the first of its forms, or None if it is not there."""
+def _end_position(rendered: str, value: Any, start: int) -> int | None:
+    """Return the end position of the first form of a value that occurs at or after `start`, or None."""
     for form in _forms(value):
-        at = squashed.find(form, start)
-        if at >= 0:
-            return at + len(form)
+        begin = rendered.find(form, start)
+        if begin >= 0:
+            return begin + len(form)
     return None
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """Yield the ways in which templates write a value: as it is, and as JSON or Python escape it once or twice."""
+    """Yield the forms in which a template may write a value: verbatim, or escaped by JSON or Python, once or twice."""
     if not isinstance(value, str):
         yield from (json.dumps(value), repr(value))
         return
     text = value.strip()
-    yield _squash(text)  # nearly always
+    yield _remove_whitespace(text)  # the most common form
     escaped = json.dumps(text, ensure_ascii=False)[1:-1]
     forms = (escaped, json.dumps(text)[1:-1], repr(text)[1:-1], json.dumps(escaped, ensure_ascii=False)[1:-1])
-    yield from map(_squash, forms)
+    yield from map(_remove_whitespace, forms)
 
 
-def _squash(text: str) -> str:
+def _remove_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def _missing(where: str, value: Any) -> DataError:
+def _missing_error(location: str, value: Any) -> DataError:
     return DataError(
-        f"{where}: expected {value!r:.60} in the text of the conversation, but the chat template does not show it; "
-        "change the message, or give another template (commands: `model.chat_template=FILE`)"
+        f"{location}: expected {value!r:.60} in the rendered conversation, but the chat template omits it; "
+        "change the message, or use another template (commands: `model.chat_template=FILE`)"
     )

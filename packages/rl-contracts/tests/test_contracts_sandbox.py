@@ -1,4 +1,4 @@
-"""The sandbox: what code can do in it, and each thing that it cannot, tried."""
+"""Sandbox: ordinary programs work, and attempts to reach anything outside fail."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.sandbox import confine
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
-TRIES = """
+OUTCOMES = """
 import json
-def outcomes(**tries):
-    found = {}
-    for name, attempt in tries.items():
+def outcomes(**attempts):
+    results = {}
+    for name, attempt in attempts.items():
         try:
             attempt()
-            found[name] = "done"
+            results[name] = "done"
         except OSError as error:
-            found[name] = type(error).__name__
-    print(json.dumps(found))
+            results[name] = type(error).__name__
+    print(json.dumps(results))
 """
 
 
@@ -49,57 +49,57 @@ NO_NAMESPACES = "confine._libc.unshare = lambda flags: -1"
 
 
 class OldKernel:
-    """A sandbox whose process finds this version of Landlock and runs the code in `more` before it confines itself."""
+    """Sandbox whose process sees the given Landlock version, and runs the code `patch` before it confines itself."""
 
-    def __init__(self, sandbox, directory, version, more=""):
+    def __init__(self, sandbox, directory, version, patch=""):
         self.sandbox = sandbox
         self.script = directory / "old_kernel.py"
-        self.script.write_text(OLD_KERNEL % (version, more))
+        self.script.write_text(OLD_KERNEL % (version, patch))
 
     def run(self, code):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(confine, "__file__", str(self.script))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(confine, "__file__", str(self.script))
             return self.sandbox.run(code)
 
 
 @pytest.fixture(params=["native", "landlock 5", "landlock 3 without namespaces"])
 def any_kernel(request, sandbox, tmp_path_factory):
-    """A sandbox on this kernel, and on two that guard fewer things."""
+    """Sandbox on this kernel, and on two simulated kernels with fewer restrictions."""
     if request.param == "native":
         return sandbox
-    more = NO_NAMESPACES if "without" in request.param else ""
-    return OldKernel(sandbox, tmp_path_factory.mktemp("kernel"), int(request.param.split()[1]), more)
+    patch = NO_NAMESPACES if "without" in request.param else ""
+    return OldKernel(sandbox, tmp_path_factory.mktemp("kernel"), int(request.param.split()[1]), patch)
 
 
 def outcomes(sandbox, code):
-    """What became of each attempt of `outcomes(name=attempt)` in the code."""
-    run = sandbox.run(TRIES + textwrap.dedent(code))
+    """Return the outcome of each attempt of `outcomes(name=attempt)` in the code."""
+    run = sandbox.run(OUTCOMES + textwrap.dedent(code))
     assert run.code == 0, run
     return json.loads(run.output)
 
 
-def test_sandbox_code_reads_stdin_imports_writes_and_ends(sandbox):
+def test_sandbox_program_with_stdin_imports_and_files_runs(sandbox):
     run = sandbox.run(
         "import dataclasses, decimal, pathlib, sys, tempfile, random, datetime\n"
         "@dataclasses.dataclass\nclass Point:\n    x: 'int'\n"
-        "pathlib.Path('a.txt').write_text('kept')\n"
+        "pathlib.Path('a.txt').write_text('saved')\n"
         "tempfile.TemporaryFile().write(b'1')\n"
         "print(sum(map(int, input().split())), Point(3), pathlib.Path('a.txt').read_text(), __name__)\n"
-        "print('beside', file=sys.stderr)\nsys.exit(3)",
+        "print('to stderr', file=sys.stderr)\nsys.exit(3)",
         stdin="2 3\n",
     )
 
-    assert (run.output, run.errors, run.code, run.stopped) == ("5 Point(x=3) kept __main__\n", "beside\n", 3, "")
+    assert (run.output, run.errors, run.code, run.stopped) == ("5 Point(x=3) saved __main__\n", "to stderr\n", 3, "")
 
 
 @pytest.mark.parametrize(("call", "code"), [("exit()", 0), ("quit(3)", 3)])
-def test_sandbox_code_that_calls_exit_or_quit_ends(sandbox, call, code):
+def test_sandbox_exit_or_quit_ends_the_program(sandbox, call, code):
     run = sandbox.run(f"print(1)\n{call}\nprint(2)")
 
     assert (run.output, run.errors, run.code) == ("1\n", "", code)
 
 
-def test_sandbox_error_of_the_code_is_its_trace_alone(sandbox):
+def test_sandbox_error_traceback_has_only_lines_of_the_program(sandbox):
     run = sandbox.run("def f():\n    return 1 / 0\nf()")
 
     assert run.code == 1
@@ -109,9 +109,9 @@ def test_sandbox_error_of_the_code_is_its_trace_alone(sandbox):
     assert sandbox.run("print('\udc80')").code == 0
 
 
-def test_sandbox_network_is_refused(any_kernel):
+def test_sandbox_network_is_denied(any_kernel):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = outcomes(
+        results = outcomes(
             any_kernel,
             f"""
             import asyncio, socket
@@ -128,39 +128,39 @@ def test_sandbox_network_is_refused(any_kernel):
         with pytest.raises(BlockingIOError):
             server.accept()
 
-    assert set(found.values()) == {"PermissionError"}
+    assert set(results.values()) == {"PermissionError"}
 
 
-def test_sandbox_files_outside_its_directory_are_refused(any_kernel, tmp_path):
+def test_sandbox_files_outside_its_directory_are_denied(any_kernel, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     secret.chmod(0o640)
-    found = outcomes(
+    results = outcomes(
         any_kernel,
         f"""
         import os
-        secret, there = {str(secret)!r}, {str(tmp_path)!r}
+        secret, directory = {str(secret)!r}, {str(tmp_path)!r}
         outcomes(
             read=lambda: open(secret),
             read_password_file=lambda: open("/etc/shadow"),
-            read_by_way_round=lambda: open("/usr/lib/../.." + secret),
+            read_by_relative_path=lambda: open("/usr/lib/../.." + secret),
             read_own_environment=lambda: open("/proc/self/environ"),
             read_owners_environment=lambda: open(f"/proc/{{os.getppid()}}/environ"),
             read_owners_memory=lambda: open(f"/proc/{{os.getppid()}}/mem", "rb"),
-            list=lambda: os.listdir(there),
+            list=lambda: os.listdir(directory),
             list_root=lambda: os.listdir("/"),
             write=lambda: open(secret, "a"),
             truncate=lambda: os.truncate(secret, 0),
-            create=lambda: open(there + "/new", "w"),
+            create=lambda: open(directory + "/new", "w"),
             create_in_tmp=lambda: open("/tmp/new", "w"),
             create_in_memory=lambda: open("/dev/shm/new", "w"),
             write_library=lambda: open(os.__file__, "a"),
             delete=lambda: os.remove(secret),
-            rename=lambda: os.rename(secret, there + "/other"),
-            take=lambda: os.rename(secret, "mine"),
-            link=lambda: os.link(secret, "mine"),
-            symlink=lambda: os.symlink(secret, "mine"),
-            directory=lambda: os.mkdir("deeper"),
+            rename=lambda: os.rename(secret, directory + "/other"),
+            move=lambda: os.rename(secret, "local"),
+            link=lambda: os.link(secret, "local"),
+            symlink=lambda: os.symlink(secret, "local"),
+            mkdir=lambda: os.mkdir("deeper"),
             mode=lambda: os.chmod(secret, 0o777),
             owner=lambda: os.chown(secret, 0, 0),
             times=lambda: os.utime(secret, (0, 0)),
@@ -170,30 +170,30 @@ def test_sandbox_files_outside_its_directory_are_refused(any_kernel, tmp_path):
         """,
     )
 
-    # "invalid cross-device link" is how Landlock refuses the one, and its own file system the other
-    assert {found.pop("link"), found.pop("take")} <= {"OSError", "PermissionError"}
-    assert {name: how for name, how in found.items() if how != "PermissionError"} == {}
+    # Landlock rejects link, and the separate file system rejects move, with "invalid cross-device link"
+    assert {results.pop("link"), results.pop("move")} <= {"OSError", "PermissionError"}
+    assert {name: outcome for name, outcome in results.items() if outcome != "PermissionError"} == {}
     assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("secret", 0o640)
     assert os.listdir(tmp_path) == ["secret"]
 
 
-def test_sandbox_has_nothing_of_its_owners_environment_and_leaves_nothing(sandbox, monkeypatch):
+def test_sandbox_hides_owner_environment_and_removes_directory(sandbox, monkeypatch):
     monkeypatch.setenv("A_KEY", "secret")
     run = sandbox.run("import os\nprint(os.getcwd(), 'A_KEY' in os.environ)")
 
-    directory, has = run.output.split()
-    assert has == "False"
+    directory, has_key = run.output.split()
+    assert has_key == "False"
     assert not Path(directory).exists()
 
 
-def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
-    run = sandbox.run("kept = []\nwhile True:\n    kept.append(bytearray(10 << 20))")
+def test_sandbox_memory_above_limit_raises_memory_error(sandbox):
+    run = sandbox.run("blocks = []\nwhile True:\n    blocks.append(bytearray(10 << 20))")
 
     assert run.code == 1
     assert run.errors.endswith("MemoryError\n")
 
 
-def test_sandbox_huge_pages_are_refused(sandbox):
+def test_sandbox_huge_pages_are_denied(sandbox):
     run = sandbox.run(
         "import ctypes\nprctl = ctypes.CDLL(None, use_errno=True).prctl\n"
         "print(prctl(42, 0, 0, 0, 0), prctl(41, 0, 0, 0, 0), ctypes.get_errno())"
@@ -207,14 +207,14 @@ def test_sandbox_huge_pages_are_refused(sandbox):
     ("code", "stopped"),
     [
         ("import time\nprint('before')\ntime.sleep(60)", "it did not end within 4 s"),
-        ("print('before')\nwhile True: pass", "it used more than 1 s of the processor"),
+        ("print('before')\nwhile True: pass", "it used more than 1 s of CPU time"),
         (
             "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nprint('before')\nwhile 1: print(end='')",
-            "it used more than 1 s of the processor",
+            "it used more than 1 s of CPU time",
         ),
     ],
 )
-def test_sandbox_more_time_than_allowed_ends_it(code, stopped):
+def test_sandbox_time_above_limit_kills_the_program(code, stopped):
     begin = time.monotonic()
     run = Sandbox(SandboxLimits(seconds=4 if "sleep" in code else 30, cpu_seconds=1)).run(code, stdin="\n")
 
@@ -223,14 +223,14 @@ def test_sandbox_more_time_than_allowed_ends_it(code, stopped):
     assert time.monotonic() - begin < 25
 
 
-def test_sandbox_run_with_less_time_than_its_limit_ends_then(sandbox):
+def test_sandbox_run_with_shorter_timeout_ends_at_it(sandbox):
     run = sandbox.run("import time\ntime.sleep(60)", seconds=0.5)
 
     assert (run.stopped, run.timed_out) == ("it did not end within 0.5 s", True)
 
 
 def test_sandbox_fork_bomb_is_contained(any_kernel):
-    found = outcomes(
+    results = outcomes(
         any_kernel,
         """
         import multiprocessing, os, subprocess
@@ -247,11 +247,11 @@ def test_sandbox_fork_bomb_is_contained(any_kernel):
         """,
     )
 
-    assert set(found.values()) == {"PermissionError"}
+    assert set(results.values()) == {"PermissionError"}
 
 
 @pytest.mark.slow
-def test_sandbox_threads_work_and_a_bomb_of_them_is_contained():
+def test_sandbox_threads_work_and_a_thread_bomb_is_contained():
     code = """
         import threading
         threading.Thread(target=print, args=("works",)).start()
@@ -264,13 +264,13 @@ def test_sandbox_threads_work_and_a_bomb_of_them_is_contained():
     assert run.code != 0 or run.stopped
 
 
-def test_sandbox_output_flood_is_bounded():
+def test_sandbox_output_flood_is_limited():
     run = Sandbox(SandboxLimits(file=1 << 20, output=1000)).run("while True:\n    print('x' * 999)")
 
     assert run.code == 1
     assert "File too large" in run.errors
     assert run.output.startswith("xxx")
-    assert run.output.endswith("[1,047,576 bytes more]")
+    assert run.output.endswith("[1,047,576 more bytes]")
 
 
 FLOOD = """
@@ -297,7 +297,7 @@ FLOOD_LIMITS = SandboxLimits(files=20 << 20, file=2 << 20, seconds=30)
 
 @pytest.fixture
 def namespaces(sandbox):
-    """Skips a test where this user may not create namespaces: the bound on files is a poll there."""
+    """Skip a test if this user may not create namespaces: the limit on files is then enforced by polling."""
     run = sandbox.run("import os\nspace = os.statvfs('.')\nprint(space.f_blocks * space.f_frsize)")
     if int(run.output) != sandbox.limits.files:
         pytest.skip("needs user namespaces")
@@ -313,11 +313,11 @@ def test_sandbox_flood_of_files_stays_within_its_limit(hide):
 
 
 @pytest.mark.parametrize("hide", HIDES)
-def test_sandbox_flood_of_files_without_namespaces_ends_it(hide, tmp_path):
+def test_sandbox_flood_of_files_without_namespaces_is_killed(hide, tmp_path):
     sandbox = OldKernel(Sandbox(FLOOD_LIMITS), tmp_path, 3, NO_NAMESPACES)
     run = sandbox.run(FLOOD.format(hide=HIDES[hide]))
 
-    assert (run.stopped, run.timed_out) == ("its files had more than 20,971,520 bytes", False)
+    assert (run.stopped, run.timed_out) == ("its files exceeded 20,971,520 bytes", False)
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -331,21 +331,21 @@ def test_sandbox_flood_of_empty_files_stays_within_its_limit(create):
 
 
 @pytest.mark.parametrize("create", ["open(str(n), 'w').close()", "os.link('program.py', str(n))"])
-def test_sandbox_flood_of_empty_files_without_namespaces_ends_it(create, tmp_path):
+def test_sandbox_flood_of_empty_files_without_namespaces_is_killed(create, tmp_path):
     sandbox = OldKernel(Sandbox(SandboxLimits(files=1 << 20)), tmp_path, 3, NO_NAMESPACES)
     run = sandbox.run(f"import os\nfor n in range(20_000):\n    {create}\nimport time\ntime.sleep(60)")
 
-    assert (run.stopped, run.timed_out) == ("its files had more than 1,048,576 bytes", False)
+    assert (run.stopped, run.timed_out) == ("its files exceeded 1,048,576 bytes", False)
 
 
-def test_sandbox_files_without_a_mount_in_a_namespace_still_work(sandbox, tmp_path):
+def test_sandbox_files_work_if_mount_in_namespace_fails(sandbox, tmp_path):
     kernel = OldKernel(sandbox, tmp_path, 5, "confine._libc.mount = lambda *_: -1")
 
     assert kernel.run("open('a', 'w').write('1')\nprint(open('a').read())").output == "1\n"
 
 
-def test_sandbox_files_that_no_limit_sees_are_refused(any_kernel):
-    found = outcomes(
+def test_sandbox_file_space_outside_the_limits_is_denied(any_kernel):
+    results = outcomes(
         any_kernel,
         """
         import fcntl, mmap, os, socket
@@ -363,10 +363,10 @@ def test_sandbox_files_that_no_limit_sees_are_refused(any_kernel):
         """,
     )
 
-    assert set(found.values()) == {"PermissionError"}
+    assert set(results.values()) == {"PermissionError"}
 
 
-def test_sandbox_threads_with_open_files_of_their_own_are_refused(any_kernel):
+def test_sandbox_threads_with_separate_file_tables_are_denied(any_kernel):
     run = any_kernel.run(
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "stack = ctypes.create_string_buffer(1 << 16)\n"
@@ -390,8 +390,8 @@ def test_sandbox_threads_end_with_the_main_thread(any_kernel):
     assert (run.code, run.stopped, run.timed_out) == (-9, "", False)
 
 
-def test_sandbox_signals_by_way_of_sockets_are_refused(any_kernel):
-    found = outcomes(
+def test_sandbox_signals_through_sockets_are_denied(any_kernel):
+    results = outcomes(
         any_kernel,
         """
         import fcntl, os, socket, struct
@@ -409,14 +409,14 @@ def test_sandbox_signals_by_way_of_sockets_are_refused(any_kernel):
         """,
     )
 
-    assert (found.pop("O_NONBLOCK"), found.pop("FIONBIO")) == ("done", "done")
-    assert set(found.values()) == {"PermissionError"}
+    assert (results.pop("O_NONBLOCK"), results.pop("FIONBIO")) == ("done", "done")
+    assert set(results.values()) == {"PermissionError"}
 
 
-def test_sandbox_sockets_that_reach_others_are_refused(any_kernel, tmp_path):
+def test_sandbox_sockets_to_other_processes_are_denied(any_kernel, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
         daemon.bind(str(tmp_path / "daemon"))
-        found = outcomes(
+        results = outcomes(
             any_kernel,
             f"""
             import socket
@@ -430,7 +430,7 @@ def test_sandbox_sockets_that_reach_others_are_refused(any_kernel, tmp_path):
                 raw=lambda: send(socket.SOCK_RAW),
                 tipc=lambda: socket.socketpair(socket.AF_TIPC, socket.SOCK_STREAM),
                 connect=lambda: socket.socketpair()[0].connect(path),
-                bind=lambda: socket.socketpair()[0].bind("mine"),
+                bind=lambda: socket.socketpair()[0].bind("local"),
                 stream=lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK),
             )
             """,
@@ -439,8 +439,8 @@ def test_sandbox_sockets_that_reach_others_are_refused(any_kernel, tmp_path):
         with pytest.raises(BlockingIOError):
             daemon.recv(1)
 
-    assert found.pop("stream") == "done"
-    assert set(found.values()) == {"PermissionError"}
+    assert results.pop("stream") == "done"
+    assert set(results.values()) == {"PermissionError"}
 
 
 ORDINARY = """
@@ -465,9 +465,9 @@ def test_sandbox_ordinary_programs_work(any_kernel):
     assert (run.output, run.errors) == ("14 (7,) b'mapped'\n3\n", "")
 
 
-def test_write_only_below_signals_its_own_processes_alone(tmp_path):
+def test_write_only_below_allows_signals_to_descendants_only(tmp_path):
     if confine.landlock_version() < 6:
-        pytest.skip("Landlock guards signals from version 6")
+        pytest.skip("Landlock restricts signals from version 6 on")
     code = f"""
 import os, subprocess, sys
 from rl_contracts.sandbox import confine
@@ -477,14 +477,14 @@ child.kill()
 print(child.wait())
 os.kill(os.getppid(), 0)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
-    assert ran.stdout == "-9\n"
-    assert "PermissionError" in ran.stderr
+    assert process.stdout == "-9\n"
+    assert "PermissionError" in process.stderr
 
 
-def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(any_kernel):
-    found = outcomes(
+def test_sandbox_signals_reach_only_the_process_itself(any_kernel):
+    results = outcomes(
         any_kernel,
         """
         import fcntl, os, resource, signal
@@ -502,15 +502,15 @@ def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(any_kernel):
         """,
     )
 
-    assert (found.pop("itself"), found.pop("own_limits")) == ("done", "done")
-    assert set(found.values()) == {"PermissionError"}
+    assert (results.pop("itself"), results.pop("own_limits")) == ("done", "done")
+    assert set(results.values()) == {"PermissionError"}
     assert (
         "ValueError"
         in any_kernel.run("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))").errors
     )
 
 
-def test_sandbox_each_denied_system_call_is_refused(any_kernel):
+def test_sandbox_each_denied_system_call_fails(any_kernel):
     numbers = [number for calls in confine.DENIED.values() for number in calls.values()]
     run = any_kernel.run(
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -520,20 +520,20 @@ def test_sandbox_each_denied_system_call_is_refused(any_kernel):
         "print(libc.prctl(1, 0), ctypes.get_errno())"
     )
 
-    *found, owner = run.output.splitlines()
-    assert found == ["1"] * len(numbers) + ["38"] * 5
-    assert owner == "-1 1"
+    *errors, prctl = run.output.splitlines()
+    assert errors == ["1"] * len(numbers) + ["38"] * 5
+    assert prctl == "-1 1"
 
 
 @pytest.mark.slow
-def test_sandbox_ends_with_its_owner(tmp_path):
+def test_sandbox_process_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen(
         [sys.executable, "-c", "from rl_contracts.sandbox.sandbox import Sandbox\nSandbox().run('while True: pass')"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
     deadline = time.monotonic() + 60
-    while not (child := _busy(children)) and time.monotonic() < deadline:
+    while not (child := _busy_child(children)) and time.monotonic() < deadline:
         time.sleep(0.02)
     owner.kill()
     owner.wait()
@@ -544,8 +544,8 @@ def test_sandbox_ends_with_its_owner(tmp_path):
     assert child
 
 
-def _busy(children):
-    """The child that has run for some time, since the sandbox's first one only tries it."""
+def _busy_child(children):
+    """Return the child with enough CPU time to be the program; the first child is only the trial run of the sandbox."""
     for pid in children.read_text().split():
         try:
             ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
@@ -556,63 +556,63 @@ def _busy(children):
     return None
 
 
-def test_sandbox_runs_at_the_same_time_do_not_meet(sandbox):
-    code = "import os\nopen('mine', 'x').write(input())\nprint(os.listdir('.') and open('mine').read())"
+def test_sandbox_concurrent_runs_are_isolated(sandbox):
+    code = "import os\nopen('own', 'x').write(input())\nprint(os.listdir('.') and open('own').read())"
     with ThreadPoolExecutor(4) as pool:
         runs = list(pool.map(lambda n: sandbox.run(code, f"{n}\n"), range(8)))
 
     assert [run.output for run in runs] == [f"{n}\n" for n in range(8)]
 
 
-def test_sandbox_packages_can_be_imported_where_they_are_given(tmp_path):
+def test_sandbox_imports_only_the_given_packages(tmp_path):
     (tmp_path / "helper.py").write_text("VALUE = 7")
 
     assert Sandbox(packages=[tmp_path]).run("import helper\nprint(helper.VALUE)").output == "7\n"
     assert "ModuleNotFoundError" in Sandbox().run("import numpy").errors
 
 
-PRETENDING = """
+WITH_BLOCKED_CALLS = """
 from rl_contracts.sandbox import confine, sandbox
 MISSING = [(confine._LOAD, 0, 0, 0)]
 for number in {numbers}:
     MISSING += [(confine._EQUAL, 0, 1, number), (confine._RETURN, 0, 0, confine._REFUSE | 38)]
 confine._libc.prctl(38, 1, 0, 0, 0)
 confine.install([*MISSING, (confine._RETURN, 0, 0, confine._ALLOW)])
-{more}
+{patch}
 try:
-    made = sandbox.Sandbox()
-    print("made", made.run("open('/etc/hosts')"))
+    created = sandbox.Sandbox()
+    print("created", created.run("open('/etc/hosts')"))
 except sandbox.ConfigError as error:
     print("refused:", error)
 """
 
 
 @pytest.mark.parametrize(
-    ("numbers", "more", "message"),
+    ("numbers", "patch", "message"),
     [
         (
             [317, 444],
             "",
-            "Landlock of version 3 or later, which Linux 6.2 has (found: Function not implemented) and seccomp",
+            "Landlock version 3 or later, from Linux 6.2 (found: Function not implemented) and seccomp",
         ),
         ([317], "", "expected seccomp filters (found: Function not implemented)"),
         ([444], "", "expected Landlock"),
-        # and where it is found out only in the sandbox's process
-        ([444], "confine.missing_kernel_features = lambda: []", "ran nothing in it"),
+        # the failure appears only in the sandbox process
+        ([444], "confine.missing_kernel_features = lambda: []", "could not confine its process"),
         ([446], "", "landlock_restrict_self"),
         ([317], "confine.missing_kernel_features = lambda: []", "seccomp: Function not implemented"),
         ([126], "", "capset"),
     ],
 )
-def test_sandbox_kernel_that_cannot_confine_is_refused_at_start(numbers, more, message):
-    code = PRETENDING.format(numbers=numbers, more=more)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def test_sandbox_kernel_without_features_raises_config_error(numbers, patch, message):
+    code = WITH_BLOCKED_CALLS.format(numbers=numbers, patch=patch)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
-    assert ran.stdout.startswith("refused:"), ran
-    assert message in ran.stdout
+    assert process.stdout.startswith("refused:"), process
+    assert message in process.stdout
 
 
-def test_sandbox_other_systems_are_refused(monkeypatch):
+def test_sandbox_other_platforms_raise_config_error(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(confine.platform, "machine", lambda: "aarch64")
         with pytest.raises(ConfigError, match=r"Linux on x86-64 \(this is linux on aarch64\)"):
@@ -622,7 +622,7 @@ def test_sandbox_other_systems_are_refused(monkeypatch):
         Sandbox()
 
 
-def test_sandbox_limits_that_cannot_work_are_refused():
+def test_sandbox_invalid_limits_raise_config_error():
     with pytest.raises(ConfigError, match=r"sandbox.memory: expected more than 0"):
         SandboxLimits(memory=0)
     with pytest.raises(ConfigError, match="empty program"):
@@ -633,15 +633,15 @@ AS_A_USER = """
 set -e
 repository=$1 interpreter=$2 scratch=$3; shift 3
 i=0
-for kept in "$repository" "$interpreter"; do
-    mkdir "$scratch/$i"; mount --bind "$kept" "$scratch/$i"; i=$((i + 1))
+for visible in "$repository" "$interpreter"; do
+    mkdir "$scratch/$i"; mount --bind "$visible" "$scratch/$i"; i=$((i + 1))
 done
 for hidden in /root "${repository%/*}"; do
     [ -d "$hidden" ] && mount -t tmpfs -o mode=755 tmpfs "$hidden"
 done
 i=0
-for kept in "$repository" "$interpreter"; do
-    mkdir -p "$kept"; mount --bind "$scratch/$i" "$kept"; i=$((i + 1))
+for visible in "$repository" "$interpreter"; do
+    mkdir -p "$visible"; mount --bind "$scratch/$i" "$visible"; i=$((i + 1))
 done
 mkdir "$scratch/tmp"; chown 65534:65534 "$scratch/tmp"
 export HOME="$scratch/tmp" TMPDIR="$scratch/tmp"
@@ -651,12 +651,12 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(os.geteuid() != 0, reason="root can become a user; this run is a user's")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to switch to another user")
 @pytest.mark.parametrize("file", ["test_contracts_sandbox.py", "test_contracts_reward_faults.py"])
-def test_sandbox_and_rewards_as_a_user_pass_the_same_tests(file):
-    """In a mount namespace in which a user can read the interpreter, which root may have installed below /root."""
+def test_sandbox_and_rewards_pass_the_same_tests_as_a_user(file):
+    """Run the tests as a user, in a mount namespace where the user can read an interpreter installed below /root."""
     repository = Path(__file__).parents[3]
-    attacks = [
+    command = [
         sys.executable,
         "-m",
         "pytest",
@@ -669,7 +669,7 @@ def test_sandbox_and_rewards_as_a_user_pass_the_same_tests(file):
     ]
     with tempfile.TemporaryDirectory() as scratch:
         os.chmod(scratch, 0o755)
-        ran = subprocess.run(
+        process = subprocess.run(
             [
                 "unshare",
                 "--mount",
@@ -680,12 +680,12 @@ def test_sandbox_and_rewards_as_a_user_pass_the_same_tests(file):
                 repository,
                 sys.base_prefix,
                 scratch,
-                *attacks,
+                *command,
             ],
             capture_output=True,
             text=True,
             timeout=600,
         )
 
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " passed" in process.stdout

@@ -1,8 +1,8 @@
-"""What a sandbox's process does to itself before it runs the code that it was given.
+"""Script of a sandbox process: confine the process, then run the untrusted code.
 
-Started as a script, which imports nothing of ours: `confine.py SETTINGS`, a JSON object as `main` reads it. The code is
-`program.py` in the working directory. A byte goes to the descriptor `told` when the process is confined; where it
-cannot be, nothing of the code was looked at.
+Run as `confine.py SETTINGS`, where SETTINGS is the JSON object that `main` reads. The script imports no other module of
+this project. The code is `program.py` in the working directory. The script writes one byte to the status descriptor
+once the process is confined. If confinement fails, the code is neither compiled nor run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import types
 from typing import Any
 
 LANDLOCK_VERSION = 3
-"""The first that guards against truncation (Linux 6.2)."""
+"""First Landlock version that restricts truncation (Linux 6.2)."""
 
 ENTRY_BYTES = 4096
-"""Bytes of the limit on files that each name of a file takes."""
+"""Bytes that each file name counts toward the limit on files."""
 
-# Numbers are those of Linux on x86-64 (include/uapi/linux and arch/x86/entry/syscalls/syscall_64.tbl).
+# Numbers of Linux on x86-64 (include/uapi/linux and arch/x86/entry/syscalls/syscall_64.tbl).
 _SECCOMP, _CAPSET = 317, 126
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE = (1 << n for n in (0, 1, 2, 3, 5))
@@ -37,9 +37,9 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 1, 38, 41
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X86_64 = 0xC000003E
-_NEWEST = 440
-"""System calls from here on, of the kernel's and of the x32 interface, are told not to exist."""
-_NEW_NAMESPACES, _NOTHING_BUT_DATA = 0x10020000, 14  # CLONE_NEWUSER | NEWNS; MS_NOSUID | NODEV | NOEXEC
+_FIRST_UNKNOWN_CALL = 440
+"""First system call number that fails with ENOSYS, as do all above it, including the x32 interface."""
+_NEW_NAMESPACES, _MOUNT_FLAGS = 0x10020000, 14  # CLONE_NEWUSER | NEWNS; MS_NOSUID | NODEV | NOEXEC
 _CLONE, _CLONE3, _CLONE_THREAD, _CLONE_FILES = 56, 435, 0x10000, 0x400
 _FCNTL, _F_SETFL, _O_ASYNC = 72, 4, 0x2000
 _MMAP, _MAP_SHARED, _MAP_ANONYMOUS = 9, 0x1, 0x20
@@ -49,15 +49,15 @@ _IOCTL_CALL, _PRLIMIT = 16, 302
 
 DENIED = {
     "network": {"socket": 41, "connect": 42, "bind": 49},
-    "open files in messages, which the owner's poll cannot count": {
+    "file descriptors in messages, which the owner's poll cannot count": {
         "sendmsg": 46,
         "recvmsg": 47,
         "recvmmsg": 299,
         "sendmmsg": 307,
     },
-    "space of a file before anything is written": {"fallocate": 285},
-    "names of files that others use": {"inotify_init": 253, "inotify_add_watch": 254, "inotify_init1": 294},
-    "processes": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322},
+    "file space reserved without a write": {"fallocate": 285},
+    "file activity of other processes": {"inotify_init": 253, "inotify_add_watch": 254, "inotify_init1": 294},
+    "new processes": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322},
     "other processes": {
         "ptrace": 101,
         "process_vm_readv": 310,
@@ -78,7 +78,7 @@ DENIED = {
         "migrate_pages": 256,
         "move_pages": 279,
     },
-    "modes, owners and times of files, which Landlock leaves alone": {
+    "modes, owners and times of files, which Landlock does not restrict": {
         "chmod": 90,
         "fchmod": 91,
         "fchmodat": 268,
@@ -97,7 +97,7 @@ DENIED = {
         "lremovexattr": 198,
         "fremovexattr": 199,
     },
-    "memory that no limit of a process counts": {
+    "memory that process limits do not count": {
         "shmget": 29,
         "shmat": 30,
         "shmctl": 31,
@@ -142,79 +142,84 @@ DENIED = {
         "syncfs": 306,
     },
 }
-"""System calls that are refused, by what they would reach."""
-_ONLY_ITSELF = {"kill": 62, "tgkill": 234}
+"""Denied system calls, by the resource that they would access."""
+_SELF_ONLY = {"kill": 62, "tgkill": 234}
 _DENIED_VALUES = {157: (0, (_PR_SET_PDEATHSIG, 4, _PR_SET_THP_DISABLE)), _FCNTL: (1, (8, 10, 15, 1024))}
-"""By system call, an argument and values of it that are refused: of prctl, to outlive the owner or to hide
-from it (PR_SET_DUMPABLE), and to use huge pages; of fcntl, to have signals
-sent to others (F_SETOWN, F_SETSIG, F_SETOWN_EX), and to hold up who opens a file (F_SETLEASE)."""
+"""Denied argument values: system call number to (argument index, values).
+
+prctl: PR_SET_PDEATHSIG lets the code outlive the owner, PR_SET_DUMPABLE hides it from the owner, and PR_SET_THP_DISABLE
+enables huge pages. fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX send signals to other processes, and F_SETLEASE blocks
+other processes that open the file.
+"""
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed requests of ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. Others have signals sent to
-other processes (FIOSETOWN, SIOCSPGRP) or reserve space in files (FS_IOC_RESVSP)."""
+"""Allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX.
+
+Other requests can send signals to other processes (FIOSETOWN, SIOCSPGRP) or reserve file space (FS_IOC_RESVSP).
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
 def _call(number: int, *arguments: Any) -> int:
-    """A system call; its result, or the error's number below 0."""
-    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    found = int(_libc.syscall(ctypes.c_long(number), *given))
-    return found if found >= 0 else -ctypes.get_errno()
+    """Run a system call and return its result, or the negated error number."""
+    c_arguments = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    result = int(_libc.syscall(ctypes.c_long(number), *c_arguments))
+    return result if result >= 0 else -ctypes.get_errno()
 
 
-def _check_call(what: str, found: int) -> int:
-    if found < 0:
-        raise OSError(-found, f"{what}: {os.strerror(-found)}")
-    return found
+def _check_call(call: str, result: int) -> int:
+    if result < 0:
+        raise OSError(-result, f"{call}: {os.strerror(-result)}")
+    return result
 
 
 def landlock_version() -> int:
-    """Version of this kernel's Landlock, or the number of an error below 0."""
+    """Return the Landlock version of this kernel, or a negated error number."""
     return _call(_LANDLOCK_CREATE, None, 0, 1)
 
 
 def missing_kernel_features() -> list[str]:
-    """What a sandbox needs of this kernel and does not find: nothing where code can be confined."""
+    """Return the kernel features that a sandbox needs and this kernel lacks; empty if code can be confined."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return [f"Linux on x86-64 (this is {sys.platform} on {platform.machine()})"]
-    found, version = [], landlock_version()
+    missing, version = [], landlock_version()
     if version < LANDLOCK_VERSION:
-        has = f"version {version}" if version > 0 else os.strerror(-version)
-        found.append(f"Landlock of version {LANDLOCK_VERSION} or later, which Linux 6.2 has (found: {has})")
+        actual = f"version {version}" if version > 0 else os.strerror(-version)
+        missing.append(f"Landlock version {LANDLOCK_VERSION} or later, from Linux 6.2 (found: {actual})")
     if (seccomp := _call(_SECCOMP, 2, 0, ctypes.byref(ctypes.c_uint32(_REFUSE)))) < 0:
-        found.append(f"seccomp filters (found: {os.strerror(-seccomp)})")
-    return found
+        missing.append(f"seccomp filters (found: {os.strerror(-seccomp)})")
+    return missing
 
 
 def set_resource_limits(settings: dict[str, Any]) -> None:
-    """Bound processor time, address space, files and their size; no core file.
+    """Limit CPU time, address space, file size and open files, and disable core files and huge pages.
 
-    No huge pages either: 4 KiB that remain of one in the address space keep all its 2 MiB.
+    Huge pages would evade the memory limit: 4 KiB that stay mapped keep a whole huge page of 2 MiB.
     """
     _libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     seconds = settings["cpu_seconds"]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for kind, most in (
+    for limit, value in (
         (resource.RLIMIT_AS, settings["memory"]),
         (resource.RLIMIT_FSIZE, settings["file"]),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(limit, (value, value))
 
 
 def give_up_privileges() -> None:
-    """Root too has no capability from here on, and nothing that is executed gets any."""
+    """Drop all capabilities, for root too, and prevent executed programs from gaining any."""
     _check_call("capset", _call(_CAPSET, struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)))
     _check_call("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def bound_files(size: int) -> None:
-    """Mount a file system of `size` bytes on the working directory; it ends with this process. Keeps `program.py`.
+    """Mount a tmpfs of `size` bytes on the working directory, and copy `program.py` to it.
 
-    Each file takes one of `size / ENTRY_BYTES` inodes. Where namespaces are refused, the poll of `Sandbox` is the only
-    bound.
+    The file system exists as long as this process. Each file takes one of `size / ENTRY_BYTES` inodes. If the user may
+    not create namespaces, the polling by `Sandbox` is the only limit.
     """
     directory, user, group = os.getcwd(), os.getuid(), os.getgid()
     with open("program.py", "rb") as file:
@@ -225,108 +230,129 @@ def bound_files(size: int) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         options = f"size={size},nr_inodes={size // ENTRY_BYTES + 2},mode=700".encode()
-        _check_call("mount", _libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _NOTHING_BUT_DATA, options))
+        _check_call("mount", _libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _MOUNT_FLAGS, options))
     os.chdir(directory)
     with open("program.py", "wb") as file:
         file.write(program)
 
 
 def restrict_filesystem(rights: dict[str, int], alone: bool = True) -> None:
-    """Landlock: nothing of the file system but what lies below these paths, each with its rights, and no signals to
-    others. `alone`: also no TCP and no abstract sockets. Of these three, what this kernel has rules for."""
+    """Restrict this process with Landlock to the given paths, and deny signals to other processes.
+
+    Restrictions on signals, TCP and abstract sockets apply only if the kernel's Landlock version supports them.
+
+    Args:
+        rights: access rights for each path and the files below it. Missing paths are ignored.
+        alone: whether to deny TCP and abstract sockets too.
+    """
     version = _check_call("Landlock", landlock_version())
     handled = (1 << (16 if version >= 5 else 15)) - 1
     scope = 3 if alone else 2
     attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, scope if version >= 6 else 0)
-    rules = _check_call("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
+    ruleset = _check_call("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
     for path, right in rights.items():
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         if not os.path.isdir(path):
             right &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL
         right &= handled
-        _check_call(f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", right, place), 0))
-        os.close(place)
-    _check_call("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, rules, 0))
-    os.close(rules)
+        _check_call(
+            f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", right, descriptor), 0)
+        )
+        os.close(descriptor)
+    _check_call("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, ruleset, 0))
+    os.close(ruleset)
 
 
 def write_only_below(directory: str, shared_memory: bool = False) -> None:
-    """From here on this process and those that it starts write no files but those below a directory, and get no further
-    privileges. From Linux 6.12 on they send signals only to each other. They read, compute and connect as before.
+    """Allow this process and its descendants to write files below `directory` only, and deny further privileges.
+
+    From Linux 6.12 on, they can send signals only to each other. Reading files, computing and network connections stay
+    unrestricted.
 
     Args:
-        shared_memory: let them write in /dev/shm too, where a run's weights lie while servers take them.
+        directory: directory that stays writable.
+        shared_memory: whether /dev/shm stays writable too; a run keeps weights there while servers load them.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
     _check_call("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    everything, read = (1 << 16) - 1, _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL
-    rights = {"/": read, "/dev/shm": everything if shared_memory else read, directory: everything}
+    all_rights, read = (1 << 16) - 1, _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL
+    rights = {"/": read, "/dev/shm": all_rights if shared_memory else read, directory: all_rights}
     restrict_filesystem(
         rights | dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), read | _WRITE_FILE), alone=False
     )
 
 
 def install_seccomp_filter() -> None:
-    """seccomp: no sockets, no processes, and the rest of `DENIED`, for all threads to come."""
+    """Install a seccomp filter that denies sockets, new processes and the rest of `DENIED`, also in later threads."""
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    missing = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
+    not_implemented = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     refuse, allow = (_RETURN, 0, 0, _REFUSE | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
-    program += [(_AT_LEAST, 0, 1, _NEWEST), missing]
-    program += [(_EQUAL, 0, 1, _CLONE3), missing]  # its flags cannot be seen; libc tries clone then
+    program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN_CALL), not_implemented]
+    program += [(_EQUAL, 0, 1, _CLONE3), not_implemented]  # a filter cannot read its flags; libc falls back to clone
     for calls in DENIED.values():
         for number in calls.values():
             program += [(_EQUAL, 0, 1, number), refuse]
-    itself = [_argument(0), (_EQUAL, 1, 0, os.getpid()), refuse]
-    cases = dict.fromkeys(_ONLY_ITSELF.values(), itself) | {
-        # all threads share one table of open files, which the owner's poll reads
-        _CLONE: [_argument(0), (_HAS_BITS, 0, 2, _CLONE_THREAD), (_HAS_BITS, 0, 1, _CLONE_FILES), allow, refuse],
-        _CLOSE_RANGE: [_argument(2), (_HAS_BITS, 0, 1, _CLOSE_RANGE_UNSHARE), refuse],
-        # a page that remains of unmapped shared memory keeps all of it, and the limit counts that page alone
-        _MMAP: [_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
-        _PRLIMIT: [_argument(2), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
-        # asyncio uses pairs of Unix stream sockets; a datagram socket can send to any socket of the file system
+    self_only = [_load_argument(0), (_EQUAL, 1, 0, os.getpid()), refuse]
+    cases = dict.fromkeys(_SELF_ONLY.values(), self_only) | {
+        # all threads must share one table of open files, because the owner polls a single one
+        _CLONE: [_load_argument(0), (_HAS_BITS, 0, 2, _CLONE_THREAD), (_HAS_BITS, 0, 1, _CLONE_FILES), allow, refuse],
+        _CLOSE_RANGE: [_load_argument(2), (_HAS_BITS, 0, 1, _CLOSE_RANGE_UNSHARE), refuse],
+        # one page that stays mapped keeps all of a shared mapping, but the memory limit counts only that page
+        _MMAP: [_load_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
+        _PRLIMIT: [_load_argument(2), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
+        # asyncio uses pairs of Unix stream sockets; a datagram socket could send to any socket in the file system
         _SOCKETPAIR: [
-            *(_argument(0), (_EQUAL, 0, 4, _AF_UNIX)),
-            *(_argument(1), (_HAS_BITS, 2, 0, 0xE), (_HAS_BITS, 0, 1, _SOCK_STREAM), allow, refuse),
+            *(_load_argument(0), (_EQUAL, 0, 4, _AF_UNIX)),
+            *(_load_argument(1), (_HAS_BITS, 2, 0, 0xE), (_HAS_BITS, 0, 1, _SOCK_STREAM), allow, refuse),
         ],
-        _IOCTL_CALL: [_argument(1), *(line for value in _IOCTLS for line in ((_EQUAL, 0, 1, value), allow)), refuse],
+        _IOCTL_CALL: [
+            _load_argument(1),
+            *(line for value in _IOCTLS for line in ((_EQUAL, 0, 1, value), allow)),
+            refuse,
+        ],
     }
     for number, (argument, values) in _DENIED_VALUES.items():
-        cases[number] = [_argument(argument), *(line for value in values for line in ((_EQUAL, 0, 1, value), refuse))]
-    cases[_FCNTL] += [(_EQUAL, 0, 3, _F_SETFL), _argument(2), (_HAS_BITS, 0, 1, _O_ASYNC), refuse]
+        cases[number] = [
+            _load_argument(argument),
+            *(line for value in values for line in ((_EQUAL, 0, 1, value), refuse)),
+        ]
+    cases[_FCNTL] += [(_EQUAL, 0, 3, _F_SETFL), _load_argument(2), (_HAS_BITS, 0, 1, _O_ASYNC), refuse]
     for number, case in cases.items():
         program += [(_EQUAL, 0, len(case) + 1, number), *case, allow]
     program.append(allow)
     install(program)
 
 
-def _argument(index: int) -> tuple[int, int, int, int]:
-    """Load the lower half of an argument of the system call."""
+def _load_argument(index: int) -> tuple[int, int, int, int]:
+    """Return the instruction that loads the lower 32 bits of a system call argument."""
     return _LOAD, 0, 0, 16 + 8 * index
 
 
 def install(program: list[tuple[int, int, int, int]]) -> None:
-    """Make a filter of system calls that of this process."""
+    """Install a seccomp filter program in this process."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    described = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
-    _check_call("seccomp", _call(_SECCOMP, 1, 0, described))
+    filter_program = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    _check_call("seccomp", _call(_SECCOMP, 1, 0, filter_program))
 
 
 def main() -> None:
-    """Confine this process, say so, and run the code."""
+    """Confine this process, report success to the owner, and run the code."""
     settings = json.loads(sys.argv[1])
     bound_files(settings["files"])
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
     if os.getppid() != settings["owner"]:
         os._exit(1)
-    read = _READ_FILE | _READ_DIR
-    own = read | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-    rights = dict.fromkeys(settings["readable"], read) | {"/dev/null": read | _WRITE_FILE, os.getcwd(): own}
+    read_only = _READ_FILE | _READ_DIR
+    working_directory_rights = read_only | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    rights = dict.fromkeys(settings["readable"], read_only) | {
+        "/dev/null": read_only | _WRITE_FILE,
+        os.getcwd(): working_directory_rights,
+    }
     set_resource_limits(settings)
     give_up_privileges()
     restrict_filesystem(rights)
@@ -341,7 +367,7 @@ def main() -> None:
             exec(compile(file.read(), "program.py", "exec"), module.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, its trace is what the code's author is shown
+    except BaseException as error:  # noqa: BLE001 - the traceback of any error is the output for the author of the code
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         sys.exit(1)
 

@@ -1,9 +1,11 @@
-"""Run one command, and end all processes that it started: a script that needs the standard library only. Linux alone.
+"""Run one command and kill all of its descendants afterwards. This Linux script needs only the standard library.
 
-`reaper.py SETTINGS`, a JSON object as `main` reads it. The reaper ends with its command, or when the other side of the
-descriptor `owner` is written to or closed, as it is when the owner dies. All processes below the reaper end then, also
-those that left its session. With `confine`, the path of `rl_contracts.sandbox.confine`, they can write in `directory`
-only. With `stderr_bytes`, stderr is a file opened to append, of which the reaper keeps the end.
+Run as `reaper.py SETTINGS`, where SETTINGS is the JSON object that `main` reads. The reaper exits when its command
+exits, or when the other end of the pipe `owner` is written to or closed, which also happens when the owner dies. It
+then kills all of its descendants, including those in another session.
+
+With `confine`, the path of `rl_contracts.sandbox.confine`, the command can write files only in `directory`. With
+`stderr_bytes`, stderr must be a file opened for appending; the reaper drops its beginning when it grows above that.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
-_AFTER_SECONDS = 30.0
+_CLEANUP_TIMEOUT = 30.0
 
 
 def main() -> int:
-    """Run one command; return its exit code, or 128 plus the signal that ended it."""
+    """Run one command and return its exit code, or 128 plus the number of the signal that killed it."""
     settings = json.loads(sys.argv[1])
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its processes leave behind is this one's child
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a cluster sends it to all processes; the owner decides
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of the reaper
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a cluster sends SIGTERM to all processes; only the owner decides
     if settings["confine"]:
         runpy.run_path(settings["confine"])["write_only_below"](settings["directory"], settings["shared_memory"])
     try:
@@ -38,42 +40,42 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"{settings['command'][0]!r} cannot be started: {error}\n")
         return 127
-    for stream in (0, 1):  # the command's alone, so that their ends are seen
+    for stream in (0, 1):  # only the command may keep them open, so that the owner sees when they close
         os.close(stream)
     owner = select.poll()
     owner.register(settings["owner"], select.POLLIN)
     while command.poll() is None and not owner.poll(1000 * _POLL_SECONDS):
         _trim(2, settings.get("stderr_bytes", math.inf))
         _reap(command.pid)
-    _end_all()
+    _kill_descendants()
     if settings["after"]:
         null = subprocess.DEVNULL
-        subprocess.run(settings["after"], stdin=null, stdout=null, timeout=_AFTER_SECONDS)
+        subprocess.run(settings["after"], stdin=null, stdout=null, timeout=_CLEANUP_TIMEOUT)
     code = command.returncode or 0
     return code if code >= 0 else 128 - code
 
 
 def _trim(file: int, limit: float) -> None:
-    """Remove the first half of a file that has more than `limit` bytes."""
+    """Shorten a file that has more than `limit` bytes to its last `limit // 2` bytes."""
     size = os.fstat(file).st_size
     if size > limit:
         half = int(limit // 2)
-        end = os.pread(file, half, size - half) + os.pread(file, half, size)  # the second was written meanwhile
+        tail = os.pread(file, half, size - half) + os.pread(file, half, size)  # plus bytes written meanwhile
         os.ftruncate(file, 0)
-        os.write(file, end)
+        os.write(file, tail)
 
 
 def _reap(command: int) -> None:
-    """Collect processes that ended below this one, except the command, whose exit code is still needed."""
+    """Reap exited children, except the command, whose exit code is still needed."""
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
-            os.waitpid(ended.si_pid, os.WNOHANG)
+        while (exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and exited.si_pid != command:
+            os.waitpid(exited.si_pid, os.WNOHANG)
 
 
-def _end_all() -> None:
-    """Kill all processes below this one, also those that are started meanwhile, until there are none."""
+def _kill_descendants() -> None:
+    """Kill all descendants, including those that start meanwhile, until none remain."""
     while True:
-        for pid in _below(os.getpid()):
+        for pid in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -84,16 +86,16 @@ def _end_all() -> None:
         time.sleep(0.001)
 
 
-def _below(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             parent = int(status.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
-    found = list(children.get(pid, ()))
-    for child in found:
-        found += children.get(child, ())
-    return found
+    descendants = list(children.get(pid, ()))
+    for child in descendants:
+        descendants += children.get(child, ())
+    return descendants
 
 
 if __name__ == "__main__":

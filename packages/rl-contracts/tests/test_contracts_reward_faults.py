@@ -1,4 +1,4 @@
-"""Reward workers whose functions fork, leave processes and files, flood, or write to the worker's pipes."""
+"""Reward functions that fork, leave processes and files behind, flood output, or write to the worker's pipes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_to_pipes(data):
         except OSError:
             pass
 
-def leaves(prompt, completions, prompt_ids, completion_ids, *, file, **data):
+def leaves_child(prompt, completions, prompt_ids, completion_ids, *, file, **data):
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(file + ".new", "w") as output:
         output.write(f"{os.getpid()} {child.pid} {tempfile.mkdtemp()}")
@@ -58,11 +58,11 @@ def leaves(prompt, completions, prompt_ids, completion_ids, *, file, **data):
         time.sleep(1000)
     return 1.0
 
-def orphans(*given, **data):
+def orphans(*args, **data):
     command = "sleep 0.05 > /dev/null 2>&1 & echo $!"
     return float(subprocess.run(command, shell=True, stdout=subprocess.PIPE).stdout)
 
-def process_id(*given, **data):
+def process_id(*args, **data):
     return os.getpid()
 
 def environment(prompt, completions, prompt_ids, completion_ids, **data):
@@ -75,7 +75,7 @@ def forks(prompt, completions, prompt_ids, completion_ids, *, value, **data):
         return -1.0
     if completions == "write":
         write_to_pipes(b'{"value": 42.0}\\n')
-    if completions == "write without an end":
+    if completions == "write without newline":
         write_to_pipes(b"[" * 1000)
     if completions == "write much":
         while True:
@@ -94,8 +94,8 @@ def records(prompt, completions, prompt_ids, completion_ids, **data):
     record(completions, 7.0)
     return 1.0
 
-def parted(prompt, completions, prompt_ids, completion_ids, *, parts, **data):
-    return CompositeReward(**parts)
+def composite(prompt, completions, prompt_ids, completion_ids, *, components, **data):
+    return CompositeReward(**components)
 
 def number(prompt, completions, prompt_ids, completion_ids, *, value, **data):
     return value
@@ -135,7 +135,7 @@ def faulty(prompt, completions, prompt_ids, completion_ids, *, value, faults, **
 def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "fault_rewards.py").write_text(REWARDS)
-    (folder / "forking_rewards.py").write_text("import os\nos.fork()\ndef f(*given, **data):\n    return 1.0\n")
+    (folder / "forking_rewards.py").write_text("import os\nos.fork()\ndef f(*args, **data):\n    return 1.0\n")
     sys.path.insert(0, str(folder))
     yield
     sys.path.remove(str(folder))
@@ -152,7 +152,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def require_nothing_left(file: Path) -> None:
+def require_all_removed(file: Path) -> None:
     worker, child, directory = file.read_text().split()
     wait_until(lambda: not is_alive(int(worker)))
     wait_until(lambda: not is_alive(int(child)))
@@ -160,34 +160,34 @@ def require_nothing_left(file: Path) -> None:
     wait_until(lambda: not Path(directory).parent.exists())
 
 
-@pytest.mark.parametrize("ending", ["exit", "kill", "hang"])
-async def test_reward_worker_that_ends_leaves_no_process_or_directory(ending: str, tmp_path: Path) -> None:
-    file = tmp_path / "left"
-    async with AsyncRewardWrapper("fault_rewards:leaves", timeout=0.5) as wrapper:
+@pytest.mark.parametrize("fault", ["exit", "kill", "hang"])
+async def test_reward_worker_that_fails_leaves_no_process_or_directory(fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "processes"
+    async with AsyncRewardWrapper("fault_rewards:leaves_child", timeout=0.5) as wrapper:
         with pytest.raises(RewardError):
-            await score(wrapper, ending, file=str(file))
+            await score(wrapper, fault, file=str(file))
 
-        require_nothing_left(file)
+        require_all_removed(file)
 
 
-async def test_reward_worker_that_is_closed_leaves_no_process_or_directory(tmp_path: Path) -> None:
-    file = tmp_path / "left"
-    async with AsyncRewardWrapper("fault_rewards:leaves") as wrapper:
+async def test_reward_worker_closed_leaves_no_process_or_directory(tmp_path: Path) -> None:
+    file = tmp_path / "processes"
+    async with AsyncRewardWrapper("fault_rewards:leaves_child") as wrapper:
         assert await score(wrapper, "return", file=str(file)) == 1.0
 
-    require_nothing_left(file)
+    require_all_removed(file)
 
 
 OWNER = """
 import asyncio, sys
 from rl_contracts.reward_worker import AsyncRewardWrapper
 
-asyncio.run(AsyncRewardWrapper("fault_rewards:leaves")("", "hang", [], [], file=sys.argv[1]))
+asyncio.run(AsyncRewardWrapper("fault_rewards:leaves_child")("", "hang", [], [], file=sys.argv[1]))
 """
 
 
-def test_reward_worker_whose_owner_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "left"
+def test_reward_worker_with_killed_owner_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "processes"
     module = str(Path(str(importlib.import_module("fault_rewards").__file__)).parent)
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env={**os.environ, "PYTHONPATH": module})
     wait_until(file.exists, 30.0)
@@ -195,10 +195,10 @@ def test_reward_worker_whose_owner_is_killed_leaves_nothing(tmp_path: Path) -> N
     owner.kill()
     owner.wait()
 
-    require_nothing_left(file)
+    require_all_removed(file)
 
 
-async def test_reward_process_that_lost_its_parent_is_collected() -> None:
+async def test_reward_orphan_process_is_reaped() -> None:
     async with AsyncRewardWrapper("fault_rewards:orphans") as wrapper:
         orphan = int(await score(wrapper, ""))
 
@@ -206,7 +206,7 @@ async def test_reward_process_that_lost_its_parent_is_collected() -> None:
         assert await score(wrapper, "") != orphan
 
 
-async def test_reward_worker_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_worker_without_descriptors_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -216,17 +216,17 @@ async def test_reward_worker_without_descriptors_is_refused(monkeypatch: pytest.
             pass
 
 
-async def test_reward_reaper_that_gets_sigterm_keeps_its_worker() -> None:
+async def test_reward_reaper_sigterm_keeps_its_worker() -> None:
     async with AsyncRewardWrapper("fault_rewards:process_id") as wrapper:
         worker = await score(wrapper, "")
         (process,) = wrapper._processes
         process._process.terminate()
 
         assert [await score(wrapper, "") for _ in range(3)] == [worker] * 3
-        assert process.is_alive()
+        assert process.is_ready()
 
 
-async def test_reward_reaper_that_is_stopped_is_killed_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_reaper_stopped_is_killed_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_contracts.reward_worker.process._END_TIMEOUT", 0.2)
     async with AsyncRewardWrapper("fault_rewards:process_id") as wrapper:
         worker = await score(wrapper, "")
@@ -243,8 +243,8 @@ async def test_reward_worker_environment_has_no_run_key(monkeypatch: pytest.Monk
         assert await score(wrapper, "") == 0.0
 
 
-@pytest.mark.parametrize("fault", ["return", "raise", "write", "write without an end", "write much"])
-async def test_reward_fault_on_the_pipes_leaves_the_next_replies_right(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["return", "raise", "write", "write without newline", "write much"])
+async def test_reward_fault_on_the_pipes_keeps_later_replies_correct(fault: str) -> None:
     async with AsyncRewardWrapper("fault_rewards:forks", timeout=2.0) as wrapper:
         first = (await asyncio.gather(score(wrapper, fault, value=0.0), return_exceptions=True))[0]
 
@@ -252,18 +252,18 @@ async def test_reward_fault_on_the_pipes_leaves_the_next_replies_right(fault: st
         assert [await score(wrapper, "", value=float(value)) for value in (1, 2, 3)] == [1.0, 2.0, 3.0]
 
 
-async def test_reward_function_that_writes_a_frame_raises_reward_error() -> None:
+async def test_reward_function_writes_a_frame_raises_reward_error() -> None:
     async with AsyncRewardWrapper("fault_rewards:forks", timeout=2.0) as wrapper:
         with pytest.raises(RewardError, match="pipe"):
             await score(wrapper, "write", value=0.0)
 
 
-async def test_reward_module_that_forks_at_import_scores_each_call_once() -> None:
+async def test_reward_module_forks_at_import_scores_each_call_once() -> None:
     async with AsyncRewardWrapper("forking_rewards:f", timeout=2.0) as wrapper:
         assert [await score(wrapper, "") for _ in range(3)] == [1.0] * 3
 
 
-async def test_reward_call_with_an_unexpected_error_raises_reward_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_call_unexpected_error_raises_reward_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise OSError("no descriptors")
 
@@ -276,7 +276,7 @@ async def test_reward_call_with_an_unexpected_error_raises_reward_error(monkeypa
         assert await score(wrapper, "", value=1.0) == 1.0
 
 
-async def test_reward_error_of_50_megabytes_is_sent_as_a_few_kilobytes() -> None:
+async def test_reward_error_of_50_megabytes_is_truncated() -> None:
     async with AsyncRewardWrapper("fault_rewards:long_error") as wrapper:
         with pytest.raises(RewardError, match="the beginning") as caught:
             await score(wrapper, "the beginning")
@@ -290,14 +290,14 @@ async def test_reward_log_of_80_megabytes_keeps_its_last_lines(in_file: bool, tm
     async with AsyncRewardWrapper("fault_rewards:prints", logs=logs) as wrapper:
         await score(wrapper, "y" * 999_999)
         (process,) = wrapper._processes
-        wait_until(lambda: 8 << 20 <= os.fstat(process._printed.fileno()).st_size <= 16 << 20)
+        wait_until(lambda: 8 << 20 <= os.fstat(process._log.fileno()).st_size <= 16 << 20)
         await score(wrapper, "last line")
 
         assert process._last_lines().endswith("last line")
 
 
 @pytest.mark.parametrize("name", ["reward/mean", "loss", "groups/failed/reward", "eval/reward/mean"])
-async def test_reward_that_records_a_metric_of_the_run_raises_by_name(name: str) -> None:
+async def test_reward_records_a_metric_of_the_run_raises_reward_error(name: str) -> None:
     async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
         with collect() as metrics, pytest.raises(RewardError, match=f"'{name}'"):
             await score(wrapper, name)
@@ -305,7 +305,7 @@ async def test_reward_that_records_a_metric_of_the_run_raises_by_name(name: str)
     assert name not in metrics.results()
 
 
-async def test_reward_that_records_metrics_of_rewards_is_scored() -> None:
+async def test_reward_records_reward_metrics_is_scored() -> None:
     async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
         with collect() as metrics:
             await asyncio.gather(*(score(wrapper, name) for name in ("code/passed", "reward/own")))
@@ -320,10 +320,10 @@ async def test_reward_beyond_float32_raises_reward_error(value: float) -> None:
             await score(wrapper, "", value=value)
 
 
-async def test_reward_part_beyond_float32_raises_reward_error() -> None:
-    async with AsyncRewardWrapper("fault_rewards:parted") as wrapper:
+async def test_reward_component_beyond_float32_raises_reward_error() -> None:
+    async with AsyncRewardWrapper("fault_rewards:composite") as wrapper:
         with pytest.raises(RewardError, match="float32"):
-            await score(wrapper, "", parts={"up": 1e300, "down": -1e300})
+            await score(wrapper, "", components={"up": 1e300, "down": -1e300})
 
 
 FAULTS = {
@@ -336,21 +336,25 @@ FAULTS = {
     "time": ["", "hangs"],
 }
 HARMLESS = {"returns", "raises", "sleeps", "prints", "SIGTERM", "print", "descriptors", ""}
-"""Values of `FAULTS` with which a call gives its value."""
+"""Values of `FAULTS` that do not change the reward of a call."""
 
 NO_FAULTS = dict.fromkeys(FAULTS, "")
 
 
 def covering_cases() -> list[dict[str, str]]:
-    """Combinations that have each fault alone, and each pair of values at least once."""
-    alone = [{**NO_FAULTS, kind: fault} for kind, faults in FAULTS.items() for fault in faults]
-    every = [dict(zip(FAULTS, faults, strict=True)) for faults in itertools.product(*FAULTS.values())]
-    random.Random(0).shuffle(every)
-    cases, missing = [], {pair for case in every for pair in itertools.combinations(case.items(), 2)}
+    """Return combinations of faults that include each fault alone and each pair of values at least once."""
+    single_fault_cases = [{**NO_FAULTS, kind: fault} for kind, faults in FAULTS.items() for fault in faults]
+    all_cases = [dict(zip(FAULTS, faults, strict=True)) for faults in itertools.product(*FAULTS.values())]
+    random.Random(0).shuffle(all_cases)
+    cases, missing = [], {pair for case in all_cases for pair in itertools.combinations(case.items(), 2)}
     while missing:
-        best = alone.pop() if alone else max(every, key=lambda case: len(missing & pairs_of(case)))
-        missing -= pairs_of(best)
-        cases.append(best)
+        case = (
+            single_fault_cases.pop()
+            if single_fault_cases
+            else max(all_cases, key=lambda case: len(missing & pairs_of(case)))
+        )
+        missing -= pairs_of(case)
+        cases.append(case)
     return cases
 
 
@@ -359,7 +363,7 @@ def pairs_of(case: dict[str, str]) -> set[Any]:
 
 
 @pytest.mark.slow
-async def test_reward_with_any_two_faults_ends_in_time_and_spares_later_calls() -> None:
+async def test_reward_any_two_faults_end_in_time_and_keep_later_calls() -> None:
     cases = list(enumerate(covering_cases()))
 
     async def run(wrapper: AsyncRewardWrapper) -> None:
@@ -367,7 +371,7 @@ async def test_reward_with_any_two_faults_ends_in_time_and_spares_later_calls() 
             number, faults = cases.pop()
             async with asyncio.timeout(60):
                 triple = enumerate((faults, NO_FAULTS, NO_FAULTS))
-                calls = [score(wrapper, "", value=float(number + i), faults=chosen) for i, chosen in triple]
+                calls = [score(wrapper, "", value=float(number + i), faults=call_faults) for i, call_faults in triple]
                 first, *later = await asyncio.gather(*calls, return_exceptions=True)
             if HARMLESS.issuperset(faults.values()):
                 assert first == number, faults

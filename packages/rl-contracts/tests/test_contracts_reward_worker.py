@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: what they return, and every way in which they can go wrong."""
+"""Reward functions in worker processes: results and failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
 
 LIMIT = time_limit()
 
-def parted(prompt, completions, prompt_ids, completion_ids, **data):
+def composite(prompt, completions, prompt_ids, completion_ids, **data):
     return CompositeReward(right=1.0, form=0.5)
 
 def limited(prompt, completions, prompt_ids, completion_ids, **data):
@@ -41,10 +41,10 @@ def limited(prompt, completions, prompt_ids, completion_ids, **data):
 def narrow(prompt, completions):
     return 1.0
 
-def wants_answer(prompt, completions, prompt_ids, completion_ids, *, answer, **data):
+def requires_answer(prompt, completions, prompt_ids, completion_ids, *, answer, **data):
     return 1.0
 
-def closed(prompt, completions, prompt_ids, completion_ids, answer):
+def without_kwargs(prompt, completions, prompt_ids, completion_ids, answer):
     return 1.0
 
 def reads_final(prompt, completions, prompt_ids, completion_ids, *, final_text, **data):
@@ -61,10 +61,10 @@ def talkative(prompt, completions, prompt_ids, completion_ids, **data):
     assert sys.stdin.read() == ""
     return 2
 
-def tells(prompt, completions, prompt_ids, completion_ids, **data):
+def prints_and_logs(prompt, completions, prompt_ids, completion_ids, **data):
     print("printed", completions)
     print("to stderr", file=sys.stderr)
-    logging.getLogger("mine").info("logged")
+    logging.getLogger("local").info("logged")
     return 0.5
 
 def acts(prompt, completions, prompt_ids, completion_ids, **data):
@@ -138,7 +138,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_call_plain_async_and_nested_functions_return_their_floats() -> None:
+async def test_call_plain_async_and_nested_functions_return_floats() -> None:
     for target, expected in [("exact", 1.0), ("later", 3.0), ("Scorer.score", 0.5)]:
         async with AsyncRewardWrapper(f"worker_rewards:{target}") as wrapper:
             value = await score(wrapper, "4", answer="4")
@@ -147,24 +147,24 @@ async def test_call_plain_async_and_nested_functions_return_their_floats() -> No
 
 
 @pytest.mark.usefixtures("rewards")
-@pytest.mark.parametrize(("target", "expected"), [("closed", 1.0), ("reads_final", 5.0)])
+@pytest.mark.parametrize(("target", "expected"), [("without_kwargs", 1.0), ("reads_final", 5.0)])
 async def test_call_final_text_reaches_functions_that_take_it(target: str, expected: float) -> None:
     async with AsyncRewardWrapper(f"worker_rewards:{target}") as wrapper:
-        found = await wrapper("question", "</think>5", [1, 2], [3], final_text="5", answer="4")
+        reward = await wrapper("question", "</think>5", [1, 2], [3], final_text="5", answer="4")
 
-    assert found == expected
+    assert reward == expected
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_call_parted_reward_keeps_its_parts() -> None:
-    async with AsyncRewardWrapper("worker_rewards:parted") as wrapper:
-        found = await score(wrapper, "5", answer="4")
+async def test_call_composite_reward_keeps_its_components() -> None:
+    async with AsyncRewardWrapper("worker_rewards:composite") as wrapper:
+        reward = await score(wrapper, "5", answer="4")
 
-    assert (found, components_of(found)) == (1.5, {"right": 1.0, "form": 0.5})
-    assert components_of(0.5 * found) == components_of(found * 0.5) == {"right": 0.5, "form": 0.25}
+    assert (reward, components_of(reward)) == (1.5, {"right": 1.0, "form": 0.5})
+    assert components_of(0.5 * reward) == components_of(reward * 0.5) == {"right": 0.5, "form": 0.25}
 
 
-async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:
+async def test_call_function_object_is_imported_by_name(rewards: Any) -> None:
     async with AsyncRewardWrapper(rewards.exact) as wrapper:
         assert wrapper.target == "worker_rewards:exact"
         assert await score(wrapper, "5", answer="4") == 0.0
@@ -172,23 +172,23 @@ async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:
 
 @pytest.mark.usefixtures("rewards")
 @pytest.mark.parametrize("target", ["records", "records_later"])
-async def test_call_figures_that_the_function_records_reach_the_callers_collector(target: str) -> None:
+async def test_call_metrics_of_the_function_reach_the_callers_collector(target: str) -> None:
     async def episode(wrapper: AsyncRewardWrapper, completion: str) -> dict[str, float | None]:
-        with collect() as figures, contextlib.suppress(RewardError):
+        with collect() as metrics, contextlib.suppress(RewardError):
             await asyncio.gather(score(wrapper, completion), score(wrapper, 3 * completion))
-        return figures.results()
+        return metrics.results()
 
     async with AsyncRewardWrapper(f"worker_rewards:{target}", workers=2) as wrapper:
         assert await score(wrapper, "no collector") == 1.0
-        found = [await episode(wrapper, completion) for completion in ("ab", "abcd")]
+        results = [await episode(wrapper, completion) for completion in ("ab", "abcd")]
         failed = await episode(wrapper, "")
 
-    assert [(f["length"], f["calls"]) for f in found] == [(4.0, 2.0), (8.0, 2.0)]
-    assert failed["length"] == 0.0, "what was recorded before the function raised"
+    assert [(result["length"], result["calls"]) for result in results] == [(4.0, 2.0), (8.0, 2.0)]
+    assert failed["length"] == 0.0, "metrics recorded before the function raised are lost"
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_time_limit_in_a_worker_is_the_timeout_of_its_calls() -> None:
+async def test_time_limit_in_worker_equals_call_timeout() -> None:
     async with AsyncRewardWrapper("worker_rewards:limited", timeout=12.5) as wrapper:
         assert await score(wrapper, "") == 12.5
 
@@ -196,7 +196,7 @@ async def test_time_limit_in_a_worker_is_the_timeout_of_its_calls() -> None:
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_many_concurrent_calls_keep_their_own_results() -> None:
+async def test_calls_concurrent_get_their_own_results() -> None:
     async with AsyncRewardWrapper("worker_rewards:exact", workers=2) as wrapper:
         values = await asyncio.gather(*(score(wrapper, str(i), answer=str(i - i % 2)) for i in range(500)))
 
@@ -204,7 +204,7 @@ async def test_many_concurrent_calls_keep_their_own_results() -> None:
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_large_arguments_pass_through_the_pipes() -> None:
+async def test_call_large_arguments_pass_through_the_pipes() -> None:
     text = "é" * 1_000_000
     async with AsyncRewardWrapper("worker_rewards:exact") as wrapper:
         assert await asyncio.gather(*(score(wrapper, text, answer=text) for _ in range(3))) == [1.0] * 3
@@ -212,31 +212,31 @@ async def test_large_arguments_pass_through_the_pipes() -> None:
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_printing_and_reading_stdin_does_not_disturb_the_protocol() -> None:
+async def test_call_printing_and_reading_stdin_keeps_protocol_intact() -> None:
     async with AsyncRewardWrapper("worker_rewards:talkative") as wrapper:
         assert [await score(wrapper, "") for _ in range(20)] == [2.0] * 20
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_what_a_function_prints_and_logs_is_in_the_log_of_its_worker(tmp_path: Path) -> None:
+async def test_worker_log_has_output_and_logs_of_the_function(tmp_path: Path) -> None:
     logs = [tmp_path / f"reward-{i}.log" for i in range(2)]
     logs[0].write_text("earlier\n")
-    async with AsyncRewardWrapper("worker_rewards:tells", workers=2, logs=logs) as wrapper:
+    async with AsyncRewardWrapper("worker_rewards:prints_and_logs", workers=2, logs=logs) as wrapper:
         await asyncio.gather(*(score(wrapper, f"call {i}") for i in range(20)))
 
     assert logs[0].read_text().startswith("earlier\n")
     lines = [line for log in logs for line in log.read_text().splitlines()]
     assert {f"printed call {i}" for i in range(20)} <= set(lines)
     assert lines.count("to stderr") == 20
-    assert sum(line.endswith("INFO mine: logged") for line in lines) == 20
+    assert sum(line.endswith("INFO local: logged") for line in lines) == 20
 
 
-async def test_seconds_of_work_are_recorded_per_process() -> None:
+async def test_time_reward_metric_is_seconds_per_worker() -> None:
     async with AsyncRewardWrapper("time_rewards:pause", workers=2, heads=2) as wrapper:
-        with collect() as figures:
+        with collect() as metrics:
             await asyncio.gather(*(score(wrapper, "") for _ in range(8)))
 
-    assert 0.2 <= (figures.results()["time/reward"] or 0) < 1.0  # 8 calls of 0.1 s over 4 processes in all
+    assert 0.2 <= (metrics.results()["time/reward"] or 0) < 1.0  # 8 calls of 0.1 s over 4 workers in total
 
 
 @pytest.mark.usefixtures("rewards")
@@ -256,14 +256,14 @@ async def test_worker_imports_neither_torch_nor_transformers() -> None:
         ("sys.exit", r"raised SystemExit: 3"),
         ("exit", r"(?s)ended with exit code 7 while it scored\. Last lines.*last words"),
         ("segfault", r"(?s)ended by signal SIGSEGV while it scored.*in acts"),
-        ("close", r"closed its pipe, but lived on, and was killed while it scored"),
+        ("close", r"closed its pipe without exiting and was killed"),
         ("nan", r"expected a finite reward, found nan"),
         ("inf", r"expected a finite reward, found inf"),
         ("none", r"expected a number as reward, found NoneType: None"),
         ("text", r"expected a number as reward, found str: '1\.0'"),
     ],
 )
-async def test_failing_call_raises_reward_error_and_the_next_call_works(completion: str, match: str) -> None:
+async def test_call_failure_raises_reward_error_and_next_call_works(completion: str, match: str) -> None:
     async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
         with pytest.raises(RewardError, match=match):
             await score(wrapper, completion)
@@ -272,18 +272,18 @@ async def test_failing_call_raises_reward_error_and_the_next_call_works(completi
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_function_that_does_not_take_what_it_is_called_with_is_told_what_that_is() -> None:
+async def test_call_wrong_signature_error_lists_the_arguments() -> None:
     async with AsyncRewardWrapper("worker_rewards:narrow") as wrapper:
         with pytest.raises(RewardError, match=r"; it is called with \(prompt, completions, .*, gold=\.\.\.\)"):
             await score(wrapper, "fine", gold="4")
-    async with AsyncRewardWrapper("worker_rewards:wants_answer") as wrapper:
-        told = r"'answer'; it is called with \(.*, gold=\.\.\.\); data\.columns\.OURS=THEIRS gives a column its name"
-        with pytest.raises(RewardError, match=told):
+    async with AsyncRewardWrapper("worker_rewards:requires_answer") as wrapper:
+        pattern = r"'answer'; it is called with \(.*, gold=\.\.\.\); data\.columns\.OURS=THEIRS"
+        with pytest.raises(RewardError, match=pattern):
             await score(wrapper, "fine", gold="4")
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_worker_that_is_asked_to_stop_with_its_owner_scores_until_that_is_gone() -> None:
+async def test_worker_sigterm_keeps_scoring_for_its_owner() -> None:
     async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
         pid = await score(wrapper, "fine")
         os.kill(int(pid), signal.SIGTERM)
@@ -293,16 +293,16 @@ async def test_worker_that_is_asked_to_stop_with_its_owner_scores_until_that_is_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
-async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path: Path) -> None:
+async def test_call_timeout_kills_children_and_other_calls_continue(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     async with AsyncRewardWrapper("worker_rewards:acts", timeout=2) as wrapper:
         before = await score(wrapper, "fine")
         stuck = asyncio.ensure_future(score(wrapper, "hang with a child", file=str(file)))
-        others = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(5)]
+        other_calls = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(5)]
 
         with pytest.raises(RewardError, match=r"'worker_rewards:acts' took longer than its limit of 2 s"):
             await stuck
-        values = await asyncio.gather(*others)
+        values = await asyncio.gather(*other_calls)
 
     assert before not in values
     pids = [int(p) for p in file.read_text().split()]
@@ -312,8 +312,8 @@ async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
-async def test_deadline_counts_from_the_start_of_a_call_not_from_its_submission() -> None:
-    """Twenty calls of a worker that takes 0.1 s for each: the last waits four times the limit and is fine."""
+async def test_timeout_counts_from_the_start_of_a_call() -> None:
+    """The worker takes 0.1 s for each of 20 calls: the last call waits four times the limit and still succeeds."""
     async with AsyncRewardWrapper("time_rewards:pause", timeout=0.5) as wrapper:
         assert await asyncio.gather(*(score(wrapper, "") for _ in range(20))) == [1.0] * 20
 
@@ -326,7 +326,7 @@ def _time_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
-async def test_result_that_arrived_while_the_loop_was_blocked_is_no_timeout() -> None:
+async def test_call_result_during_blocked_loop_is_not_a_timeout() -> None:
     async with AsyncRewardWrapper("worker_rewards:acts", timeout=1) as wrapper:
         call = asyncio.ensure_future(score(wrapper, "fine"))
         await asyncio.sleep(0)
@@ -336,7 +336,7 @@ async def test_result_that_arrived_while_the_loop_was_blocked_is_no_timeout() ->
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_cancelled_call_leaves_the_worker_usable() -> None:
+async def test_call_canceled_keeps_the_worker_usable() -> None:
     async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
         pid = await score(wrapper, "fine")
         calls = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(3)]
@@ -351,7 +351,7 @@ async def test_cancelled_call_leaves_the_worker_usable() -> None:
 @pytest.mark.parametrize(
     ("data", "key"), [({"answer": {1, 2}}, "answer"), ({"a": 1, "image": b"x"}, "image"), ({"f": lambda: 0}, "f")]
 )
-async def test_data_that_is_no_json_raises_reward_error_naming_the_key(data: dict[str, Any], key: str) -> None:
+async def test_call_data_not_json_raises_reward_error_with_key(data: dict[str, Any], key: str) -> None:
     async with AsyncRewardWrapper("worker_rewards:exact") as wrapper:
         with pytest.raises(RewardError, match=f"'{key}' cannot be sent to the worker"):
             await score(wrapper, "", **data)
@@ -361,16 +361,14 @@ async def test_data_that_is_no_json_raises_reward_error_naming_the_key(data: dic
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("no_such_reward", "unknown name 'no_such_reward'"),
+        ("no_such_reward", "nothing is called 'no_such_reward'"),
         ("no_such_module:f", "cannot be imported"),
         ("worker_rewards:missing", "cannot be imported"),
-        ("worker_rewards:not_callable", "cannot be called"),
+        ("worker_rewards:not_callable", "'worker_rewards:not_callable' resolves to 3"),
         ("broken_rewards:f", "(?s)RuntimeError: cannot be imported today.*Traceback"),
     ],
 )
-async def test_function_that_cannot_be_had_raises_config_error_at_start_and_at_each_call(
-    target: str, match: str
-) -> None:
+async def test_function_import_failure_raises_config_error_in_each_call(target: str, match: str) -> None:
     wrapper = AsyncRewardWrapper(target, workers=2)
 
     with pytest.raises(ConfigError, match=match):
@@ -381,7 +379,7 @@ async def test_function_that_cannot_be_had_raises_config_error_at_start_and_at_e
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_import_that_hangs_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_import_hangs_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_contracts.reward_worker.wrapper._START_TIMEOUT", 0.3)
     wrapper = AsyncRewardWrapper("slow_rewards:f")
 
@@ -390,23 +388,23 @@ async def test_import_that_hangs_raises_config_error(monkeypatch: pytest.MonkeyP
     await wrapper.aclose()
 
 
-def test_function_objects_that_no_worker_can_import_raise_config_error(rewards: Any) -> None:
+def test_wrapper_function_not_importable_raises_config_error(rewards: Any) -> None:
     def local() -> None: ...
 
     main = type(sys)("__main__")
     exec("def f(): ...", main.__dict__)
-    for function, why in [
-        (local, "lies inside another function"),
+    for function, reason in [
+        (local, "inside another function"),
         (lambda: 0, "is a lambda"),
-        (rewards.decorated, "is a lambda or lies inside"),
+        (rewards.decorated, "is a lambda or is defined inside"),
         (main.f, "main program"),
         (rewards.Scorer(), "without a name"),
     ]:
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(ConfigError, match=reason):
             AsyncRewardWrapper(function)
 
 
-async def test_close_fails_waiting_calls_and_leaves_no_process(rewards: Any) -> None:
+async def test_close_fails_pending_calls_and_leaves_no_process(rewards: Any) -> None:
     wrapper = AsyncRewardWrapper(rewards.acts, workers=2)
     await wrapper.start()
     pids = {worker._process.pid for worker in wrapper._processes}
@@ -426,7 +424,7 @@ async def test_close_fails_waiting_calls_and_leaves_no_process(rewards: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.usefixtures("rewards")
-def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> None:
+def test_wrapper_loop_in_another_thread_works_and_closes(loop: str) -> None:
     factory = asyncio.new_event_loop if loop == "asyncio" else pytest.importorskip("uvloop").new_event_loop
     running = factory()
     thread = threading.Thread(target=running.run_forever)
@@ -450,7 +448,7 @@ def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> 
     running.close()
 
 
-def test_one_loop_after_the_other_calls_the_same_worker(rewards: Any) -> None:
+def test_wrapper_successive_loops_use_the_same_worker(rewards: Any) -> None:
     wrapper = AsyncRewardWrapper(rewards.acts)
 
     first = asyncio.run(score(wrapper, "fine"))
@@ -462,12 +460,12 @@ def test_one_loop_after_the_other_calls_the_same_worker(rewards: Any) -> None:
 
 
 @pytest.mark.usefixtures("rewards")
-async def test_worker_that_was_killed_while_idle_is_replaced_without_a_failed_call() -> None:
+async def test_worker_killed_while_idle_is_replaced() -> None:
     async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
         (worker,) = wrapper._processes
         first = int(await score(wrapper, "fine"))
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not worker.is_alive())  # a process that ends is a zombie before it can be waited for
+        wait_until(lambda: not worker.is_ready())  # an exiting process is a zombie before it can be waited for
 
         assert await score(wrapper, "fine") != first
 
@@ -486,7 +484,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_worker_that_hangs_dies_with_its_killed_parent(rewards: Any, tmp_path: Path) -> None:
+def test_worker_that_hangs_exits_with_its_killed_parent(rewards: Any, tmp_path: Path) -> None:
     file = tmp_path / "pids"
     environment = {**os.environ, "PYTHONPATH": str(Path(rewards.__file__).parent)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], env=environment)
@@ -500,12 +498,12 @@ def test_worker_that_hangs_dies_with_its_killed_parent(rewards: Any, tmp_path: P
 
 
 @pytest.mark.slow
-async def test_trivial_rewards_pass_at_three_thousand_a_second(rewards: Any) -> None:
+async def test_call_trivial_rewards_reach_3000_per_second(rewards: Any) -> None:
     async with AsyncRewardWrapper(rewards.exact) as wrapper:
-        best, rounds = 0.0, 0
-        while best <= 3000 and rounds < 60:  # other programs may want the cores for a while
-            begun = time.perf_counter()
+        best_rate, rounds = 0.0, 0
+        while best_rate <= 3000 and rounds < 60:  # other programs may use the cores for a while
+            begin = time.perf_counter()
             await asyncio.gather(*(score(wrapper, "4", answer="4") for _ in range(1000)))
-            best, rounds = max(best, 1000 / (time.perf_counter() - begun)), rounds + 1
+            best_rate, rounds = max(best_rate, 1000 / (time.perf_counter() - begin)), rounds + 1
 
-    assert best > 3000
+    assert best_rate > 3000

@@ -1,6 +1,6 @@
-"""Plain reward functions in processes of their own, which can be killed.
+"""Run plain reward functions in worker processes, which can be killed.
 
-`AsyncRewardWrapper` is what a workflow uses; `python -m rl_contracts.reward_worker` is the process.
+Workflows use `AsyncRewardWrapper`. `python -m rl_contracts.reward_worker` is the worker process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rl_contracts.runtime.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from rl_contracts.reward_worker.wrapper import AsyncRewardWrapper
-else:  # kept out of the worker process, which imports this package too
+else:  # lazy, because the worker process imports this package and does not need the wrapper
     __getattr__ = lazy_getattr(__name__, {"AsyncRewardWrapper": "wrapper"})
 
 __all__ = ["AsyncRewardWrapper"]

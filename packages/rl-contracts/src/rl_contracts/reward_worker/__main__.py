@@ -1,10 +1,13 @@
-"""The worker process: reads calls of one reward function from stdin, writes results to what was stdout.
+"""Worker process of a reward function: read calls from stdin, write replies to the original stdout.
 
-The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`; the reply
-is `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
-completion_ids, data]`; its reply is `{"value": number}` or `{"error": text}`, with the `figures` that the function
-recorded, if it did. `rl_contracts.reward_worker.messages` has the format of frames. Output of the function and its logs
-(from INFO on) go to stderr.
+The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`. The reply
+is `{"ready": true}` or `{"refused": text}`.
+
+Each later frame is a call, `[prompt, completions, prompt_ids, completion_ids, data]`. The reply is `{"value": number,
+"parts": components}` or `{"error": text}`, plus `figures` if the function recorded metrics.
+
+`rl_contracts.reward_worker.messages` defines the format of frames. The output and logs (INFO and above) of the function
+go to stderr.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ _PID = os.getpid()
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Import the function, then serve calls until stdin closes."""
     stream, results = _claim_pipes()
-    _die_with_parent(stream.fileno())
+    _exit_with_parent(stream.fileno())
     faulthandler.enable()
-    # a trainer that is asked to stop ends its step first, and needs the rewards; a handler goes with an exec, so that
-    # programs which the function starts end as usual
+    # On SIGTERM, a trainer finishes its step and needs the rewards for it. The handler does nothing, instead of
+    # SIG_IGN, because exec resets handlers: programs that the function starts still end on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: None)
     calls = messages.calls(stream)
     first = next(calls, None)
@@ -55,51 +58,51 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         function = load("rl.rewards", setup["target"])
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - any code runs at import; the parent reports it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs arbitrary code; the parent reports it
         _write(results, number, {"refused": _describe(error)})
         return
     if not callable(function):
         _write(
-            results, number, {"refused": f"{setup['target']!r} stands for {function!r:.200}, which cannot be called."}
+            results, number, {"refused": f"{setup['target']!r} resolves to {function!r:.200}, which is not callable."}
         )
         return
     _write(results, number, {"ready": True})
     _serve(calls, results, function)
 
 
-class _RewardFigures(Metrics):
-    """Metrics of one call."""
+class _RewardMetrics(Metrics):
+    """Metrics of one reward call, which must not have names of the run's own metrics."""
 
     __slots__ = ()
 
     def _merge(self, name: str, new: Metric) -> None:
-        if _is_taken(name):
-            raise DataError(f"metric {name!r} is one that the run records; a reward must use another name.")
+        if _is_run_metric(name):
+            raise DataError(f"metric {name!r} is recorded by the run; use another name in the reward function.")
         super()._merge(name, new)
 
 
 @functools.lru_cache
-def _is_taken(name: str) -> bool:
-    """Whether the run has a metric of this name that is not a reward's."""
-    known = meaning(name)
-    return known is not None and known.section != REWARDS
+def _is_run_metric(name: str) -> bool:
+    """Return whether the run itself records a metric with this name, outside the section of reward metrics."""
+    entry = meaning(name)
+    return entry is not None and entry.section != REWARDS
 
 
 def _serve(calls: Iterator[tuple[int, Any]], results: int, function: Callable[..., Any]) -> None:
     reads_final_text = takes_final_text(function)
     for number, call in calls:
-        answer: dict[str, Any]
+        reply: dict[str, Any]
         if not reads_final_text:
             call[-1].pop("final_text", None)
-        with collect(_RewardFigures()) as figures:
+        with collect(_RewardMetrics()) as metrics:
             try:
                 value = _score(function, *call)
-                answer = {"value": value, "parts": components_of(value)}
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
-                answer = {"error": _describe(error, function)}
-        if recorded := figures.to_json():
-            answer["figures"] = recorded
-        _write(results, number, answer)
+                reply = {"value": value, "parts": components_of(value)}
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the reply reports any failure of the function
+                reply = {"error": _describe(error, function)}
+        if recorded := metrics.to_json():
+            reply["figures"] = recorded
+        _write(results, number, reply)
 
 
 def _score(
@@ -110,27 +113,32 @@ def _score(
     completion_ids: list[int],
     data: Any,
 ) -> float:
-    """Call the function, on an event loop if it is async, and insist on a finite number."""
+    """Call the function, on an event loop if it is async, and return its reward.
+
+    Raises:
+        TypeError: the function does not accept the arguments, or does not return a number.
+        ValueError: the reward is not finite in float32.
+    """
     try:
         value = function(prompt, completions, prompt_ids, completion_ids, **data)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
-        called = ", ".join(["prompt, completions, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
-        renamed = "; data.columns.OURS=THEIRS gives a column its name" if "missing" in str(error) else ""
-        raise TypeError(f"{error}; it is called with ({called}){renamed}") from error
+        signature = ", ".join(["prompt, completions, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
+        hint = "; data.columns.OURS=THEIRS renames a column" if "missing" in str(error) else ""
+        raise TypeError(f"{error}; it is called with ({signature}){hint}") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())
     if not isinstance(value, Real):
         raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
     if not is_valid_reward(value):
-        raise ValueError(f"expected a finite reward, found {value!r:.200}; float32 must hold it and its parts")
+        raise ValueError(f"expected a finite reward, found {value!r:.200}; it and its components must fit in float32")
     return value if isinstance(value, CompositeReward) else float(value)
 
 
 @functools.cache
 def _event_loop() -> Any:
-    """One for all calls, so that the function may keep connections."""
+    """Return the event loop of all calls; a single loop allows the function to keep connections open."""
     import asyncio
 
     return asyncio.Runner()
@@ -141,22 +149,25 @@ async def _result(awaitable: Any) -> Any:
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:
-    """Move the protocol off stdin and stdout, so that nothing the function reads or prints can disturb it."""
+    """Duplicate stdin and stdout for the protocol, and redirect the originals to /dev/null and stderr.
+
+    The function can then read stdin and print to stdout without corrupting the protocol.
+    """
     calls, results = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines before a crash must arrive
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a crash must not lose lines
     return os.fdopen(calls, "rb"), results
 
 
-def _write(results: int, number: int, answer: dict[str, Any]) -> None:
-    """Send a reply. A process that the function forked ends here instead: the call has one reply."""
+def _write(results: int, number: int, reply: dict[str, Any]) -> None:
+    """Send a reply. A process that the function forked exits here instead, so that each call has one reply."""
     if os.getpid() != _PID:
         os._exit(1)
-    frame = memoryview(messages.numbered(number, messages.encode(answer)))
+    frame = memoryview(messages.numbered(number, messages.encode(reply)))
     while frame:
         frame = frame[os.write(results, frame) :]
 
@@ -167,18 +178,18 @@ def _describe(error: BaseException, function: object = None) -> str:
     return f"{type(error).__name__}: {text}{raised_at(error) or defined_at(function)}\n{trace[-_TRACE_LIMIT:]}"
 
 
-def _die_with_parent(calls: int) -> None:
-    """Leave no worker behind a parent that was killed, even when the function never comes back.
+def _exit_with_parent(calls: int) -> None:
+    """Exit when the parent is killed, even if the function never returns.
 
-    A thread waits for the other end of stdin to close and kills the process group, the function's own children
-    included. On Linux the kernel kills this process as well, in case the thread cannot run.
+    A thread waits until the other end of stdin closes, then kills the process group, including child processes of the
+    function. On Linux the kernel also kills this process, in case the thread cannot run.
     """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     hangup = select.poll()
-    hangup.register(calls, 0)  # no event but the hang-up, which is always reported
+    hangup.register(calls, 0)  # only the hang-up event, which poll always reports
 
     def watch() -> None:
         hangup.poll()

@@ -1,4 +1,4 @@
-"""One worker process as its owner sees it: start it, ask it one thing at a time, kill it when it is late."""
+"""Owner's side of one worker process: start it, send one call at a time, kill it on a timeout."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ _END_TIMEOUT = 10.0
 
 
 class WorkerProcess:
-    """A process with a directory for temporary files (`TMPDIR`), which is removed when the process ends.
+    """Worker process with its own directory for temporary files (`TMPDIR`), which is removed when the process ends.
 
-    On Linux a reaper (`rl_contracts.sandbox.reaper`) starts it, and ends it with all processes below it. It does not
-    get the run key.
+    On Linux a reaper (`rl_contracts.sandbox.reaper`) starts the process, and kills it with all of its descendants. The
+    environment of the process does not have the run key.
 
     Args:
         target: registry name or dotted path of the function.
-        timeout: seconds that the owner allows for a call, which the function can ask for.
-        log: what the function prints and logs is appended here; None: kept for errors alone. On Linux its first half
-            is removed whenever it has more than 16 MiB.
+        timeout: time limit of a call in seconds; the function can read it.
+        log: file to which the output and logs of the function are appended, or None to keep them only for error
+            messages. On Linux the beginning is dropped whenever the file exceeds 16 MiB.
 
     Raises:
         ConfigError: the process cannot be started.
     """
 
     def __init__(self, target: str, timeout: float, log: Path | None = None) -> None:
-        self._what = f"reward {target!r}"
-        peer = None
+        self._name = f"reward {target!r}"
+        reaper_end = None
         try:
-            peer, owner = os.pipe()
-            self._owner = os.fdopen(owner, "wb", buffering=0)
+            reaper_end, owner_end = os.pipe()
+            self._owner = os.fdopen(owner_end, "wb", buffering=0)
             self._directory = tempfile.TemporaryDirectory(prefix="rl-reward-", ignore_cleanup_errors=True)
             directory = self._directory.name
-            self._printed = (log or Path(directory, "stderr.log")).open("a+b")
-            self._begin = os.fstat(self._printed.fileno()).st_size
-            # a session of its own: Ctrl-C in the terminal goes to the owner alone
+            self._log = (log or Path(directory, "stderr.log")).open("a+b")
+            self._log_start = os.fstat(self._log.fileno()).st_size
+            # start_new_session, so that Ctrl-C in the terminal reaches only the owner
             self._process = subprocess.Popen(
-                _command(peer, directory),
+                _command(reaper_end, directory),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._printed,
+                stderr=self._log,
                 bufsize=0,
                 env={k: v for k, v in os.environ.items() if k != RUN_KEY_VARIABLE} | {"TMPDIR": directory},
-                pass_fds=(peer,),
+                pass_fds=(reaper_end,),
                 start_new_session=True,
             )
         except OSError as error:
-            raise ConfigError(f"{self._what}: its worker process cannot be started: {error}") from error
+            raise ConfigError(f"{self._name}: its worker process cannot be started: {error}") from error
         finally:
-            if peer is not None:
-                os.close(peer)
+            if reaper_end is not None:
+                os.close(reaper_end)
         self._pipes = [pipe for pipe in (self._process.stdin, self._process.stdout) if pipe]
         self._in, self._out = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
@@ -75,50 +75,50 @@ class WorkerProcess:
         self._number = 0
         self._setup = messages.encode({"target": target, "path": sys.path, "timeout": timeout})
 
-    def is_alive(self) -> bool:
-        """Whether it has not ended, and has written nothing since its last reply."""
+    def is_ready(self) -> bool:
+        """Return whether the process is running and has sent nothing since its last reply."""
         return self._process.poll() is None and not self._events.poll(0)
 
     def start(self, timeout: float) -> None:
-        """Wait until the function is imported, at most `timeout` seconds.
+        """Wait until the function is imported, for at most `timeout` seconds.
 
         Raises:
-            ConfigError: it cannot be, or takes too long.
+            ConfigError: the import fails or takes too long.
         """
         try:
-            answer = self._exchange(self._setup, timeout)
+            reply = self._exchange(self._setup, timeout)
         except TimeoutError:
             raise ConfigError(
-                f"{self._what}: its worker was not ready after {timeout:g} s; importing the function takes too long "
+                f"{self._name}: its worker was not ready after {timeout:g} s; importing the function takes too long "
                 f"or hangs.{self._last_lines()}"
             ) from None
         except EOFError:
-            raise ConfigError(self._ended("before its function was imported")) from None
+            raise ConfigError(self._exit_message("before its function was imported")) from None
         except ValueError as error:
-            raise ConfigError(self._disturbed(error)) from None
-        if "refused" in answer:
-            raise ConfigError(f"{self._what} cannot be used: {answer['refused']}")
+            raise ConfigError(self._protocol_message(error)) from None
+        if "refused" in reply:
+            raise ConfigError(f"{self._name} cannot be used: {reply['refused']}")
 
     def score(self, call: bytes, timeout: float) -> dict[str, Any]:
-        """The answer to a call within `timeout` seconds, as `rl_contracts.reward_worker.__main__` describes it.
+        """Send a call and return the reply, as described in `rl_contracts.reward_worker.__main__`.
 
         Raises:
-            RewardError: it took longer, the process ended, or it sent something else.
+            RewardError: there is no reply within `timeout` seconds, the process exited, or it sent something else.
         """
         try:
             return self._exchange(call, timeout)
         except TimeoutError:
             raise RewardError(
-                f"{self._what} took longer than its limit of {timeout:g} s; its worker was killed. Raise the timeout "
-                f"or make the function end.{self._last_lines()}"
+                f"{self._name} took longer than its limit of {timeout:g} s; its worker was killed. Raise the timeout "
+                f"or make the function return sooner.{self._last_lines()}"
             ) from None
         except EOFError:
-            raise RewardError(self._ended("while it scored")) from None
+            raise RewardError(self._exit_message("while it scored")) from None
         except ValueError as error:
-            raise RewardError(self._disturbed(error)) from None
+            raise RewardError(self._protocol_message(error)) from None
 
     def kill(self) -> None:
-        """End it and all processes below it, from any thread; a caller that waits for a reply gets an error."""
+        """Kill the process and its descendants. Any thread may call this; a pending call raises an error."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError, ValueError):  # the reaper has ended, or the pipe is closed
                 self._owner.write(b"\n")
@@ -127,13 +127,13 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, wait until it is gone, and remove its directory."""
+        """Kill the process, wait until it exits, and remove its directory."""
         self.kill()
-        for file in (self._owner, *self._pipes, self._printed):
+        for file in (self._owner, *self._pipes, self._log):
             file.close()
         try:
             self._process.wait(_END_TIMEOUT)
-        except subprocess.TimeoutExpired:  # the reaper is stopped; or one of its processes is stuck in the kernel
+        except subprocess.TimeoutExpired:  # the reaper is stopped, or a descendant is stuck in the kernel
             self._process.kill()
         self._directory.cleanup()
 
@@ -141,9 +141,9 @@ class WorkerProcess:
         """Send a call and return its reply.
 
         Raises:
-            TimeoutError: there is none within `timeout` seconds.
+            TimeoutError: there is no reply within `timeout` seconds.
             EOFError: the process closed its pipe.
-            ValueError: it sent something else.
+            ValueError: the process sent something else.
         """
         deadline = time.monotonic() + timeout
         self._number += 1
@@ -165,42 +165,46 @@ class WorkerProcess:
         return reply
 
     def _write(self, frame: memoryview) -> memoryview:
-        """Write what the pipe takes; the rest."""
+        """Write as much as the pipe accepts, and return the remaining bytes."""
         try:
             return frame[os.write(self._in, frame) :]
         except BlockingIOError:
             return frame
         except BrokenPipeError:
-            return frame[:0]  # it died; the end of its results says so too
+            return frame[:0]  # the process exited; the read that follows raises EOFError
 
-    def _ended(self, doing: str) -> str:
-        """Describe the end of a process that closed its pipe."""
+    def _exit_message(self, doing: str) -> str:
+        """Return the error message for a process that closed its pipe."""
         try:
-            code = self._process.wait(timeout=5.0)  # its reaper ends what it left behind
-            number = -code if code < 0 else code - 128  # of the process itself, or of the one below the reaper
+            code = self._process.wait(timeout=5.0)  # the reaper may still be killing descendants
+            number = -code if code < 0 else code - 128  # of the process itself, or of the worker below the reaper
             is_signal = number in signal.Signals
-            how = f"ended by signal {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
+            outcome = f"ended by signal {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            how = "closed its pipe, but lived on, and was killed"
-        return f"{self._what}: its worker {how} {doing}.{self._last_lines()}"
+            outcome = "closed its pipe without exiting and was killed"
+        return f"{self._name}: its worker {outcome} {doing}.{self._last_lines()}"
 
-    def _disturbed(self, error: ValueError) -> str:
+    def _protocol_message(self, error: ValueError) -> str:
         return (
-            f"{self._what}: its worker's pipe has {error} instead of a reply; the worker was killed. The function must "
-            "not write to descriptors that it did not open."
+            f"{self._name}: its worker's pipe has {error} instead of a reply; the worker was killed. The function must "
+            "not write to file descriptors that it did not open."
         )
 
     def _last_lines(self) -> str:
-        file = self._printed.fileno()  # read without moving the place at which the process writes
+        file = self._log.fileno()  # pread does not move the write position of the process
         size = os.fstat(file).st_size
-        begin = max(self._begin if self._begin <= size else 0, size - _STDERR_BYTES)  # the reaper may shorten it
+        # the reaper may have shortened the file
+        begin = max(self._log_start if self._log_start <= size else 0, size - _STDERR_BYTES)
         text = os.pread(file, _STDERR_BYTES, begin).decode(errors="replace").strip()
         return f" Last lines of its stderr:\n{text}" if text else " It wrote nothing to stderr."
 
 
 def _command(owner: int, directory: str) -> list[str]:
-    """Return the command of a worker: on Linux that of its reaper, which reads the descriptor `owner` and removes the
-    directory also when its owner was killed."""
+    """Return the command that starts a worker.
+
+    On Linux this is the command of a reaper that runs the worker. The reaper polls the descriptor `owner`, and removes
+    the directory even if the owner was killed.
+    """
     worker = [sys.executable, "-P", "-m", "rl_contracts.reward_worker"]
     if sys.platform != "linux":
         return worker

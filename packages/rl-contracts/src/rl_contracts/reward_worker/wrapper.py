@@ -1,4 +1,4 @@
-"""Run a plain reward function from an event loop without ever blocking it."""
+"""Run a plain reward function from an event loop without blocking the loop."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ _START_TIMEOUT = 120.0
 _END_TIMEOUT = 10.0
 
 _Call = tuple[bytes, "Future[dict[str, Any]]"]
-"""A call as it goes to the worker, and what gets the answer."""
+"""Encoded call for the worker, and the future for its reply."""
 
 
 class AsyncRewardWrapper:
-    """Scores samples in worker processes that are killed and replaced when they are stuck or crash.
+    """Pool of worker processes that score samples. Workers that hang or crash are killed and replaced.
 
-    Whatever goes wrong in a call is a `RewardError` of that call, never a value. The workers start at the first call,
-    or in `start`, and import the function once; each has a thread that waits for it, so that no event loop does. They
-    end with `close` and with this process. `time/reward` is recorded: seconds of work per process, which come near
-    `time/step` where rewards are what a run waits for.
+    A failure in a call raises a `RewardError` for that call; it never becomes a reward value. The workers start at the
+    first call or in `start`, and import the function once. A thread per worker waits for replies, so that the event
+    loop never blocks. Workers end with `close` or with this process.
+
+    The metric `time/reward` is the working time in seconds per worker. If it is close to `time/step`, rewards are the
+    bottleneck of the run.
 
     Args:
         target: name installed under `rl.rewards`, dotted path `package.module:function`, or a function that can be
             imported by its module and name.
-        workers: processes, each of which scores one sample at a time.
-        timeout: seconds for one call, counted from when a worker starts on it.
-        logs: a file for each worker, to which what the function prints and logs is appended.
-        heads: wrappers of the run whose `time/reward` are added up.
+        workers: number of worker processes; each scores one sample at a time.
+        timeout: time limit of one call in seconds, counted from when a worker starts it.
+        logs: one file per worker, to which the output and logs of the function are appended.
+        heads: number of wrappers in the run, one per data-parallel leader, whose `time/reward` values are summed.
 
     Raises:
-        ConfigError: the function object cannot be imported by name; says why.
+        ConfigError: the function object cannot be imported by name. The message has the reason.
     """
 
     def __init__(
@@ -59,51 +61,55 @@ class AsyncRewardWrapper:
         require(workers >= 1, "reward.workers", "at least 1", workers)
         require(timeout > 0, "reward.timeout", "more than 0 seconds", timeout)
         self.target = target if isinstance(target, str) else importable_name(target)
-        self._limit, self._timeout, self._logs = workers, timeout, logs
-        self._processes_in_all = workers * heads
+        self._num_workers, self._timeout, self._logs = workers, timeout, logs
+        self._total_workers = workers * heads
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Future[None]] = {}
-        """Each with what is done when its function is imported, or a `ConfigError` if it cannot be."""
+        """Worker threads, each with a future that is done once its worker has imported the function.
+
+        The future has a `ConfigError` if the import failed.
+        """
         self._processes: set[WorkerProcess] = set()
         self._closed = False
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        """The reward of one sample; see `rl_contracts.reward.RewardFunction`. Figures that the function recorded (see
-        `rl_contracts.runtime.metrics.record`) are recorded here.
+        """Return the reward of one sample; see `rl_contracts.reward.RewardFunction`.
+
+        Metrics that the function records with `rl_contracts.runtime.metrics.record` are recorded in this process.
 
         Raises:
-            RewardError: the function raised, was too slow, ended its process, or gave no finite number; or an entry of
-                the data is no JSON value. Names the function.
+            RewardError: the function raised an error, timed out, ended its process or returned no finite number, or a
+                value in `data` is not a JSON value.
             ConfigError: the function cannot be imported.
         """
-        answer: Future[dict[str, Any]] = Future()
+        future: Future[dict[str, Any]] = Future()
         call = self._encode(prompt, completions, prompt_ids, completion_ids, data)
         with self._lock:
-            self._start_workers()
-            self._calls.put((call, answer))
-        found = await asyncio.wrap_future(answer)
-        record("time/reward", found["seconds"] / self._processes_in_all, kind="sum")
-        record_all(Metrics.from_json(found.get("figures", {})))
-        if "error" in found:
-            raise RewardError(f"reward {self.target!r} raised {found['error']}")
-        return CompositeReward(**found["parts"]) if found["parts"] else float(found["value"])
+            self._start_threads()
+            self._calls.put((call, future))
+        reply = await asyncio.wrap_future(future)
+        record("time/reward", reply["seconds"] / self._total_workers, kind="sum")
+        record_all(Metrics.from_json(reply.get("figures", {})))
+        if "error" in reply:
+            raise RewardError(f"reward {self.target!r} raised {reply['error']}")
+        return CompositeReward(**reply["parts"]) if reply["parts"] else float(reply["value"])
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.
 
         Raises:
-            ConfigError: it cannot be imported, or takes too long.
+            ConfigError: the import fails or takes too long.
         """
         with self._lock:
-            self._start_workers()
+            self._start_threads()
             started = [asyncio.wrap_future(future) for future in self._threads.values()]
         await asyncio.gather(*started)
 
     def close(self) -> None:
-        """End all workers and wait until they are gone. Calls that wait fail with a `RewardError`."""
+        """Kill all workers and wait until they exit. Pending calls fail with a `RewardError`."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -113,10 +119,10 @@ class AsyncRewardWrapper:
             process.kill()
         for thread in threads:
             thread.join(_END_TIMEOUT)
-        self._fail_waiting(self._closed_meanwhile())
+        self._fail_waiting(self._closed_error())
 
     async def aclose(self) -> None:
-        """`close` without blocking the event loop."""
+        """Run `close` without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -129,7 +135,7 @@ class AsyncRewardWrapper:
         await self.aclose()
 
     def _encode(self, prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, data: Any) -> bytes:
-        call = (prompt, completions, _plain(prompt_ids), _plain(completion_ids), data)
+        call = (prompt, completions, _to_list(prompt_ids), _to_list(completion_ids), data)
         try:
             return messages.encode(call)
         except (TypeError, ValueError, RecursionError):
@@ -144,33 +150,37 @@ class AsyncRewardWrapper:
                     ) from error
             raise
 
-    def _start_workers(self) -> None:
-        """Start the threads that are missing."""
+    def _start_threads(self) -> None:
+        """Start threads until there is one per worker."""
         if self._closed:
             raise RewardError(f"reward {self.target!r}: used after close().")
-        while len(self._threads) < self._limit:
+        while len(self._threads) < self._num_workers:
             started: Future[None] = Future()
             started.set_running_or_notify_cancel()
             log = self._logs[len(self._threads)] if self._logs else None
-            thread = threading.Thread(target=self._work, args=(started, log), name=f"reward {self.target}", daemon=True)
+            thread = threading.Thread(
+                target=self._run_thread, args=(started, log), name=f"reward {self.target}", daemon=True
+            )
             self._threads[thread] = started
             thread.start()
 
-    def _work(self, started: Future[None], log: Path | None) -> None:
-        """A thread: keep one process after the other, until there are to be none."""
+    def _run_thread(self, started: Future[None], log: Path | None) -> None:
+        """Run worker processes one after the other in this thread, until the wrapper is closed."""
         try:
             while not self._closed:
-                self._serve_calls(started, log)
-        except ConfigError as error:  # the next would not start either
+                self._run_worker(started, log)
+        except ConfigError as error:  # another process would not start either
             if not started.done():
                 started.set_exception(error)
             with self._lock:
                 del self._threads[threading.current_thread()]
                 self._fail_waiting(error)
 
-    def _serve_calls(self, started: Future[None], log: Path | None) -> None:
-        """The life of one process: give it one call after the other. Where one ends it, it is replaced at once, so that
-        the next call finds the function imported."""
+    def _run_worker(self, started: Future[None], log: Path | None) -> None:
+        """Start a process and send it calls until a call ends it or the wrapper is closed.
+
+        The caller starts a new process immediately, so that the function is imported before the next call.
+        """
         process = WorkerProcess(self.target, self._timeout, log)
         self._processes.add(process)
         try:
@@ -180,25 +190,25 @@ class AsyncRewardWrapper:
             if not started.done():
                 started.set_result(None)
             while (call := self._calls.get()) is not None:
-                if not process.is_alive():  # it was killed while it had nothing to do
+                if not process.is_ready():  # it was killed while it was idle
                     self._calls.put(call)
                     return
-                if call[1].set_running_or_notify_cancel() and not self._settle(process, *call):
+                if call[1].set_running_or_notify_cancel() and not self._run_call(process, *call):
                     return
         finally:
             process.close()
             self._processes.remove(process)
 
-    def _settle(self, process: WorkerProcess, frame: bytes, answer: Future[dict[str, Any]]) -> bool:
-        """Settle one call; whether the process can take another."""
+    def _run_call(self, process: WorkerProcess, frame: bytes, future: Future[dict[str, Any]]) -> bool:
+        """Run one call and set the result of its future; return whether the process can run another call."""
         begin = time.perf_counter()
         try:
-            found = process.score(frame, self._timeout)
-        except Exception as error:  # noqa: BLE001 - a call without a reply would wait forever
-            known = error if isinstance(error, RewardError) else RewardError(f"reward {self.target!r}: {error!r}")
-            answer.set_exception(self._closed_meanwhile() if self._closed else known)
+            reply = process.score(frame, self._timeout)
+        except Exception as error:  # noqa: BLE001 - without a result, the caller would wait forever
+            failure = error if isinstance(error, RewardError) else RewardError(f"reward {self.target!r}: {error!r}")
+            future.set_exception(self._closed_error() if self._closed else failure)
             return False
-        answer.set_result({**found, "seconds": time.perf_counter() - begin})
+        future.set_result({**reply, "seconds": time.perf_counter() - begin})
         return True
 
     def _fail_waiting(self, error: Exception) -> None:
@@ -208,34 +218,34 @@ class AsyncRewardWrapper:
                 if call is not None and call[1].set_running_or_notify_cancel():
                     call[1].set_exception(type(error)(str(error)))
 
-    def _closed_meanwhile(self) -> RewardError:
-        return RewardError(f"reward {self.target!r}: closed while a call waited.")
+    def _closed_error(self) -> RewardError:
+        return RewardError(f"reward {self.target!r}: the wrapper was closed while a call was waiting.")
 
 
 def importable_name(function: Callable[..., Any]) -> str:
-    """`module:qualname` of a function object.
+    """Return the `module:qualname` of a function object.
 
     Raises:
-        ConfigError: another process would not find it under that name; says why and what to do.
+        ConfigError: another process could not import the function by that name. The message has the reason.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    where = f"reward function {function!r}"
+    subject = f"reward function {function!r}"
     advice = "Move it to a module that can be imported, at the top level, and pass it or 'package.module:name'."
     if not module or not name:
-        raise ConfigError(f"{where}: expected a function, found a {type(function).__name__} without a name. {advice}")
+        raise ConfigError(f"{subject}: expected a function, found a {type(function).__name__} without a name. {advice}")
     if module == "__main__":
-        raise ConfigError(f"{where} lives in the main program, which a worker process cannot import. {advice}")
+        raise ConfigError(f"{subject} is defined in the main program, which a worker process cannot import. {advice}")
     if "<" in name:
-        raise ConfigError(f"{where} is a lambda or lies inside another function. {advice}")
+        raise ConfigError(f"{subject} is a lambda or is defined inside another function. {advice}")
     try:
-        found = pkgutil.resolve_name(f"{module}:{name}")
+        resolved = pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be imported as {module}:{name}: {error}. {advice}") from error
-    if found is not function:
-        raise ConfigError(f"{where}: {module}:{name} is another object (decorated or bound?). {advice}")
+        raise ConfigError(f"{subject} cannot be imported as {module}:{name}: {error}. {advice}") from error
+    if resolved is not function:
+        raise ConfigError(f"{subject}: {module}:{name} is a different object (decorated or bound?). {advice}")
     return f"{module}:{name}"
 
 
-def _plain(ids: Any) -> Any:
-    """Token ids as a list, also from an array or a tensor."""
+def _to_list(ids: Any) -> Any:
+    """Convert token ids to a list, also from an array or a tensor."""
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)

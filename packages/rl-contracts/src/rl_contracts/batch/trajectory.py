@@ -1,7 +1,7 @@
 """Trajectory batch: the definition of its keys, and all code that builds, validates, splits, pads and packs it.
 
-An episode yields `Trajectory` objects (numpy, unpadded). `stack` builds the batch from them: a `TensorDict` of batch
-size [B] with per-token entries [B, T] aligned with `input_ids` (entry t describes token t). Engines use the packed
+An episode yields `Trajectory` objects (numpy, unpadded). `stack` builds the batch from them, a `TensorDict` of batch
+size [B]. Its per-token entries [B, T] are aligned with `input_ids`: entry t describes token t. Engines use the packed
 form, `PackedBatch`: the real tokens of all sequences end to end, so that padding never reaches attention or a loss.
 """
 
@@ -134,8 +134,8 @@ def from_response(
         )
     if not generated:
         raise DataError(
-            "response without a generated token; there is nothing to learn from. "
-            "Check max_new_tokens and the prompt's length."
+            "response without a generated token, so there is nothing to train on. "
+            "Check max_new_tokens and the length of the prompt."
         )
     total = prompt + generated
     logprobs = np.zeros(total, dtype=np.float32)
@@ -168,20 +168,23 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
 
     if not rows:
         return empty()
-    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+    lengths = np.array([len(trajectory.input_ids) for trajectory in rows], dtype=np.int64)
     shape = (len(rows), int(lengths.max()))
     mask = np.arange(shape[1]) < lengths[:, None]
 
     def padded(name: str, fill: float, dtype: Any) -> torch.Tensor:
-        entries = [getattr(row, name) for row in rows]
+        entries = [getattr(trajectory, name) for trajectory in rows]
         padded_rows = np.full(shape, fill, dtype=dtype)
         padded_rows[mask] = np.concatenate(
-            [np.zeros(len(row)) if values is None else values for row, values in zip(rows, entries, strict=True)]
+            [
+                np.zeros(len(trajectory)) if values is None else values
+                for trajectory, values in zip(rows, entries, strict=True)
+            ]
         )
         return torch.from_numpy(padded_rows)
 
     def column(name: str, dtype: Any) -> torch.Tensor:
-        return torch.from_numpy(np.array([getattr(row, name) for row in rows], dtype=dtype))
+        return torch.from_numpy(np.array([getattr(trajectory, name) for trajectory in rows], dtype=dtype))
 
     batch = {
         "input_ids": padded("input_ids", 0, np.int64),
@@ -196,20 +199,20 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         "temperature": column("temperature", np.float32),
         "truncated": column("truncated", np.bool_),
     }
-    if any(row.token_rewards is not None for row in rows):
+    if any(trajectory.token_rewards is not None for trajectory in rows):
         batch["token_rewards"] = padded("token_rewards", 0, np.float32)
     for name in rows[0].reward_components:
-        if any(row.reward_components.keys() != rows[0].reward_components.keys() for row in rows):
-            names = sorted({component for row in rows for component in row.reward_components})
+        if any(trajectory.reward_components.keys() != rows[0].reward_components.keys() for trajectory in rows):
+            names = sorted({component for trajectory in rows for component in trajectory.reward_components})
             raise DataError(
                 f"reward components differ between sequences of a batch (all names: {names}). Return the same "
                 "components for all completions."
             )
-        batch[COMPONENT_PREFIX + name] = torch.tensor([row.reward_components[name] for row in rows])
+        batch[COMPONENT_PREFIX + name] = torch.tensor([trajectory.reward_components[name] for trajectory in rows])
     result = TensorDict(batch, batch_size=[len(rows)])
-    if any(row.multi_modal is not None for row in rows):
+    if any(trajectory.multi_modal is not None for trajectory in rows):
         # a stack, because indexing the batch would not index a plain list
-        result["multi_modal"] = NonTensorStack(*(NonTensorData(row.multi_modal) for row in rows))
+        result["multi_modal"] = NonTensorStack(*(NonTensorData(trajectory.multi_modal) for trajectory in rows))
     return result
 
 
@@ -218,8 +221,8 @@ def empty(width: int = 1) -> TensorDict:
     from tensordict import TensorDict
 
     tokens = {k: torch.zeros(0, width, dtype=getattr(torch, d)) for k, d in TOKEN_KEYS.items()}
-    rows = {k: torch.zeros(0, dtype=getattr(torch, d)) for k, d in SEQUENCE_KEYS.items()}
-    return TensorDict({**tokens, **rows}, batch_size=[0])
+    sequences = {k: torch.zeros(0, dtype=getattr(torch, d)) for k, d in SEQUENCE_KEYS.items()}
+    return TensorDict({**tokens, **sequences}, batch_size=[0])
 
 
 def lengths(batch: TensorDict) -> torch.Tensor:

@@ -60,10 +60,10 @@ def _contents(message: Mapping[str, Any], is_last: bool) -> Iterator[str]:
     if message["role"] != "assistant":
         yield from texts
         return
-    is_learned = is_last and message.get("weight") != 0
+    is_trained = is_last and message.get("weight") != 0
     for text in texts:
-        yield from _THINK.split(text) if is_learned else _THINK.split(text)[-1:]
-    yield from (message[key] for key in _REASONING if is_learned and isinstance(message.get(key), str))
+        yield from _THINK.split(text) if is_trained else _THINK.split(text)[-1:]
+    yield from (message[key] for key in _REASONING if is_trained and isinstance(message.get(key), str))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

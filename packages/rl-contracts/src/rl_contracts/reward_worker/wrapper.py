@@ -81,8 +81,8 @@ class AsyncRewardWrapper:
         Metrics that the function records with `rl_contracts.runtime.metrics.record` are recorded in this process.
 
         Raises:
-            RewardError: the function raised an error, timed out, ended its process or returned no finite number, or a
-                value in `data` is not a JSON value.
+            RewardError: the function raised an error, timed out, ended its process or returned no finite number; or
+                `data` is not JSON.
             ConfigError: the function cannot be imported.
         """
         future: Future[dict[str, Any]] = Future()

@@ -1,8 +1,8 @@
 """Run one command and kill all of its descendants afterwards. This Linux script needs only the standard library.
 
 Run as `reaper.py SETTINGS`, where SETTINGS is the JSON object that `main` reads. The reaper exits when its command
-exits, or when the other end of the pipe `owner` is written to or closed, which also happens when the owner dies. It
-then kills all of its descendants, including those in another session.
+exits, or when the other end of the pipe `owner` is written to or closed. The death of the owner closes it too. The
+reaper then kills all of its descendants, including those in another session.
 
 With `confine`, the path of `rl_contracts.sandbox.confine`, the command can write files only in `directory`. With
 `stderr_bytes`, stderr must be a file opened for appending; the reaper drops its beginning when it grows above that.

@@ -4,9 +4,9 @@ The code has no network and cannot start processes. It can read only the librari
 a temporary directory. CPU time, wall time, memory, files and output are limited. The kernel enforces this with
 Landlock, seccomp and resource limits, for root too. If the kernel cannot, `Sandbox` raises an error.
 
-There are two gaps. `stat`, `access`, `readlink` and `getxattr` reveal whether any path exists, its size, owner, times
-and extended attributes, and the target of a link. Only memory limits the number of threads: 512 MiB hold about 32,000
-threads with small stacks.
+There are two gaps. For any path, `stat`, `access`, `readlink` and `getxattr` reveal its existence, size, owner, times,
+extended attributes and link target. Only memory limits the number of threads: 512 MiB hold about 32,000 threads with
+small stacks.
 """
 
 from __future__ import annotations

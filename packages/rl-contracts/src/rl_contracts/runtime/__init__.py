@@ -1,1 +1,1 @@
-"""Event loops, clocks, files, logs and metrics that every package uses."""
+"""Event loops, clocks, files, logs and metrics for all packages."""

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread, for code that is not asynchronous. What dies in it is seen by whoever waits for it."""
+"""An asyncio loop in a thread, for code that is not asynchronous. Callers that wait for the loop see its errors."""
 
 from __future__ import annotations
 
@@ -23,30 +23,28 @@ logger = get_logger("aio")
 
 
 BEAT_SECONDS = 1.0
-"""How often a loop is asked whether it still turns, where a caller wants to know."""
+"""Seconds between two checks whether a loop still runs, for callers that set `blocked`."""
 
 
 def run_in_thread[T](work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread of its own, in the caller's context; it holds nothing up when the process ends."""
-    done: Future[T] = Future()
+    """Run `work` in a new daemon thread, in the caller's context. The thread does not delay the end of the process."""
+    future: Future[T] = Future()
     context = copy_context()
 
     def run() -> None:
-        if not done.set_running_or_notify_cancel():
+        if not future.set_running_or_notify_cancel():
             return
         try:
-            done.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
-            done.set_exception(error)
+            future.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - passed to the caller
+            future.set_exception(error)
 
     threading.Thread(target=run, name="in_thread", daemon=True).start()
-    return done
+    return future
 
 
 class LoopThread(AbstractContextManager["LoopThread"]):
-    """One event loop (uvloop where it is installed) in a daemon thread of its own.
-
-    Usable as a context manager, which closes it.
+    """One event loop (uvloop if it is installed) in its own daemon thread. A `with` statement closes it.
 
     Args:
         name: name of the thread, shown in errors.
@@ -62,7 +60,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         self._thread.start()
 
     def submit[T](self, coro: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in the loop, from any thread. Its error or result is in the future.
+        """Start a coroutine in the loop, from any thread. The future holds its result or error.
 
         Raises:
             RLError: the loop is closed or has died.
@@ -74,16 +72,16 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         raise self._closed_error() from self._death
 
     def run[T](self, coro: Coroutine[Any, Any, T], timeout: float | None = None, blocked: float | None = None) -> T:
-        """Run a coroutine in the loop and wait for its result; its error is raised here with its traceback.
+        """Run a coroutine in the loop and return its result. An error of the coroutine keeps its traceback.
 
         Args:
-            coro: what to run.
-            timeout: seconds after which it is cancelled; None where it has deadlines of its own.
-            blocked: seconds for which the loop may be blocked meanwhile; None: nobody asks.
+            coro: coroutine to run.
+            timeout: seconds after which it is cancelled; None if it has its own deadlines.
+            blocked: seconds for which the loop may be blocked while this waits; None disables the check.
 
         Raises:
-            StalledError: it did not finish in time; or something on the loop does not await, and the place is named.
-            RLError: called from the loop's own thread, which could only deadlock; or the loop is closed or died.
+            StalledError: the coroutine did not finish in time, or the loop is blocked. The latter shows its stack.
+            RLError: called from the loop's own thread, which would deadlock; or the loop is closed or has died.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -93,26 +91,26 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         return self.wait(self.submit(coro), _name_of(coro), timeout, blocked)
 
     def wait[T](self, future: Future[T], what: str, timeout: float | None = None, blocked: float | None = None) -> T:
-        """Wait for what was submitted, as `run` does.
+        """Return the result of a submitted coroutine, as `run` does.
 
         Args:
-            future: of `submit`; cancelled where it is not waited for to its end.
-            what: its name in errors.
+            future: future that `submit` returned; cancelled if it is not done when this returns or raises.
+            what: name of the coroutine in errors.
             timeout, blocked: see `run`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while True:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
                     raise StalledError(f"loop {self.name!r}: {what} did not finish within {timeout:g} s")
                 try:
-                    return future.result(left if blocked is None else min(left or BEAT_SECONDS, BEAT_SECONDS))
+                    return future.result(remaining if blocked is None else min(remaining or BEAT_SECONDS, BEAT_SECONDS))
                 except TimeoutError:
                     if future.done():
-                        raise  # the coroutine's own, not ours
+                        raise  # the coroutine raised it
                 if blocked is not None:
-                    self._beat(blocked)
+                    self._check_responsive(blocked)
         except CancelledError as error:
             if self._closing:
                 raise self._closed_error() from self._death or error
@@ -120,39 +118,45 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         finally:
             future.cancel()
 
-    def _beat(self, seconds: float) -> None:
-        beat = self.submit(asyncio.sleep(0))
+    def _check_responsive(self, seconds: float) -> None:
+        """Raise StalledError if the loop does not run a trivial coroutine within `seconds`."""
+        probe = self.submit(asyncio.sleep(0))
         try:
-            beat.result(seconds)
+            probe.result(seconds)
         except TimeoutError as error:
             raise StalledError(
-                f"the event loop {self.name!r} is blocked for more than {seconds:g} s: something on it computes or "
-                f"waits without await, such as a plain reward function (wrap it in AsyncRewardWrapper). It is here:\n"
+                f"the event loop {self.name!r} is blocked for more than {seconds:g} s: a coroutine on it computes or "
+                f"waits without await, such as a plain reward function (wrap it in AsyncRewardWrapper). Its stack:\n"
                 f"{stack_of_thread(self.name)}"
             ) from error
 
     def close(self, timeout: float = 10.0) -> None:
-        """Cancel what is left, let it clean up, end the thread. A second call does nothing.
+        """Cancel the remaining tasks, wait for their cleanup and end the thread. A second call does nothing.
 
         Args:
-            timeout: seconds that the tasks have to end.
+            timeout: seconds to wait for the tasks to end.
 
         Raises:
-            StalledError: some task ignores its cancellation; the message names it.
+            StalledError: a task ignores its cancellation; the message names it.
             RLError: called from the loop's own thread.
         """
         if threading.current_thread() is self._thread:
-            raise RLError(f"loop {self.name!r}: close was called from the loop's own thread")
+            raise RLError(
+                f"loop {self.name!r}: close() was called from the loop's own thread; call it from another one"
+            )
         with self._lock:
             if not self._closing:
                 self._closing = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            left = ", ".join(
+            remaining = ", ".join(
                 sorted(f"{task.get_name()} ({_name_of(task.get_coro())})" for task in asyncio.all_tasks(self._loop))
             )
-            raise StalledError(f"loop {self.name!r}: still not ended {timeout:g} s after it was closed: {left}")
+            raise StalledError(
+                f"loop {self.name!r}: tasks still run {timeout:g} s after close(); they must not ignore "
+                f"CancelledError: {remaining}"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -164,7 +168,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         try:
             self._loop.run_forever()
         except BaseException as error:
-            # SystemExit and KeyboardInterrupt of a task leave the loop; in a thread nobody else would see them.
+            # SystemExit and KeyboardInterrupt of a task end run_forever(); in a thread they would go unnoticed.
             self._death = error
             logger.exception("loop %r died", self.name)
         finally:
@@ -173,12 +177,12 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             self._drain()
 
     def _drain(self) -> None:
-        """Cancel all tasks, also those that others start while they clean up, then close the loop."""
+        """Cancel all tasks, including those started during cleanup, then close the loop."""
         loop = self._loop
         try:
             while True:
-                # SystemExit and KeyboardInterrupt of one more task leave the loop again, while the others still must
-                # end; what was left of the round before may cancel this one
+                # SystemExit or KeyboardInterrupt of another task ends run_until_complete() while other tasks still
+                # run, so try again. A task left by the previous round may cancel this one.
                 with suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
                     loop.run_until_complete(_end_all_tasks())
                     break
@@ -188,12 +192,12 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             loop.close()
 
     def _closed_error(self) -> RLError:
-        how = "is closed" if self._death is None else f"died of {self._death!r}"
-        return RLError(f"loop {self.name!r} {how}")
+        state = "is closed" if self._death is None else f"died of {self._death!r}"
+        return RLError(f"loop {self.name!r} {state}")
 
 
 def stack_of_thread(name: str) -> str:
-    """Where the thread of that name is."""
+    """Return the formatted stack of the thread called `name`."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name == name and thread.ident in frames:
@@ -202,8 +206,8 @@ def stack_of_thread(name: str) -> str:
 
 
 async def _end_all_tasks() -> None:
-    """Cancel all other tasks of the loop, those too that begin meanwhile, and wait for them."""
-    await asyncio.sleep(0)  # tasks submitted last now exist
+    """Cancel all other tasks of the loop, including tasks that start meanwhile, and wait for them."""
+    await asyncio.sleep(0)  # lets the loop create the tasks that were submitted last
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in tasks:
             task.cancel()

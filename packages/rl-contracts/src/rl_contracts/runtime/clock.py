@@ -9,21 +9,21 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What asynchronous code may know of time. `rl_contracts.testing.SimulatedClock` is the other implementation."""
+    """Source of time for asynchronous code: `SystemClock` or `rl_contracts.testing.SimulatedClock`."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary fixed moment; never goes backwards."""
+        """Return the seconds since an arbitrary fixed moment; never decreases."""
 
     async def sleep(self, seconds: float) -> None:
-        """Return after `seconds` of this clock's time."""
+        """Wait until `seconds` of this clock's time have passed."""
 
 
 class SystemClock:
     """The real clock."""
 
     now = staticmethod(time.monotonic)
-    """`time.monotonic()`, in seconds; the builtin itself, because every episode asks about ten times."""
+    """`time.monotonic()`, in seconds. It is the builtin itself because every episode calls it about ten times."""
 
     def sleep(self, seconds: float) -> Coroutine[Any, Any, None]:
-        """`asyncio.sleep` itself, so that a sleeper is one coroutine and not two."""
+        """Return the coroutine of `asyncio.sleep`, so that a sleeper costs one coroutine and not two."""
         return asyncio.sleep(seconds)

@@ -1,5 +1,7 @@
-"""Clients' connections, each with a deadline: who says nothing, stops in the middle of a header or does not read its
-answer is disconnected."""
+"""Idle timeout for the connections of an HTTP server.
+
+A client is disconnected if it sends nothing, stops in the middle of a header, or does not read its response.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rl_contracts.runtime.logging import get_logger
 
 SILENT_SECONDS = 30.0
-"""Within which a connection must bring a whole header, or have its answer read; more than clients keep one unused."""
+"""Seconds in which a client must send a complete header or read its response; longer than clients keep idle
+connections."""
 
 logger = get_logger("inference.server.http")
 
 
 class Connections:
-    """Runs an app, and ends connections on which nothing happens. What is at work may take its time."""
+    """Runner of an app that closes idle connections. A request in progress has no time limit."""
 
     def __init__(self, app: web.Application) -> None:
         app.middlewares.append(self._track_request)
@@ -33,10 +36,10 @@ class Connections:
             logger=logger,
             shutdown_timeout=5.0,
             keepalive_timeout=SILENT_SECONDS,
-            auto_decompress=False,  # a small body may become a very large one
+            auto_decompress=False,  # a small compressed body may expand to a very large one
         )
         self._since: dict[Any, float] = {}
-        """Since when nothing happens on a connection; infinite where a request is at work."""
+        """Time of the last activity of each connection; infinite while a request is in progress."""
 
     @web.middleware
     async def _track_request(
@@ -49,19 +52,19 @@ class Connections:
             self._since[request.protocol] = time.monotonic()
 
     async def close_silent_connections(self) -> None:
-        """End connections that are silent for too long, until cancelled."""
+        """Abort connections that have been idle for more than `SILENT_SECONDS`, until cancelled."""
         while True:
             await asyncio.sleep(SILENT_SECONDS / 4)
             now = time.monotonic()
-            there = self.runner.server.connections if self.runner.server else []
-            self._since = {connection: self._since.get(connection, now) for connection in there}
+            connections = self.runner.server.connections if self.runner.server else []
+            self._since = {connection: self._since.get(connection, now) for connection in connections}
             for connection, since in self._since.items():
                 if now - since > SILENT_SECONDS and connection.transport is not None:
                     connection.transport.abort()
 
 
 def _is_own_error(record: logging.LogRecord) -> bool:
-    """Whether a line is about this server, and not about a client that speaks no HTTP and was told so."""
+    """Return False for records about malformed requests, to which the client already gets an error response."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

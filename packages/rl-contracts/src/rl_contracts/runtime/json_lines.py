@@ -1,4 +1,4 @@
-"""Files that grow by lines, and outlive a disk that is full or away for a while."""
+"""Append-only files of lines that tolerate a disk that is temporarily full or unavailable."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_contracts.runtime.logging import get_logger
 logger = get_logger("lines")
 
 FOR_A_WHILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-"""Errors of a disk that may go by themselves."""
+"""Error numbers of a disk that may recover without intervention."""
 
 
 def append(path: Path, text: str) -> None:
-    """Append to a file, all of it or nothing; what was written is flushed to the system when this returns.
+    """Append all of a text to a file, or nothing. The system has the text when this returns.
 
     Raises:
-        OSError: it cannot be written; the file is as it was.
+        OSError: the text cannot be written; the file is unchanged.
     """
     data = text.encode()
     with path.open("ab", buffering=0) as file:
@@ -38,14 +38,13 @@ def append(path: Path, text: str) -> None:
 
 
 def json_lines(path: Path) -> Iterator[Any]:
-    """The objects of a file of JSON lines, but for half a line at its end, which is being written or whose writer died.
+    """Yield the objects of a file of JSON lines. Skip an unfinished last line, which a writer may still complete.
 
-    Lines end with a line feed and nothing else: JSON leaves U+2028 and U+0085 as they are in a string, at which
-    `str.splitlines` would cut it.
+    Lines end with a line feed only. JSON strings may contain U+2028 and U+0085, at which `str.splitlines` would split.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a whole line is no JSON.
+        OSError: the file cannot be read.
+        ValueError: a complete line is not JSON.
     """
     with path.open("rb") as file:
         for line in file:
@@ -54,14 +53,14 @@ def json_lines(path: Path) -> Iterator[Any]:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Return JSON of a value, with null for numbers that are not finite: JSON has no NaN and no infinity.
+    """Serialize a value to JSON, with null for non-finite numbers: JSON has neither NaN nor infinity.
 
     Args:
-        value: of types that JSON has.
-        options: of `json.dumps`.
+        value: value of types that JSON has.
+        options: keyword arguments of `json.dumps`.
 
     Raises:
-        TypeError: it holds a value of another type.
+        TypeError: the value contains a type that JSON lacks.
     """
     options = {"ensure_ascii": False, "allow_nan": False} | options
     try:
@@ -72,49 +71,49 @@ def to_json(value: Any, **options: Any) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key if _finite(key) == key else str(key): _finite(part) for key, part in value.items()}
+        return {key if _finite(key) == key else str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class LineFile:
-    """A file of lines. What cannot be written now waits for the next time.
+    """Append-only file of lines. Lines that cannot be written are kept in memory and retried at the next write.
 
     Args:
-        path: made with its directory if it does not exist, else continued; a last line that a killed process left
-            unfinished is cut off.
+        path: file to append to, created with its directory if missing. An unfinished last line, which a killed
+            process leaves, is cut off.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._waiting = ""
-        written = self.path.read_bytes() if self.path.exists() else b""
-        if written and not written.endswith(b"\n"):
-            os.truncate(self.path, written.rfind(b"\n") + 1)
+        self._pending = ""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if content and not content.endswith(b"\n"):
+            os.truncate(self.path, content.rfind(b"\n") + 1)
 
     def write(self, text: str) -> None:
-        """Append lines, now or, where the disk is full, later.
+        """Append lines now or, if the disk is temporarily full or unavailable, at a later write.
 
         Raises:
-            OSError: they cannot be written, and that will not go by itself.
+            OSError: the lines cannot be written, for a reason that is not temporary (see `FOR_A_WHILE`).
         """
-        before, self._waiting = self._waiting, self._waiting + text
+        pending_before, self._pending = self._pending, self._pending + text
         try:
             self.flush()
         except OSError as error:
             if error.errno not in FOR_A_WHILE:
                 raise
-            if not before:
-                logger.warning("%s cannot be written, and will be again: %s", self.path, error)
+            if not pending_before:
+                logger.warning("%s cannot be written; retrying at the next write: %s", self.path, error)
 
     def flush(self) -> None:
-        """Write what waits.
+        """Write the pending lines.
 
         Raises:
-            OSError: it still cannot be written.
+            OSError: they still cannot be written.
         """
-        if self._waiting:
-            append(self.path, self._waiting)
-            self._waiting = ""
+        if self._pending:
+            append(self.path, self._pending)
+            self._pending = ""

@@ -1,7 +1,7 @@
-"""Figures of a run: what any code records, how it adds up over episodes and ranks, and the file that it ends in.
+"""Metrics of a run: recording, accumulation over episodes and ranks, and the file `metrics.jsonl`.
 
-A mean is kept as (sum, weight) until it is read, so that it can be added up over micro-batches, episodes and ranks
-first: a mean of means would depend on how the work was split. What could not be measured is None, never 0.
+A mean is stored as (sum, weight) until it is read, so that it accumulates over micro-batches, episodes and ranks. A
+mean of means would depend on how the work was split. A value that could not be measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = get_logger("metrics")
 
 Kind = Literal["mean", "sum", "min", "max"]
 Scalar = Any
-"""A number, or a tensor with one element on any device (it is not read before the results are asked for)."""
+"""A number, or a tensor with one element on any device (read only when results are requested)."""
 
 NOTHING: dict[Kind, float] = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
-"""Of each kind, the value that changes nothing."""
+"""Neutral value of each kind, which does not change a result."""
 _PLAIN = frozenset((float, int, bool))
 
 
 class Metric(NamedTuple):
-    """One name's state."""
+    """Accumulated state of one metric."""
 
     kind: Kind
     value: Scalar
-    """Weighted sum of the values (`mean`, `sum`), or the extreme one."""
+    """Weighted sum of the values (`mean`, `sum`), or their extreme (`min`, `max`)."""
     weight: Scalar
-    """Sum of the weights: what a mean is divided by; 0 where nothing was recorded."""
+    """Sum of the weights, the divisor of a mean; 0 if nothing was recorded."""
 
     def result(self) -> float | None:
-        """The mean, sum or extreme. None where nothing was recorded, but 0 for a sum."""
+        """Return the mean, sum or extreme. Without recorded values, this is 0 for a sum and None otherwise."""
         if self.kind == "sum":
             return float(self.value)
         if not self.weight:
@@ -54,7 +54,7 @@ class Metric(NamedTuple):
 
 
 class Metrics:
-    """Metrics by name, each with how it combines. Any thread may add to them.
+    """Metrics by name, each with the kind that defines how its values combine. Thread-safe.
 
     Example:
         >>> metrics = Metrics()
@@ -65,96 +65,98 @@ class Metrics:
         {'length': 4.0, 'retries': 1.0}
     """
 
-    __slots__ = ("_figures",)
+    __slots__ = ("_metrics",)
 
     def __init__(self) -> None:
-        self._figures: dict[str, Metric] = {}
+        self._metrics: dict[str, Metric] = {}
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
         """Record a value; see `record`."""
         self._merge(name, _metric(name, value, weight, kind))
 
     def merge(self, other: Metrics) -> None:
-        """Add what others recorded, for example on another rank; a name need not be known here.
+        """Add the metrics of another object, for example of another rank. The names may be new here.
 
         Raises:
-            ConfigError: a name stands for different kinds.
+            ConfigError: the two objects record a name as different kinds.
         """
-        for name, figure in list(other._figures.items()):
-            self._merge(name, figure)
+        for name, metric in list(other._metrics.items()):
+            self._merge(name, metric)
 
     def drain(self) -> Metrics:
-        """What was recorded so far. These figures start anew; names stay known: 0 for sums, None for the others, until
-        something is recorded again."""
-        taken = Metrics()
+        """Return the metrics recorded so far and reset these.
+
+        The names remain: a sum is 0 and the other kinds are None until a value is recorded again.
+        """
+        drained = Metrics()
         with _lock:
-            taken._figures = self._figures
-            self._figures = {n: Metric(f.kind, NOTHING[f.kind], 0.0) for n, f in taken._figures.items()}
-        return taken
+            drained._metrics = self._metrics
+            self._metrics = {n: Metric(m.kind, NOTHING[m.kind], 0.0) for n, m in drained._metrics.items()}
+        return drained
 
     def over_replicas(self, parallel: ParallelContext) -> Metrics:
-        """The figures of all data-parallel replicas together (collective)."""
-        whole = Metrics()
-        for part in parallel.gather_json(self.to_json(), replicas=True):
-            whole.merge(Metrics.from_json(part))
-        return whole
+        """Return the merged metrics of all data-parallel replicas (collective)."""
+        merged = Metrics()
+        for replica in parallel.gather_json(self.to_json(), replicas=True):
+            merged.merge(Metrics.from_json(replica))
+        return merged
 
     def results(self) -> dict[str, float | None]:
-        """The mean, sum or extreme of each name; None where nothing was recorded."""
-        return {name: figure.result() for name, figure in self._read().items()}
+        """Return the mean, sum or extreme of each name; see `Metric.result`."""
+        return {name: metric.result() for name, metric in self._read().items()}
 
     def to_json(self) -> dict[str, list[Any]]:
-        """`{name: [kind, value, weight]}`."""
-        return {name: list(figure) for name, figure in self._read().items()}
+        """Return `{name: [kind, value, weight]}`."""
+        return {name: list(metric) for name, metric in self._read().items()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, list[Any]]) -> Self:
-        """Inverse of `to_json`."""
-        figures = cls()
-        figures._figures = {name: Metric(*figure) for name, figure in value.items()}
-        return figures
+        """Build metrics from the result of `to_json`."""
+        metrics = cls()
+        metrics._metrics = {name: Metric(*metric) for name, metric in value.items()}
+        return metrics
 
     def _merge(self, name: str, new: Metric) -> None:
         with _lock:
-            known = self._figures.get(name)
-            if known is not None and known.kind != new.kind:
+            old = self._metrics.get(name)
+            if old is not None and old.kind != new.kind:
                 raise ConfigError(
-                    f"metric {name!r} is a {known.kind}, but is now recorded as a {new.kind}; use another name."
+                    f"metric {name!r} is a {old.kind}, but is now recorded as a {new.kind}; use another name."
                 )
-            self._figures[name] = (
-                Metric(new.kind, _combine(new.kind, known.value, new.value), known.weight + new.weight)
-                if known is not None
+            self._metrics[name] = (
+                Metric(new.kind, _combine(new.kind, old.value, new.value), old.weight + new.weight)
+                if old is not None
                 else new
             )
 
     def _read(self) -> dict[str, Metric]:
-        """All figures as floats, with one transfer per device."""
-        figures = dict(self._figures)
-        numbers = [scalar for figure in figures.values() for scalar in figure[1:]]
+        """Return all metrics as floats, with one transfer per device."""
+        metrics = dict(self._metrics)
+        numbers = [scalar for metric in metrics.values() for scalar in metric[1:]]
         for device in {number.device for number in numbers if _is_tensor(number)}:
             import torch
 
             indices = [i for i, number in enumerate(numbers) if _is_tensor(number) and number.device == device]
-            read = torch.stack([numbers[index] for index in indices]).tolist()
-            for index, number in zip(indices, read, strict=True):
+            values = torch.stack([numbers[index] for index in indices]).tolist()
+            for index, number in zip(indices, values, strict=True):
                 numbers[index] = number
         return {
-            name: Metric(figure.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, figure) in enumerate(figures.items())
+            name: Metric(metric.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, metric) in enumerate(metrics.items())
         }
 
 
 _lock = threading.Lock()
-"""Of all figures: it is held for a few additions only, and a lock for each episode's would cost more."""
+"""Lock of all `Metrics` objects. It is held only for a few additions; one lock per object would cost more."""
 
-_collector: ContextVar[Metrics | None] = ContextVar("rl_figures", default=None)
+_collector: ContextVar[Metrics | None] = ContextVar("rl_metrics", default=None)
 
 
 def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
-    """Record a figure of one's own: in a workflow, a reward (also in its worker process), an agent or a loss.
+    """Record a custom metric: in a workflow, a reward (also in its worker process), an agent or a loss.
 
-    It appears in `metrics.jsonl` under its name, over all that was recorded since the last step, on all replicas; what
-    an evaluation records under `eval/<name>`. What was recorded counts, also where the episode fails later. Outside of
-    a run it does nothing.
+    `metrics.jsonl` contains it under its name, combined over all values since the last step and over all replicas. A
+    metric recorded in an evaluation is named `eval/<name>`. Values count even if the episode fails later. Outside a run
+    this does nothing.
 
     Example:
         >>> record("answer/boxed", 1.0)  # fraction of answers
@@ -162,64 +164,67 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
         In a policy loss `record("clip/far", terms.ratio > 4, weight=terms.trained)` is a fraction of trained tokens.
 
     Args:
-        name: none of the run's own names (`rl_contracts.runtime.metric_docs`); a reward worker rejects those.
-        value: a number or a bool; or a tensor, of any shape, which is not read here (no wait for the device).
-        weight: how many things the value speaks of, or each entry of a tensor; broadcast against it. A mean divides by
-            the sum of weights, a sum multiplies by them, and what has weight 0 does not count.
+        name: name of the metric, other than the built-in ones (`rl_contracts.runtime.metric_docs`).
+        value: a number, a bool, or a tensor of any shape. A tensor is not read here, so the device need not finish.
+        weight: number of items that the value, or each entry of a tensor, stands for; broadcast against the value. A
+            mean divides by the sum of the weights, and a sum multiplies by them. Values of weight 0 are ignored.
         kind: how values combine: `mean`, `sum`, `min` or `max`.
 
     Raises:
-        ConfigError: the name is known as another kind, or there is no such kind.
-        DataError: the value or weight is no number, or the value is not finite (a tensor is not read); or a reward
-            worker records one of the run's own names.
+        ConfigError: the name was recorded as another kind, or the kind does not exist.
+        DataError: the value or weight is no number, or a number is not finite (tensors are not checked). A reward
+            worker also rejects built-in names.
     """
     if not (_is_tensor(value) or _is_tensor(weight)) and weight and not math.isfinite(_number(name, value)):
-        raise DataError(f"metric {name!r}: expected a finite number, found {value!r}; record what was measured only.")
+        raise DataError(
+            f"metric {name!r}: expected a finite number, found {value!r}; do not record a value that was not measured."
+        )
     if (collector := _collector.get()) is not None:
         collector.add(name, value, weight, kind)
 
 
 def record_all(figures: Metrics) -> None:
-    """Record what was collected elsewhere, such as in another process."""
+    """Record metrics that were collected elsewhere, such as in another process."""
     if (collector := _collector.get()) is not None:
         collector.merge(figures)
 
 
 @contextmanager
 def collect(into: Metrics | None = None) -> Iterator[Metrics]:
-    """Collect what is recorded inside the block, and in tasks and `asyncio.to_thread` calls that it starts; an outer
-    collector does not see it.
+    """Collect the metrics recorded in the block, and in the tasks and `asyncio.to_thread` calls that it starts.
+
+    An outer collector does not receive them.
 
     Args:
-        into: where to; None: new figures.
+        into: metrics to add to; None creates new ones.
     """
-    figures = Metrics() if into is None else into
-    token = _collector.set(figures)
+    metrics = Metrics() if into is None else into
+    token = _collector.set(metrics)
     try:
-        yield figures
+        yield metrics
     finally:
         _collector.reset(token)
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to a file, readable while the run goes on.
+    """Writer that appends one JSON object per step to a file, which can be read during the run.
 
-    JSON has no NaN or infinity: such a value becomes null, is warned of by name, and is counted in the record's
-    `metrics/non_finite`. A figure must not end a run; what must end it (non-finite gradients) is guarded elsewhere.
+    JSON has no NaN or infinity. Such a value becomes null, with a warning that names it, and counts in the record's
+    `metrics/non_finite`. A metric must not end a run; the engines check for non-finite gradients.
 
     Args:
-        path: made with its directory if it does not exist, else continued; a last line that a killed process left
-            unfinished is cut off.
+        path: file to append to, created with its directory if missing. An unfinished last line, which a killed
+            process leaves, is cut off.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = LineFile(path)
         self.path, self.flush = self._file.path, self._file.flush
         self.non_finite = 0
-        """Non-finite values met so far."""
+        """Number of non-finite values written so far."""
 
     def write(self, record: Mapping[str, Scalar | None]) -> None:
-        """Append a record, which is on disk (flushed to the system) when this returns, unless that is full.
+        """Append a record. The system has it when this returns, unless the disk is temporarily full.
 
         Raises:
             DataError: a value is not a number, a tensor with one element, or None.
@@ -229,21 +234,21 @@ class MetricsWriter:
         if bad:
             self.non_finite += len(bad)
             line |= dict.fromkeys(bad) | {"metrics/non_finite": len(bad)}
-            found = ", ".join(f"{name}={value}" for name, value in bad.items())
-            logger.warning("non-finite metrics written as null (%d so far): %s", self.non_finite, found)
+            listing = ", ".join(f"{name}={value}" for name, value in bad.items())
+            logger.warning("non-finite metrics written as null (%d so far): %s", self.non_finite, listing)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def _is_tensor(value: Scalar) -> bool:
-    """Whether it is a torch tensor, judged without importing torch."""
+    """Return whether a value is a torch tensor, without importing torch."""
     return hasattr(value, "detach") and hasattr(value, "device")
 
 
 def _metric(name: str, value: Scalar, weight: Scalar, kind: Kind) -> Metric:
-    """A recorded value as it is accumulated: floats, or float64 scalars on the tensor's device."""
+    """Convert a recorded value to the form that is accumulated: floats, or float64 scalars on the tensor's device."""
     if kind not in NOTHING:
         raise ConfigError(f"metric {name!r}: expected a kind of {', '.join(get_args(Kind))}, found {kind!r}.")
-    if not (type(value) in _PLAIN and type(weight) in _PLAIN):  # which most are, several times an episode
+    if not (type(value) in _PLAIN and type(weight) in _PLAIN):  # fast path: several plain numbers per episode
         if _is_tensor(value) or _is_tensor(weight):
             return _tensor_metric(value, weight, kind)
         value, weight = _number(name, value), _number(name, weight)
@@ -257,7 +262,7 @@ def _tensor_metric(value: Scalar, weight: Scalar, kind: Kind) -> Metric:
     import torch
 
     device = value.device if _is_tensor(value) else weight.device
-    precise = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPU knows no float64
+    precise = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPU does not support float64
     value, weight = torch.broadcast_tensors(
         *(
             x.detach().to(precise) if _is_tensor(x) else torch.full((), x, dtype=precise, device=device)
@@ -267,8 +272,8 @@ def _tensor_metric(value: Scalar, weight: Scalar, kind: Kind) -> Metric:
     if kind in ("mean", "sum"):
         total = torch.where(weight == 0, 0.0, value * weight).sum()
     elif value.numel():
-        kept = torch.where(weight == 0, NOTHING[kind], value)
-        total = kept.amin() if kind == "min" else kept.amax()
+        masked = torch.where(weight == 0, NOTHING[kind], value)
+        total = masked.amin() if kind == "min" else masked.amax()
     else:
         total = value.new_tensor(NOTHING[kind])
     return Metric(kind, total, weight.sum())

@@ -1,4 +1,4 @@
-"""Service discovery: where the processes of a run find each other's addresses.
+"""Service discovery: a key-value store in which the processes of a run find each other's addresses.
 
 Keys are paths such as `run/servers/0`; values are short strings such as an address. No secrets belong here.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from rl_contracts.errors import ConfigError, LaunchError, StalledError
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_.-]+")
-_VALUE_FILE = "=value"  # "=" cannot be in a key, so a key may have a value and others below it
-_LISTED = 20
+_VALUE_FILE = "=value"  # a key cannot contain "=", so a key can have both a value and keys below it
+_MAX_LISTED = 20
 
 
 class NameTakenError(LaunchError):
@@ -26,7 +26,7 @@ class NameTakenError(LaunchError):
 
 
 class UnknownNameError(LaunchError):
-    """Nobody has added this key, or it was deleted."""
+    """The key was never added, or it was deleted."""
 
 
 class NameService(ABC):
@@ -34,38 +34,38 @@ class NameService(ABC):
 
     @abstractmethod
     def add(self, key: str, value: str, replace: bool = False) -> None:
-        """Publish a value; whoever sees the key sees all of it.
+        """Publish a value. The key and its complete value become visible at once.
 
         Raises:
-            NameTakenError: the key exists and `replace` is not set. Of several that add at once, one succeeds.
+            NameTakenError: the key exists and `replace` is not set. Of several concurrent calls, one succeeds.
             ConfigError: the key is not a path of letters, digits, `_`, `.` and `-`.
         """
 
     @abstractmethod
     def get(self, key: str) -> str:
-        """The value of a key.
+        """Return the value of a key.
 
         Raises:
-            UnknownNameError: there is none.
+            UnknownNameError: the key does not exist.
         """
 
     @abstractmethod
     def children(self, prefix: str = "") -> dict[str, str]:
-        """All keys below `prefix` (not itself) with their values, sorted by key; empty if there are none."""
+        """Return all keys below `prefix` (without `prefix`) and their values, sorted by key."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Take a key back; nothing happens if it is not there."""
+        """Delete a key. Does nothing if the key does not exist."""
 
     def wait(self, key: str, timeout: float) -> str:
-        """The value of a key as soon as it is there.
+        """Wait until a key exists, and return its value.
 
         Args:
-            key: what to wait for.
-            timeout: seconds until giving up.
+            key: key to wait for.
+            timeout: seconds to wait.
 
         Raises:
-            StalledError: it did not appear; the message lists the keys beside it.
+            StalledError: the key did not appear in time; the message lists its siblings.
         """
         deadline = time.monotonic() + timeout
         pause = 0.005
@@ -73,24 +73,24 @@ class NameService(ABC):
             try:
                 return self.get(key)
             except UnknownNameError as error:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise StalledError(self._missing(key, timeout)) from error
-            time.sleep(min(pause, left))
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise StalledError(self._missing_message(key, timeout)) from error
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, 0.25)
 
-    def _missing(self, key: str, timeout: float) -> str:
+    def _missing_message(self, key: str, timeout: float) -> str:
         parent = key.rpartition("/")[0]
-        where, found = (parent, list(self.children(parent))) if parent else ("", [])
-        if not found:
-            where, found = "", list(self.children())
-        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        there = ", ".join(found[:_LISTED]) + more if found else "nothing"
-        return f"names: {key!r} did not appear within {timeout:g} s. There is under {where + '/'!r}: {there}"
+        prefix, keys = (parent, list(self.children(parent))) if parent else ("", [])
+        if not keys:
+            prefix, keys = "", list(self.children())
+        more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+        listing = ", ".join(keys[:_MAX_LISTED]) + more if keys else "none"
+        return f"names: {key!r} did not appear within {timeout:g} s. Keys under {prefix + '/'!r}: {listing}"
 
 
 class MemoryNames(NameService):
-    """Names of one process, for tests and runs within one process. Safe for threads."""
+    """Names in the memory of one process, for tests and runs within one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -107,13 +107,13 @@ class MemoryNames(NameService):
         segments(key)
         with self._lock:
             if key not in self._values:
-                raise UnknownNameError(f"names: nobody has added {key!r}")
+                raise UnknownNameError(f"names: key {key!r} does not exist")
             return self._values[key]
 
     def children(self, prefix: str = "") -> dict[str, str]:
-        below = f"{'/'.join(segments(prefix))}/" if prefix else ""
+        start = f"{'/'.join(segments(prefix))}/" if prefix else ""
         with self._lock:
-            return {key: self._values[key] for key in sorted(self._values) if key.startswith(below)}
+            return {key: self._values[key] for key in sorted(self._values) if key.startswith(start)}
 
     def delete(self, key: str) -> None:
         segments(key)
@@ -124,11 +124,11 @@ class MemoryNames(NameService):
 class FileNames(NameService):
     """Names as files under a directory that all processes see, for example on a cluster's shared file system.
 
-    A value appears whole or not at all: it is written to a temporary file first, then linked (new keys, which only
-    one process can win) or renamed (replaced keys). Only the owner may read or write.
+    Values appear atomically: each is written to a temporary file, which is then linked or renamed. A new key is
+    linked, which only one process can do; a replaced key is renamed. Only the owner can read or write the files.
 
     Args:
-        root: directory of this run's names; made by the first who adds one.
+        root: directory of this run's names; created by the first process that adds one.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -154,7 +154,7 @@ class FileNames(NameService):
         except FileExistsError as error:
             try:
                 current = self.get(key)
-            except UnknownNameError:  # freed meanwhile
+            except UnknownNameError:  # deleted meanwhile
                 self.add(key, value)
             else:
                 raise NameTakenError(name_taken_message(key, current)) from error
@@ -164,42 +164,42 @@ class FileNames(NameService):
     def get(self, key: str) -> str:
         directory = self.root.joinpath(*segments(key))
         try:
-            # Listing makes a network file system look again; it may remember for long that a file was not there.
+            # A network file system may cache for long that a file does not exist; listing refreshes that cache.
             os.listdir(directory)
             return (directory / _VALUE_FILE).read_bytes().decode()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UnknownNameError(f"names: nobody has added {key!r} under {self.root}") from error
+            raise UnknownNameError(f"names: key {key!r} does not exist under {self.root}") from error
 
     def children(self, prefix: str = "") -> dict[str, str]:
         directory = self.root.joinpath(*segments(prefix)) if prefix else self.root
         paths = [path.parent for path in directory.rglob(_VALUE_FILE) if path.parent != directory]
         values: dict[str, str] = {}
         for key in sorted(path.relative_to(self.root).as_posix() for path in paths):
-            # deleted meanwhile, or nothing of ours
+            # The file was deleted meanwhile, or is not part of this service.
             with suppress(UnknownNameError, ConfigError, UnicodeDecodeError):
                 values[key] = self.get(key)
         return values
 
     def delete(self, key: str) -> None:
-        # The directories stay: removing them would race with somebody who is adding below.
+        # The directories stay: removing them would race with a process that adds a key below.
         with suppress(FileNotFoundError):
             self.root.joinpath(*segments(key), _VALUE_FILE).unlink()
 
 
 def segments(key: str) -> list[str]:
-    """The parts of a key, each a plain file name, so that no key leads out of the root.
+    """Split a key into its segments. Each is a plain file name, so that no key leads out of the root.
 
     Raises:
-        ConfigError: it is no path of letters, digits, `_`, `.` and `-`.
+        ConfigError: the key is not a path of letters, digits, `_`, `.` and `-`.
     """
     parts = key.split("/")
     if not all(_SEGMENT.fullmatch(part) and part.strip(".") for part in parts):
         raise ConfigError(
-            f"names: expected a key like 'run/servers/0' (parts of letters, digits, '_', '.', '-'), found {key!r}"
+            f"names: expected a key like 'run/servers/0' (segments of letters, digits, '_', '.', '-'), found {key!r}"
         )
     return parts
 
 
 def name_taken_message(key: str, value: str) -> str:
-    """What a `NameTakenError` says."""
+    """Return the message of a `NameTakenError`."""
     return f"names: {key!r} is already taken by {value!r}; delete it, or add it with replace=True"

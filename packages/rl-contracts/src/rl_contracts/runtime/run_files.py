@@ -14,60 +14,60 @@ from typing import Any
 from rl_contracts.runtime.name_service import NameService, UnknownNameError
 
 MANIFEST = "manifest.json"
-"""File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
+"""Last file written to a checkpoint directory: the size of each other file, and the CRC-32 of small files."""
 SMALL = 1 << 20
-"""Bytes up to which a file's content is compared, and not only its size."""
+"""Largest size in bytes of a file whose CRC-32 is compared. For larger files only the size is compared."""
 GROUPS_FILE = "groups.jsonl"
-"""File of a run: what became of each prompt (`RolloutRuntime.outcomes`), under the step whose record came after it."""
+"""File of a run with the outcome of each prompt (`RolloutRuntime.outcomes`) and the step of the record after it."""
 TAIL_BYTES = 256 * 1024
-"""Read from the end of a log at most, so that a huge log costs nothing."""
+"""Maximum number of bytes read from the end of a log, which bounds the cost of a huge log."""
 FINAL_STATES = ("finished", "stopped", "failed")
-"""States after which nothing more is written."""
+"""States in which a run writes nothing more."""
 REPORT_FILE = "report.html"
-"""Page of a run; see `rl_monitor.report`."""
+"""Name of a run's HTML report; see `rl_monitor.report`."""
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Steps of the directories `step_<n>` below a directory, ascending; what else lies there is somebody else's."""
-    found = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
-    return sorted(int(match[1]) for match in found if match)
+    """Return the steps `n` of the entries `step_<n>` in a directory, ascending. Other entries are ignored."""
+    matches = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def find_damage(directory: Path) -> str:
-    """What is wrong with a directory that was written with a manifest, in words; empty where nothing is."""
+    """Describe how a directory differs from its manifest; empty if it is complete and undamaged."""
     try:
         files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
     for name, expected in files.items():
         try:
-            found = _size_and_crc(directory / name)
+            actual = _size_and_crc(directory / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != expected:
-            return f"{name}: expected [bytes, checksum] {expected}, found {found}"
+        if actual != expected:
+            return f"{name}: expected [bytes, checksum] {expected}, found {actual}"
     return ""
 
 
 def _size_and_crc(file: Path) -> list[int | None]:
-    """Size in bytes, and of a small file CRC-32 of its content."""
+    """Return the size in bytes and the CRC-32 of a file; None instead of the CRC-32 of a large file."""
     size = file.stat().st_size
     return [size, zlib.crc32(file.read_bytes()) if size <= SMALL else None]
 
 
 def recovery_checkpoint_steps(run_dir: Path) -> list[int]:
-    """Steps of the recover points of a run, whole or not, ascending."""
+    """Return the steps of a run's recovery checkpoints, ascending, including incomplete ones."""
     return steps_in(run_dir / "recover")
 
 
 def last_recovery_checkpoint(directory: Path) -> int | None:
-    """Step of the latest whole point in a `recover` directory."""
+    """Return the step of the latest undamaged checkpoint in a `recover` directory, or None."""
     steps = reversed(recovery_checkpoint_steps(directory.parent))
     return next((step for step in steps if not find_damage(directory / f"step_{step}")), None)
 
 
 def tail(log: Path, lines: int, offset: int = 0) -> str:
-    """The last lines of a log from byte `offset` on; empty where there are none, or it cannot be read."""
+    """Return the last lines of a log, starting at byte `offset` at the earliest; empty if it cannot be read."""
     if lines < 1:
         return ""
     try:
@@ -81,7 +81,7 @@ def tail(log: Path, lines: int, offset: int = 0) -> str:
 
 
 def read_json(names: NameService, key: str) -> Any:
-    """The value of a name that holds JSON; None where there is none."""
+    """Return the decoded value of a key that holds JSON, or None if the key does not exist."""
     try:
         return json.loads(names.get(key))
     except UnknownNameError:
@@ -89,19 +89,19 @@ def read_json(names: NameService, key: str) -> Any:
 
 
 def seconds_since_heartbeat(names: NameService, status: Mapping[str, Any]) -> float:
-    """Seconds for which a run's launcher gave no sign of life; less than three beats: it lives.
+    """Return the seconds since the last heartbeat of a run's launcher; it is alive below three heartbeat intervals.
 
-    On its own host the clock tells that it lives. Clocks elsewhere may differ, and a machine may have slept, so else
-    this waits for another beat, for three at most.
+    On the launcher's host, the clock shows that the last heartbeat is recent. Elsewhere clocks may differ, and a
+    suspended machine makes a heartbeat look old. Then this waits up to three intervals for the next one.
     """
-    beat = float(status["beat_seconds"])
+    interval = float(status["beat_seconds"])
     age = max(0.0, time.time() - status["time"])
-    if status["host"] == socket.gethostname() and age <= 3 * beat:
+    if status["host"] == socket.gethostname() and age <= 3 * interval:
         return age
-    deadline = time.monotonic() + 3 * beat
+    deadline = time.monotonic() + 3 * interval
     while time.monotonic() < deadline:
         now = read_json(names, "status") or status
         if (now["beat"], now["pid"], now["state"]) != (status["beat"], status["pid"], status["state"]):
             return 0.0
-        time.sleep(beat / 4)
-    return max(4 * beat, age)
+        time.sleep(interval / 4)
+    return max(4 * interval, age)

@@ -9,13 +9,13 @@ import sys
 
 
 def replace_what_no_terminal_shows() -> None:
-    """Let characters that the encoding of the terminal lacks be printed as `?`, instead of ending the command."""
+    """Print characters that the terminal's encoding lacks as `?`, instead of failing with UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def leave_pipe() -> int:
-    """Write nothing more to a reader that is gone; a shell's code for that."""
+    """Redirect standard output to /dev/null after its reader has gone, and return a shell's exit code for SIGPIPE."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE

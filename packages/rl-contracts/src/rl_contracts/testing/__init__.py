@@ -1,5 +1,5 @@
-"""Parts that let every package test alone: a simulated clock, an inference engine without a server, a reference train
-engine, and tiny models made on the spot."""
+"""Components for tests without other packages: a simulated clock, an inference engine without a server, a reference
+train engine, and tiny models that are built on the spot."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Tokenizers with the chat formats of seven model families: how they mark turns, reasoning, tools and their calls.
+"""Tokenizers with the chat formats of seven model families, which differ in turns, reasoning, tools and tool calls.
 
-The chat templates are written for this project after what is public of these formats, with what makes each awkward:
+The chat templates are written for this project from the public descriptions of the formats. Each has its difficulty:
 
-- `qwen3` shows reasoning since the last question alone, and puts the results of parallel calls into one turn;
-- `llama3` shows no reasoning, and puts the tools into the first question;
-- `gemma3` has no system turn and no tool turns: both are part of the user's;
-- `mistral` opens no assistant's turn, and moves the tools before the last question;
-- `qwen3_coder` is `qwen3` with calls in XML, whose values have no types;
-- `glm45` also writes calls in XML, and no token ends an assistant's turn but the one that opens the next turn;
-- `gpt_oss` writes each call as a message to the tool, and ends it with another token than an answer.
+- `qwen3` shows only the reasoning after the last user turn, and puts the results of parallel calls into one turn.
+- `llama3` shows no reasoning, and puts the tools into the first user turn.
+- `gemma3` has neither a system turn nor tool turns: the user turn contains both.
+- `mistral` does not open the assistant turn, and moves the tools before the last user turn.
+- `qwen3_coder` is `qwen3` with calls in XML, whose values have no types.
+- `glm45` also writes calls in XML, and only the token that opens the next turn ends an assistant turn.
+- `gpt_oss` writes each call as a message to the tool, and ends it with a different token than a final message.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _QWEN3 = """\
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ turn('user', m.content) }}
 {%- elif m.role == 'assistant' %}
-{%- set said = namespace(text=(m.content or '').strip('\n')) %}
+{%- set reply = namespace(text=(m.content or '').strip('\n')) %}
 {%- if loop.index0 > last.question and (loop.last or m.reasoning_content) %}
-{%- set said.text = '<think>\n' ~ (m.reasoning_content or '').strip('\n') ~ '\n</think>\n\n' ~ said.text %}
+{%- set reply.text = '<think>\n' ~ (m.reasoning_content or '').strip('\n') ~ '\n</think>\n\n' ~ reply.text %}
 {%- endif %}
 {%- for call in m.tool_calls or [] %}
-{%- set said.text = said.text ~ ('\n' if said.text and not said.text.endswith('\n\n') else '')
+{%- set reply.text = reply.text ~ ('\n' if reply.text and not reply.text.endswith('\n\n') else '')
     ~ called(call.function) %}
-{%- endfor %}{{ turn('assistant', said.text) }}
+{%- endfor %}{{ turn('assistant', reply.text) }}
 {%- elif m.role == 'tool' %}
 {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
 {{- '\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}
@@ -203,17 +203,19 @@ _FORMATS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
     ),
 }
-"""Chat template, end of text, and special tokens."""
+"""Chat template, end-of-text token and special tokens of each family."""
 TOOL_FORMATS = tuple(_FORMATS)
 """Names of all families."""
 CHAT_FORMATS = tuple(name for name in _FORMATS if name not in ("glm45", "gpt_oss"))
-"""Families whose assistant turns all end with the token that the template shows after an answer."""
+"""Families that end every assistant turn with the token that the template shows after a message."""
 
 
 @cache
 def make_chat_tokenizer(name: str) -> Any:
-    """A byte-level BPE tokenizer of at most 400 tokens with the special tokens and chat template of a family, one for
-    all callers. Its merges are of English, JSON and numbers, so that most texts can be encoded in several ways.
+    """Return a byte-level BPE tokenizer with the special tokens and chat template of a family.
+
+    It has at most 400 tokens, and all callers share it. Its merges come from English, JSON and numbers, so that most
+    texts have several encodings.
 
     Args:
         name: one of `TOOL_FORMATS`.
@@ -242,11 +244,13 @@ def make_chat_tokenizer(name: str) -> Any:
 def format_completion(
     name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (), reasoning: str = ""
 ) -> str:
-    """What a model of a family writes after its prompt to say, think and call this, up to the end of its turn.
+    """Return the text that a model of a family generates after its prompt, up to the end of its turn.
 
     Args:
-        calls: objects with `name` and `arguments`.
-        reasoning: of `qwen3`, `qwen3_coder` and `glm45`; the others write none.
+        name: one of `TOOL_FORMATS`.
+        content: text of the message.
+        calls: tool calls, objects with `name` and `arguments`.
+        reasoning: reasoning of `qwen3`, `qwen3_coder` and `glm45`; the other families write none.
     """
     if name == "mistral":
         return "[TOOL_CALLS]" + json.dumps(list(calls)) + "</s>" if calls else f" {content}</s>"
@@ -260,7 +264,7 @@ def format_completion(
             f" to=functions.{call['name']} <|constrain|>json<|message|>{json.dumps(call['arguments'])}<|call|>"
             for call in calls
         ]
-        called = "<|start|>assistant".join("<|channel|>commentary" + each for each in sent)
+        called = "<|start|>assistant".join("<|channel|>commentary" + message for message in sent)
         return f"<|channel|>analysis<|message|>{content}<|end|><|start|>assistant{called}" if content else called
     if name in ("qwen3_coder", "glm45"):
         shown = [_in_xml(name, call) for call in calls]

@@ -1,4 +1,4 @@
-"""A clock whose time passes only when there is nothing else to do."""
+"""A clock whose time advances only when no task can run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rl_contracts.errors import ConfigError, StalledError
 
 
 class SimulatedClock:
-    """Implements `rl_contracts.runtime.clock.Clock` for one asyncio event loop.
+    """Simulated `rl_contracts.runtime.clock.Clock` for one asyncio event loop.
 
-    Whenever every task of the loop waits, time jumps to the earliest sleeper and wakes all who sleep until that
-    moment, in the order in which they went to sleep. So a run of hours takes milliseconds and is the same every time.
+    Whenever every task of the loop waits, time jumps to the earliest wake-up time. All sleepers of that time wake, in
+    the order in which they went to sleep. So a run of hours takes milliseconds and is deterministic.
 
-    What the loop waits for outside of itself (a thread, a socket, a process) does not hold simulated time back; wrap it
-    in `hold` where that matters. It runs on asyncio's own loops, not on uvloop, whose queue cannot be seen.
+    Simulated time also advances while a task waits for something outside the loop (a thread, a socket, a process).
+    Wrap such a wait in `hold` to prevent that. The clock needs a loop of asyncio: uvloop does not expose its queue.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -33,11 +33,11 @@ class SimulatedClock:
         self._stalled: asyncio.Future[str] | None = None
 
     def now(self) -> float:
-        """Simulated seconds."""
+        """Return the simulated time in seconds."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Return after `seconds` of simulated time; 0 or less only lets others run.
+        """Wait until `seconds` of simulated time have passed; 0 or less only yields to other tasks.
 
         Raises:
             ConfigError: the running loop is not one of asyncio's own, or other sleepers sleep on another loop.
@@ -55,10 +55,10 @@ class SimulatedClock:
         finally:
             if loop is self._loop:
                 self._live -= 1
-                self._forget_cancelled()
+                self._prune_cancelled()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call something after `seconds` of simulated time: a sleeper that is no task.
+        """Call `callback` after `seconds` of simulated time, without a task.
 
         Raises:
             ConfigError: see `sleep`.
@@ -76,12 +76,12 @@ class SimulatedClock:
 
     @property
     def sleepers(self) -> int:
-        """Tasks that sleep now."""
+        """Number of tasks and scheduled calls that wait for a simulated time."""
         return self._live
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Time stands still, and nothing counts as a deadlock, while the loop waits for something real inside."""
+        """Stop simulated time and deadlock detection in the block, for a wait on a thread, a socket or a process."""
         self._holds += 1
         try:
             yield
@@ -94,8 +94,7 @@ class SimulatedClock:
         """Run `main` on the running loop and return its result.
 
         Raises:
-            StalledError: `main` waits, but nobody sleeps and nothing is ready to run: it would wait forever. Names the
-                tasks that wait.
+            StalledError: `main` would wait forever, since no task sleeps or can run. Names the waiting tasks.
         """
         loop = self._bind()
         stalled = self._stalled = loop.create_future()
@@ -122,7 +121,7 @@ class SimulatedClock:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self.sleepers and self._loop is not None and not self._loop.is_closed():
-                raise ConfigError("SimulatedClock: used on two event loops at once; give each loop a clock of its own.")
+                raise ConfigError("SimulatedClock: used on two event loops at once; create one clock per loop.")
             if not hasattr(loop, "_ready"):
                 raise ConfigError(
                     f"SimulatedClock: expected an event loop of asyncio, found {type(loop).__module__}."
@@ -137,18 +136,18 @@ class SimulatedClock:
             self._loop.call_soon(self._check)
 
     def _check(self) -> None:
-        """Runs once per turn of the loop while there is something to decide; acts when nothing else is ready."""
+        """Advance time, or report a deadlock, if no task is ready. Runs once per turn of the loop until then."""
         self._checking = False
         if self._holds or self._loop is None:
             return
-        idle = not self._loop._ready  # type: ignore[attr-defined]  # the one exact sign of it
+        idle = not self._loop._ready  # type: ignore[attr-defined]  # only the queue shows whether a task can run
         if not idle or self._wake_next():
             self._check_soon()
         elif self._stalled is not None and not self._stalled.done():
             self._stalled.set_result(self._describe_deadlock())
 
     def _wake_next(self) -> bool:
-        """Move time to the earliest sleeper and wake everybody who sleeps until then; False if nobody sleeps."""
+        """Advance time to the earliest wake-up time and wake its sleepers; return whether there was one."""
         woken = False
         while self._sleepers:
             when, _, waiter = self._sleepers[0]
@@ -162,23 +161,23 @@ class SimulatedClock:
                 waiter.set_result(None)
         return woken
 
-    def _forget_cancelled(self) -> None:
-        """Keep the queue from filling with deadlines that were met."""
+    def _prune_cancelled(self) -> None:
+        """Remove cancelled sleepers from the queue if they are the majority."""
         if len(self._sleepers) > 64 and len(self._sleepers) > 2 * self._live:
             self._sleepers = [sleeper for sleeper in self._sleepers if not sleeper[2].done()]
             heapq.heapify(self._sleepers)
 
     def _describe_deadlock(self) -> str:
-        tasks = sorted(_where(task) for task in asyncio.all_tasks(self._loop) if not task.done())
+        tasks = sorted(_describe_task(task) for task in asyncio.all_tasks(self._loop) if not task.done())
         return (
-            f"simulated time {self._now:g} s: deadlock: nobody sleeps, nothing can run, and {len(tasks)} tasks wait: "
+            f"simulated time {self._now:g} s: deadlock: no task sleeps or can run, and {len(tasks)} tasks wait: "
             + "; ".join(tasks[:8])
             + (" ..." if len(tasks) > 8 else "")
-            + ". If one waits for a thread or a process, wrap that in clock.hold()."
+            + ". If one waits for a thread or a process, wrap the wait in clock.hold()."
         )
 
 
-def _where(task: asyncio.Task[Any]) -> str:
+def _describe_task(task: asyncio.Task[Any]) -> str:
     frames = task.get_stack(limit=1)
-    place = f" at {frames[0].f_code.co_qualname}:{frames[0].f_lineno}" if frames else ""
-    return f"{task.get_name()}{place}"
+    location = f" at {frames[0].f_code.co_qualname}:{frames[0].f_lineno}" if frames else ""
+    return f"{task.get_name()}{location}"

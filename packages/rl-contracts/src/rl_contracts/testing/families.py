@@ -1,6 +1,7 @@
-"""Tiny models of the causal families of transformers, on which engines and servers are tried.
+"""Tiny models of the causal families of transformers, for tests of engines and servers.
 
-They have what real checkpoints ship: windows that a row of a few tokens meets, rope that switches at a length, dropout.
+They have features of real checkpoints: sliding windows shorter than a test sequence, RoPE that changes at a length,
+dropout.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 VOCABULARY = 61
 WINDOW = 5
-"""Tokens that a sliding window reaches."""
+"""Length of a sliding window in tokens."""
 ORIGINAL_LENGTH = 8
-"""Positions up to which rope that switches (longrope, dynamic) has its first frequencies."""
+"""Number of positions with the original frequencies, for RoPE types that change at a length (longrope, dynamic)."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -27,7 +28,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-"""By the names that most families have."""
+"""Sizes by the names that most families use."""
 
 _SMALLER: tuple[tuple[str, int], ...] = (
     (r"(head_dim|kv_channels|d_kv|d_head|qk_\w+_dim|v_head_dim|index_head_dim|swa_\w*head_dim)", 8),
@@ -47,7 +48,7 @@ _SMALLER: tuple[tuple[str, int], ...] = (
     (r"mamba_n_heads|linear_num_(key|value)_heads", 4),
     (r"(sliding_window|attention_window_size|window_size|attention_chunk_size)", WINDOW),
 )
-"""Sizes by the names under which configurations have them, where they have one."""
+"""Sizes by patterns of setting names; each applies to the settings that a configuration has."""
 
 _LONGROPE: dict[str, Any] = {
     "rope_parameters": {
@@ -146,9 +147,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
 }
-"""What a family needs beside, or instead of, the above."""
-_PART = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-"""What the parts of models of several need."""
+"""Settings that a family needs in addition to, or instead of, the sizes above."""
+_SUBMODEL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Settings of the submodels of a composite model."""
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -242,25 +243,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2, window": ("starcoder2", {"sliding_window": WINDOW}),
 }
-"""Further configurations that checkpoints of a family have, by what is particular: the family and its settings."""
+"""Further configurations of published checkpoints, by a short description: the family and the settings."""
 
 
 def tiny_config(model_type: str, **settings: Any) -> Any:
-    """transformers' configuration of a family by its `model_type`, so small that it is made in milliseconds.
+    """Return the transformers configuration of a tiny model of a family, which is built in milliseconds.
+
+    Args:
+        model_type: family, as transformers names it.
+        settings: further settings of the configuration.
 
     Raises:
-        Exception: of any kind, where the family cannot be made so small by these rules.
+        Exception: of any type, if these rules cannot shrink the family.
     """
     from transformers import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[model_type], _OWN.get(model_type, {}) | settings)
+    return _tiny_config_of(CONFIG_MAPPING[model_type], _OWN.get(model_type, {}) | settings)
 
 
-def _shrunk(kind: Any, own: dict[str, Any]) -> Any:
-    """A configuration of a class with the sizes above, parts of several models each by itself."""
+def _tiny_config_of(kind: Any, own: dict[str, Any]) -> Any:
+    """Return a configuration of class `kind` with the sizes above, applied to each submodel separately."""
     try:
         defaults = kind().to_dict()
-    except Exception:  # noqa: BLE001 - some have no defaults of their own
+    except Exception:  # noqa: BLE001 - some classes have no default configuration
         defaults = {}
     smaller: dict[str, Any] = {
         name: size
@@ -268,13 +273,13 @@ def _shrunk(kind: Any, own: dict[str, Any]) -> Any:
         for pattern, size in _SMALLER
         if re.fullmatch(pattern, name) and isinstance(value, int) and not isinstance(value, bool)
     }
-    if defaults.get("is_decoder") is False:  # encoders that can be one
+    if defaults.get("is_decoder") is False:  # an encoder that can also be a decoder
         smaller |= {"is_decoder": True, "pad_token_id": 1}
-    if "kv_lora_rank" in defaults:  # as many keys as queries come of them
+    if "kv_lora_rank" in defaults:  # latent attention (MLA) has as many key heads as query heads
         smaller["num_key_value_heads"] = SIZES["num_attention_heads"]
-    for name, part in kind.sub_configs.items():
-        if name not in own and hasattr(part, "model_type") and part.model_type:
-            smaller[name] = _shrunk(part, _PART | _OWN.get(part.model_type, {}))
+    for name, submodel in kind.sub_configs.items():
+        if name not in own and hasattr(submodel, "model_type") and submodel.model_type:
+            smaller[name] = _tiny_config_of(submodel, _SUBMODEL | _OWN.get(submodel.model_type, {}))
     settings = SIZES | smaller | own
     return kind(**{name: value for name, value in settings.items() if value is not None or name.endswith("_id")})
 
@@ -287,16 +292,20 @@ def make_family(
     largest: int = 50_000_000,
     **settings: Any,
 ) -> Path:
-    """Save a random model of a family.
+    """Save a tiny random model of a family.
 
     Args:
-        spread: standard deviation of the weights, large enough that every part of the model matters; None: as
-            transformers initialises it.
-        largest: parameters, at most.
+        directory: directory to write.
+        model_type: family, as transformers names it.
+        seed: seed of the weights.
+        spread: standard deviation of the weights, large enough that every module affects the output; None keeps the
+            initialization of transformers.
+        largest: maximum number of parameters.
+        settings: further settings of the configuration.
 
     Raises:
-        ValueError: these rules make it no smaller than that.
-        Exception: of any kind, as `tiny_config`.
+        ValueError: the smallest configuration has more parameters than `largest`.
+        Exception: see `tiny_config`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -305,7 +314,7 @@ def make_family(
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
     if size > largest:
-        raise ValueError(f"{model_type}: its smallest configuration that is known here has {size} parameters.")
+        raise ValueError(f"{model_type}: the smallest configuration has {size} parameters (allowed: {largest}).")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if spread is not None:

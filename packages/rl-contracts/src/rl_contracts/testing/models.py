@@ -1,4 +1,4 @@
-"""Tiny random models with a tokenizer, made on the spot, so that no test needs a network or a download."""
+"""Tiny random models with a tokenizer, built on the spot, so that tests need no download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_contracts.config import require_choice
 CONFIGS = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "qwen3_moe": "Qwen3MoeConfig"}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MARGIN = 4.0
-"""Factor of a router's weights, so that rounding changes no choice of experts."""
+"""Factor of the router weights, large enough that rounding does not change the choice of experts."""
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (
@@ -22,10 +22,10 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_tokenizer() -> Any:
-    """A tokenizer of single bytes (any text comes back as it was) with pad id 0, end token id 2 and a chat template.
+    """Build a byte tokenizer (any text is decoded unchanged) with pad id 0, end token id 2 and a chat template.
 
     Returns:
-        a `transformers.PreTrainedTokenizerFast` of 259 tokens.
+        A `transformers.PreTrainedTokenizerFast` of 259 tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -55,17 +55,17 @@ def make_tiny_model(
     """Write a Hugging Face model directory with random float32 weights and `make_tiny_tokenizer`'s files.
 
     Args:
-        directory: where; made if missing.
-        architecture: `qwen3`, `llama` or `qwen3_moe` (four experts in each layer, two for each token).
-        seed: of the weights. They are larger than usual, so that different contexts give clearly different
+        directory: directory to write; created if missing.
+        architecture: `qwen3`, `llama` or `qwen3_moe` (four experts per layer, two per token).
+        seed: seed of the weights. They are larger than usual, so that different contexts give clearly different
             distributions.
-        layers: hidden layers.
-        hidden: width, a multiple of 32; heads are 32 wide and pairs of them share keys and values.
-        tied: whether the output head is the embedding.
-        settings: further ones of the configuration.
+        layers: number of hidden layers.
+        hidden: hidden size, a multiple of 32. Attention heads are 32 wide, and pairs of them share keys and values.
+        tied: whether the LM head shares the weights of the embedding.
+        settings: further settings of the configuration.
 
     Returns:
-        the directory.
+        The directory.
     """
     import torch
     import transformers

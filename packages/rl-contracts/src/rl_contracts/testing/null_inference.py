@@ -1,4 +1,4 @@
-"""An inference engine without a server: answers after a simulated time, for tests and for planning."""
+"""An inference engine without a server, which returns completions after a simulated time; for tests and planning."""
 
 from __future__ import annotations
 
@@ -32,31 +32,30 @@ INTERRUPTS = ("keep", "recompute", "wait")
 
 @dataclass
 class NullInferenceEngineConfig(ServerConfig):
-    """How the null engine answers, and how long that takes on its clock."""
+    """Lengths, times and vocabulary of the null engine."""
 
     mean_tokens: float = 32.0
-    """Mean number of tokens that an answer wants, its end token included."""
+    """Mean length of a completion in tokens, including its end token, before limits apply."""
     sigma: float = 0.0
-    """Sigma of the lognormal distribution of that number; 0: every answer wants `mean_tokens`."""
+    """Sigma of the lognormal distribution of the length; 0 gives every completion `mean_tokens`."""
     seconds_per_token: float = 0.01
-    """Time from one token to the next."""
+    """Seconds from one token to the next."""
     latency: float = 0.0
-    """Time before the first token's own."""
+    """Seconds added before the first token."""
     commit_seconds: float = 0.0
-    """Time without generation at a commit."""
+    """Seconds for which a commit pauses generation."""
     max_running: int = 0
-    """Requests that generate at the same time; the others wait their turn. 0: no limit."""
+    """Maximum number of requests that generate at the same time; further requests are queued. 0: no limit."""
     vocab_size: int = 64
-    """Token ids that are generated: 0 to vocab_size - 1."""
+    """Vocabulary size; generated token ids are 0 to vocab_size - 1."""
     eos_token_id: int = 0
-    """The token with which an answer ends by itself."""
+    """Token that ends a completion."""
     context_length: int = 1 << 20
-    """Prompt and answer together at most; a prompt that leaves no room is refused."""
+    """Maximum length of prompt and completion in tokens; a prompt that leaves no room for a completion is rejected."""
     read_weights: bool = True
-    """Read staged weights from their route and answer with their checksums. False: answer without checksums, for
-    tests that publish no files."""
+    """Whether to read staged weights and return their checksums. False returns none, for tests without weight files."""
     seed: int = 0
-    """Of the model, and of requests without a seed."""
+    """Seed of the model, and of requests that have no seed."""
 
     def __post_init__(self) -> None:
         require(self.mean_tokens >= 1, "null.mean_tokens", "at least 1", self.mean_tokens)
@@ -76,33 +75,33 @@ class NullInferenceEngineConfig(ServerConfig):
 
 @dataclass
 class Faults:
-    """Failures to plant. Each hook may be replaced at any time; it returns the error to raise, or None."""
+    """Faults to inject. Each hook may be replaced at any time and returns the error to raise, or None."""
 
     generate: Callable[[ModelRequest], Exception | None] = field(default=lambda request: None)
-    """Raised when the request's answer would be complete."""
+    """Error to raise when the completion of the request would be done."""
     hang: Callable[[ModelRequest], bool] = field(default=lambda request: False)
-    """True: the request never ends by itself (until `destroy` or its cancellation)."""
+    """Whether the request hangs until it is cancelled or `destroy` is called."""
     stage: Callable[[WeightUpdateMeta], Exception | None] = field(default=lambda meta: None)
-    """Raised by `stage_weights`."""
+    """Error that `stage_weights` raises."""
     commit: Callable[[int], Exception | None] = field(default=lambda version: None)
-    """Raised by `commit_weights` before anything is served from the new version."""
+    """Error that `commit_weights` raises before the new version is served."""
     corrupt: Callable[[str], bool] = field(default=lambda name: False)
-    """True: the receipt has a wrong checksum for this parameter."""
+    """Whether the receipt has a wrong checksum for this parameter."""
 
 
 class NullInferenceEngine(InferenceEngine):
-    """Implements the whole contract in memory, with one timer for all outstanding requests.
+    """Complete in-memory implementation of the contract, with one timer for all outstanding requests.
 
-    Tokens and log-probs come from a fixed distribution by the request's seed; they do not change with the weights, but
-    every token carries the version that was committed when its turn on the clock came.
+    Tokens and log-probs come from a fixed distribution and the request's seed, independent of the weights. Every token
+    carries the version that was committed at its time on the clock.
 
     Args:
         config: lengths, times and vocabulary.
-        spec: only its `version` counts, the one that is served at first.
-        client: not needed: nothing is lost on the way.
-        clock: real time unless a `SimulatedClock` is given.
-        answer: token ids of the answer to a request, an end token included where it should have one, instead of
-            sampled ones; None from it means a sampled one. It is cut at the first stop id and at `max_new_tokens`.
+        spec: only its `version` is used, the version served at first.
+        client: ignored, since no connection can fail.
+        clock: clock of the engine; None is real time, tests pass a `SimulatedClock`.
+        answer: function that returns the token ids of a request's completion (with an end token if it should have
+            one), or None to sample it. The ids are cut at the first stop id and at `max_new_tokens`.
     """
 
     def __init__(
@@ -130,11 +129,11 @@ class NullInferenceEngine(InferenceEngine):
 
     @classmethod
     def server_spec(cls, config: NullInferenceEngineConfig, spec: ServeSpec) -> JobSpec:
-        """A role of no process: there is nothing to start."""
+        """Return a job of 0 processes: the engine needs no server."""
         return JobSpec(role="rollout", command=("true",), count=0)
 
     def initialize(self, addresses: list[str], key: str = "") -> None:
-        """Only remembers how many servers there would be."""
+        """Store the addresses, which become the names of the simulated servers."""
         if not addresses:
             raise ConfigError("inference: expected at least one server address, found none.")
         self._addresses = list(addresses)
@@ -152,7 +151,7 @@ class NullInferenceEngine(InferenceEngine):
         return self._timeline.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        self._refuse_bad(request)
+        self._check_request(request)
         submitted = self.clock.now()
         task = self._register()
         try:
@@ -174,7 +173,7 @@ class NullInferenceEngine(InferenceEngine):
             raise
         finally:
             del self._tasks[task]
-        self._raise_planted(request)
+        self._raise_injected_fault(request)
         self._generated += len(ids)
         return ModelResponse(
             input_ids=list(request.input_ids),
@@ -192,7 +191,7 @@ class NullInferenceEngine(InferenceEngine):
 
         if server not in (None, *self.servers):
             raise InferenceError(f"null engine: expected one of the servers {self.servers}, found {server!r}.")
-        self._refuse_ids(input_ids, self.config.context_length)
+        self._check_ids(input_ids, self.config.context_length)
         return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
@@ -255,45 +254,46 @@ class NullInferenceEngine(InferenceEngine):
         self._timeline.close()
 
     def _register(self) -> asyncio.Task[Any]:
-        """The request's task, which `destroy` cancels."""
+        """Register the current task, so that `destroy` cancels it, and return it."""
         if self._closed:
-            raise InferenceError("null engine: used after destroy().")
+            raise InferenceError("null engine: used after destroy(); create a new engine.")
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None
         return task
 
-    def _raise_planted(self, request: ModelRequest) -> None:
+    def _raise_injected_fault(self, request: ModelRequest) -> None:
         error = self.faults.generate(request)
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback holds this frame
+            del error  # its traceback refers to this frame
 
     def _seconds(self, tokens: int) -> float:
-        """Generation time from the start of an answer to the end of its token number `tokens`."""
+        """Return the generation time of the first `tokens` tokens of a completion."""
         return self.config.latency + tokens * self.config.seconds_per_token
 
-    def _refuse_bad(self, request: ModelRequest) -> None:
-        self._refuse_ids(request.input_ids, self.config.context_length - 1)
+    def _check_request(self, request: ModelRequest) -> None:
+        self._check_ids(request.input_ids, self.config.context_length - 1)
         if request.generation.stop:
             raise InferenceError(
-                f"null engine: stop strings {request.generation.stop!r} need a tokenizer, which it has not. "
-                "Use stop_token_ids."
+                f"null engine: stop strings {request.generation.stop!r} need a tokenizer, which this engine lacks; "
+                "use stop_token_ids."
             )
 
-    def _refuse_ids(self, ids: list[int], most: int) -> None:
+    def _check_ids(self, ids: list[int], max_length: int) -> None:
         if not ids or min(ids) < 0:
-            found = f"{min(ids)} among them" if ids else "none"
-            raise InferenceError(f"null engine: expected one or more token ids of 0 or more, found {found}.")
-        if len(ids) > most:
+            actual = f"{min(ids)}" if ids else "none"
+            raise InferenceError(f"null engine: expected at least one token id, each 0 or more, found {actual}.")
+        if len(ids) > max_length:
             raise InferenceError(
-                f"null engine: {len(ids)} prompt tokens leave no room in a context of {self.config.context_length}."
+                f"null engine: {len(ids)} prompt tokens leave no room in a context of {self.config.context_length}; "
+                "shorten the prompt or raise context_length."
             )
 
     def _tokens(self, request: ModelRequest) -> tuple[np.ndarray, StopReason]:
-        """The answer's ids, int64, and why it ends."""
+        """Return the token ids of the completion, int64, and its stop reason."""
         import numpy as np
 
         generation, config = request.generation, self.config
@@ -303,11 +303,11 @@ class NullInferenceEngine(InferenceEngine):
             ends.add(config.eos_token_id)
         scripted = None if self._answer is None else self._answer(request)
         if scripted is None:
-            ids = self._sampled(request, room)
+            ids = self._sample(request, room)
         else:
             ids = np.asarray(scripted, dtype=np.int64)
             if not len(ids):
-                raise InferenceError("null engine: the given answer has no token; expected at least one.")
+                raise InferenceError("null engine: `answer` returned no token; expected at least one, or None.")
         first = generation.min_new_tokens
         if ends:
             for index, token in enumerate(ids[first:room].tolist(), start=first):
@@ -316,14 +316,14 @@ class NullInferenceEngine(InferenceEngine):
         ended = scripted is not None and len(ids) <= room and not generation.ignore_eos
         return ids if len(ids) <= room else ids[:room], StopReason.STOP if ended else StopReason.LENGTH
 
-    def _sampled(self, request: ModelRequest, room: int) -> np.ndarray:
-        """Ids up to the wanted length with an end token there, or `room` ids without one."""
+    def _sample(self, request: ModelRequest, room: int) -> np.ndarray:
+        """Sample ids up to the drawn length, which end with an end token, or `room` ids without one."""
         generation, config = request.generation, self.config
         rng = request_rng(config.seed, self._seed(request), request.input_ids)
-        wanted = config.mean_tokens
+        drawn = config.mean_tokens
         if config.sigma:
-            wanted *= float(rng.lognormal(-(config.sigma**2) / 2, config.sigma))
-        length = max(round(wanted), generation.min_new_tokens + 1)
+            drawn *= float(rng.lognormal(-(config.sigma**2) / 2, config.sigma))
+        length = max(round(drawn), generation.min_new_tokens + 1)
         ends = length <= room and not generation.ignore_eos
         length = length if ends else room
         banned = frozenset() if generation.ignore_eos else frozenset({config.eos_token_id})
@@ -340,7 +340,7 @@ class NullInferenceEngine(InferenceEngine):
 
 
 def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
-    """Take part in a transfer as its only receiver; what arrives is summed and forgotten."""
+    """Receive a weight transfer as its only receiver, and return the checksums of the tensors."""
     import torch
 
     from rl_contracts.weights import WeightReceiver, with_rank

@@ -13,9 +13,9 @@ _PERIOD = 16
 
 
 class NullModel:
-    """A distribution over `vocab_size` tokens that depends on the position alone (modulo 16).
+    """Distribution over `vocab_size` tokens that depends only on the position (modulo 16).
 
-    Prompt ids beyond the vocabulary count as their remainder by its size.
+    Prompt ids beyond the vocabulary are taken modulo its size.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:
@@ -30,38 +30,38 @@ class NullModel:
     def sample(
         self, length: int, start: int, temperature: float, banned: frozenset[int], rng: np.random.Generator
     ) -> np.ndarray:
-        """`length` tokens from position `start` on, none of them banned: int64 [length]."""
+        """Sample `length` tokens, starting at position `start`, without the banned ones; int64 [length]."""
         import numpy as np
 
-        _, cumulative, likeliest = self._tables(temperature, banned)
+        _, cumulative, greedy = self._tables(temperature, banned)
         rows = (start + np.arange(length)) % _PERIOD
         if temperature == 0:
-            return likeliest[rows]
+            return greedy[rows]
         draws = rng.random(length)[:, None]
         return (cumulative[rows] <= draws).sum(1)
 
     def logprobs(self, ids: np.ndarray, start: int, temperature: float) -> list[float]:
-        """log_softmax(logits / temperature) of each id, the first of which stands at position `start`; [len(ids)]."""
+        """Return log_softmax(logits / temperature) of each id, [len(ids)]; the first id is at position `start`."""
         rows = self._rows(temperature, start % _PERIOD, -(-len(ids) // _PERIOD))
         return [row[token] for row, token in zip(rows, (ids % self.vocab_size).tolist(), strict=False)]
 
     def _make_rows(self, temperature: float, start: int, periods: int) -> list[list[float]]:
-        """Log-probs over the vocabulary of each position from `start` on, [periods * 16][vocab_size].
+        """Return the log-probs over the vocabulary for positions from `start` on, [periods * 16][vocab_size].
 
-        Lists, so that all answers share the numbers: an array would make new ones for every answer, and many
-        outstanding answers would spend their time on memory.
+        Lists let all completions share the float objects. Reading an array would allocate new ones per completion,
+        which is slow with many outstanding completions.
         """
         rows = self._lists(temperature)
         return [*rows[start:], *rows[:start]] * periods
 
     def _make_lists(self, temperature: float) -> list[list[float]]:
-        """The log-probs of `_tables` as lists."""
+        """Return the log-probs of `_tables` as lists."""
         table, _, _ = self._tables(temperature, frozenset())
         rows: list[list[float]] = table.tolist()
         return rows
 
     def _make_tables(self, temperature: float, banned: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-probs over everything; cumulative distribution and likeliest token over what is not banned."""
+        """Return log-probs over the vocabulary, and the cumulative distribution and argmax over allowed tokens."""
         import numpy as np
 
         scaled = self._logits / (temperature or 1.0)
@@ -75,7 +75,7 @@ class NullModel:
 
 
 def request_rng(model_seed: int, seed: int | None, input_ids: list[int]) -> np.random.Generator:
-    """Randomness of one request; that of a greedy one (seed None) comes from its prompt alone."""
+    """Return the random generator of a request. Without a seed (greedy requests) it depends on the prompt alone."""
     import numpy as np
 
     text = b"%d %d " % (model_seed, -1 if seed is None else seed % 2**63) + repr(input_ids).encode()

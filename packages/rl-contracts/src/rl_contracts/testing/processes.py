@@ -1,7 +1,7 @@
-"""Real processes for tests, forked from one that has imported what they need.
+"""Real processes for tests, forked from a process that has already imported torch and transformers.
 
-A process that imports torch and transformers anew takes seconds before it does anything. Here one process does that
-once for all of a test session, and every script starts as a copy of it; otherwise it runs as `python SCRIPT` would.
+These imports take seconds. One process runs them once per test session, and every script starts as a copy of it.
+Apart from that a script runs like `python SCRIPT`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 _PRELOADED: list[str] = []
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_HANDED_OUT: set[int] = set()
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RETURNED_PORTS: set[int] = set()
 
 
 def free_port(count: int = 1) -> int:
-    """A TCP port of loopback that nobody has, below those that the kernel gives to whoever asks for any free one.
+    """Return a free TCP port of the loopback interface, below the kernel's ephemeral port range.
 
-    So it stays free until somebody names it, also while it is given up and taken again. None is handed out twice, nor
-    by two of pytest-xdist's processes.
+    The kernel therefore assigns it to no other socket, even while it is temporarily closed. No port is returned twice,
+    neither in this process nor in another worker of pytest-xdist.
 
     Args:
-        count: how many in a row; the first one is returned.
+        count: number of consecutive free ports; the first one is returned.
     """
-    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 49_152
+    first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 49_152
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    share = max(first_given - 20_000, 100 * workers) // workers
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports_per_worker = max(first_ephemeral - 20_000, 100 * workers) // workers
     while True:
-        first = 20_000 + mine * share + random.SystemRandom().randrange(share - count)
+        first = 20_000 + worker * ports_per_worker + random.SystemRandom().randrange(ports_per_worker - count)
         ports = set(range(first, first + count))
-        if ports.isdisjoint(_HANDED_OUT) and all(map(_is_free, ports)):
-            _HANDED_OUT.update(ports)
+        if ports.isdisjoint(_RETURNED_PORTS) and all(map(_is_free, ports)):
+            _RETURNED_PORTS.update(ports)
             return first
 
 
@@ -55,7 +55,7 @@ def _is_free(port: int) -> bool:
 
 
 def preload(*modules: str) -> None:
-    """Have these modules imported before the first fork; for a `conftest.py`, which is read before any test runs."""
+    """Import these modules before the first fork. Call it in a `conftest.py`, which is read before any test runs."""
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
@@ -63,13 +63,13 @@ def preload(*modules: str) -> None:
 def fork(
     target: Callable[..., None], args: tuple[Any, ...], log: Path, environment: Mapping[str, str] | None = None
 ) -> BaseProcess:
-    """Call a function in a process of its own, and return at once.
+    """Start a process that calls a function, and return without waiting for it.
 
     Args:
-        target: a function that can be imported.
-        args: what it is called with.
-        log: file for what it writes to stdout and stderr.
-        environment: variables to set beside those of this process.
+        target: importable function.
+        args: arguments of the function.
+        log: file for the stdout and stderr of the process.
+        environment: variables to set in addition to those of this process.
     """
     variables = {**os.environ, **(environment or {})}
     context = multiprocessing.get_context("forkserver")
@@ -81,15 +81,21 @@ def fork(
 def fork_script(
     script: Path, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> BaseProcess:
-    """Run a script in a process of its own, as `fork` does; what lies beside it can be imported."""
+    """Start a process that runs a script, as `fork` does. The script can import modules from its directory."""
     return fork(_run_script, (str(script), list(arguments)), log, environment)
 
 
 def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: float = 240) -> list[str]:
-    """Run a script on several ranks of this host, with torchrun's variables; returns what each wrote.
+    """Run a script on several ranks of this host, with torchrun's variables, and return the output of each rank.
+
+    Args:
+        script: script to run.
+        arguments: command-line arguments of the script.
+        world_size: number of ranks.
+        seconds: time limit for all ranks together.
 
     Raises:
-        AssertionError: a rank failed, or did not end in time; shows the end of what it wrote.
+        AssertionError: a rank failed, or did not end in time; shows the end of its output.
     """
     common = {
         "WORLD_SIZE": str(world_size),
@@ -114,7 +120,7 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
                 process.join()
         outputs = [log.read_text() for log in logs]
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
-        assert code == 0, f"rank {rank} ended with {code} (None: not within {seconds:g} s):\n{output[-4000:]}"
+        assert code == 0, f"rank {rank}: exit code {code} (None: still running after {seconds:g} s):\n{output[-4000:]}"
     return outputs
 
 

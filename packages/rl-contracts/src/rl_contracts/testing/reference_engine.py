@@ -1,4 +1,4 @@
-"""The train engine that every other one is compared with: plain torch, one process, one row at a time, full logits."""
+"""Reference for all other train engines: plain torch, one process, one sequence at a time, full logits."""
 
 from __future__ import annotations
 
@@ -35,25 +35,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReferenceTrainEngineConfig(TrainEngineConfig):
-    """There is nothing to set."""
+    """Settings of the reference engine; it has none."""
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
-        """Refuse all but a language model in float32 on one CPU process."""
+        """Require a language model in float32 on one CPU process.
+
+        Raises:
+            ConfigError: names the setting.
+        """
         require(strategy.world_size == 1, "allocation", "one rank (the reference engine has no more)", str(strategy))
         for name, expected in (("dtype", "float32"), ("head", "lm"), ("deterministic", False)):
-            found = getattr(spec, name)
-            require(found == expected, name, f"{expected} (the reference engine does nothing else)", found)
+            value = getattr(spec, name)
+            require(value == expected, name, f"{expected} (the only value of the reference engine)", value)
         require(spec.device != "cuda", "device", "cpu or auto (the reference engine runs on the CPU)", spec.device)
 
 
 class ReferenceTrainEngine(TrainEngine):
-    """Says what the numbers should be; nothing in it is fast.
+    """Train engine that defines the expected results of all others. It is written for clarity, not for speed.
 
     Args:
         config: settings.
         strategy: one rank.
-        model: a float32 module whose `model(input_ids=[1, T])` has or is logits [1, T, vocab]; None: the causal
-            language model at the spec's `model_path`.
+        model: float32 module; `model(input_ids=[1, T])` returns logits [1, T, vocab] or an object with `logits`. None
+            loads the causal language model at the spec's `model_path`.
     """
 
     def __init__(
@@ -80,9 +84,12 @@ class ReferenceTrainEngine(TrainEngine):
             self.model = _read_model(spec.model_path)
         self.model.train()
         decayed = [p for n, p in self.model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")]
-        others = [p for n, p in self.model.named_parameters() if p.ndim < 2 or n.endswith("bias")]
+        undecayed = [p for n, p in self.model.named_parameters() if p.ndim < 2 or n.endswith("bias")]
         self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": self.settings.weight_decay},
+                {"params": undecayed, "weight_decay": 0.0},
+            ],
             lr=self.settings.lr,
             betas=(self.settings.beta1, self.settings.beta2),
             eps=self.settings.eps,
@@ -92,7 +99,7 @@ class ReferenceTrainEngine(TrainEngine):
         import torch
 
         if self.spec.optimizer is None:
-            raise EngineError("train_batch: this engine was told of no optimizer (FinetuneSpec.optimizer is None).")
+            raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         self._optimizer.zero_grad()
         loss, result = self._loss(batch, loss_fn, loss_weight_fn)
         loss.backward()
@@ -110,7 +117,10 @@ class ReferenceTrainEngine(TrainEngine):
         else:
             self._skipped += 1
             if self._skipped > self.settings.max_skipped_steps:
-                raise EngineError(f"gradients were not finite in {self._skipped} consecutive steps.")
+                raise EngineError(
+                    f"gradients were not finite in {self._skipped} consecutive steps (allowed: "
+                    f"{self.settings.max_skipped_steps})."
+                )
         tokens = float(batch["attention_mask"].sum())
         return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": tokens}
 
@@ -132,46 +142,52 @@ class ReferenceTrainEngine(TrainEngine):
     def _loss(
         self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss with its gradient, and `loss` and the statistics as numbers."""
+        """Return the loss with its gradient, and `loss` and the statistics as numbers."""
         import torch
 
         denominator = float(loss_weight_fn(batch))
         if not denominator > 0:
             raise EngineError(f"minibatch: expected a positive denominator, found {denominator}.")
-        loss, found = torch.zeros(()), []
+        loss, all_stats = torch.zeros(()), []
         for _, outputs, packed in self._run(batch):
-            part, stats = loss_fn(outputs, packed)
-            loss = loss + part
-            found.append(stats)
+            unit_loss, stats = loss_fn(outputs, packed)
+            loss = loss + unit_loss
+            all_stats.append(stats)
         result = {"loss": float(loss.detach()) / denominator}
-        for name in found[0] if found else ():
+        for name in all_stats[0] if all_stats else ():
             if name.endswith("/max"):
-                result[name] = max(float(stats[name][0]) for stats in found)
+                result[name] = max(float(stats[name][0]) for stats in all_stats)
             else:
-                total = sum(float(stats[name][1]) for stats in found)
-                result[name] = sum(float(stats[name][0]) for stats in found) / total if total else math.nan
+                total = sum(float(stats[name][1]) for stats in all_stats)
+                result[name] = sum(float(stats[name][0]) for stats in all_stats) / total if total else math.nan
         return loss / denominator, result
 
     def _run(self, batch: TensorDict) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
-        """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
+        """Yield the row indices, the outputs and the packed form of each unit of sequences.
+
+        A unit is a single sequence, unless the batch has `unit_ids`.
+        """
         import torch
 
         from rl_contracts.batch.trajectory import lengths, pack, select, units
         from rl_contracts.models.step_gate import STEP
 
         tokens, limit = lengths(batch), self.spec.micro_batch.max_tokens
-        together = units(batch)
-        if any(int(tokens[rows].sum()) > limit for rows in together):
-            raise EngineError(f"rows that stay together are longer than a micro-batch of {limit} tokens.")
-        for rows in together:
+        batch_units = units(batch)
+        if any(int(tokens[rows].sum()) > limit for rows in batch_units):
+            raise EngineError(
+                f"micro_batch.max_tokens={limit} must be at least the length of the longest unit of sequences."
+            )
+        for rows in batch_units:
             STEP.begin_micro_batch()
             packed = pack(select(batch, rows))
-            ids = packed["input_ids"].split(packed.cu_seqlens.diff().tolist())
-            parts = [self._row(each, packed["temperature"][i]) for i, each in enumerate(ids)]
-            logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+            sequences = packed["input_ids"].split(packed.cu_seqlens.diff().tolist())
+            outputs = [self._row(ids, packed["temperature"][i]) for i, ids in enumerate(sequences)]
+            logprobs, entropy = (torch.cat(values) for values in zip(*outputs, strict=True))
             yield rows, TokenOutputs(logprobs, entropy), packed
 
     def _row(self, ids: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probs and entropies, [T] each, of one sequence of ids [T]; entry 0 is 0."""
         import torch
 
         out = self.model(input_ids=ids[None])
@@ -228,15 +244,18 @@ class ReferenceTrainEngine(TrainEngine):
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step`, counted from 0: the peak after the warm-up, the minimum after the last step."""
-    share = config.warmup_steps
-    warmup = min(math.ceil(share * total_steps if share < 1 else share), total_steps)
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    It rises to `lr` during the warm-up and reaches its minimum after the last step.
+    """
+    warmup_setting = config.warmup_steps  # below 1 it is a fraction of all steps
+    warmup = min(math.ceil(warmup_setting * total_steps if warmup_setting < 1 else warmup_setting), total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    left = max((total_steps - step) / (total_steps - warmup), 0.0) if total_steps > warmup else 0.0
-    curve = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[config.schedule]
-    least = 0.0 if config.schedule == "constant" else config.min_lr_ratio
-    return config.lr * (least + (1 - least) * curve)
+    remaining = max((total_steps - step) / (total_steps - warmup), 0.0) if total_steps > warmup else 0.0
+    curve = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}[config.schedule]
+    min_ratio = 0.0 if config.schedule == "constant" else config.min_lr_ratio
+    return config.lr * (min_ratio + (1 - min_ratio) * curve)
 
 
 def _write(copied: Any, meta: SaveLoadMeta) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Wait for a condition in a test; a test that waits for a time instead fails by chance."""
+"""Waiting for a condition in tests. A test that sleeps for a fixed time instead is flaky."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 SECONDS = 60.0
-"""Default limit."""
+"""Default limit in seconds."""
 
 
 def wait_until(
@@ -20,10 +20,10 @@ def wait_until(
     """Return once the condition holds.
 
     Args:
-        condition: polled until its result is true; what it raises ends the wait.
-        seconds: limit; at least ten times what is usual.
-        what: what the test waits for, or a function that returns it after the limit, such as the end of a log; default:
-            the source of the condition.
+        condition: function to poll until its result is true. Its exceptions end the wait.
+        seconds: limit; choose at least ten times the usual duration.
+        what: description of the condition for the error message, or a function that returns it after the limit, such
+            as one that reads the end of a log. The default is the source code of the condition.
         interval: seconds between two polls.
 
     Raises:

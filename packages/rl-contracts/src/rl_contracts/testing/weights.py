@@ -1,4 +1,4 @@
-"""Weights on a route without a trainer."""
+"""Publishing weights on a route without a trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def put_weights(
     directory: str | Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]], route: str = "shm"
 ) -> tuple[WeightUpdateMeta, WeightReceipt]:
-    """Put named tensors, in their own dtypes, onto `shm` or `disk` as a trainer of one rank does.
+    """Put named tensors, in their own dtypes, onto the route `shm` or `disk`, as a trainer of one rank does.
 
     Returns:
-        what servers are told, and the trainer's receipt.
+        The metadata that servers receive, and the trainer's receipt.
     """
     from rl_contracts.weights import open_sender
 

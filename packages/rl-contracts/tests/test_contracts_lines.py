@@ -1,4 +1,4 @@
-"""Files of lines on a disk that is full for a while."""
+"""Files of lines on a disk that is temporarily full."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FULL = Path("/dev/full")
 
 
 @contextmanager
-def room(size: int) -> Iterator[None]:
-    """Files may have so many bytes, meanwhile."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def file_size_limit(size: int) -> Iterator[None]:
+    """Limit files to `size` bytes in the block."""
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, previous[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
 
 
-def test_to_json_of_numbers_that_are_not_finite_is_null() -> None:
+def test_to_json_non_finite_numbers_become_null() -> None:
     value = {"a": [math.nan, 1.5, (math.inf, {"b": -math.inf})], math.nan: 1, 2: "é"}
     text = to_json(value)
     assert text == '{"a": [null, 1.5, [null, {"b": null}]], "nan": 1, "2": "é"}'
@@ -36,32 +36,32 @@ def test_to_json_of_numbers_that_are_not_finite_is_null() -> None:
         to_json({"a": math.nan, "b": Path("c")})
 
 
-def test_json_lines_end_with_line_feeds_alone_and_half_of_the_last_one_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    answers = [{"text": f"one{odd}two"} for odd in "\u2028\u2029\x85\x0b\x0c\x1c\r\n"]
-    written = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-    file.write_text(written + '{"text": "thr', encoding="utf-8", newline="")
-    assert list(json_lines(file)) == answers
-    file.write_text(written + '{"text": "three"}', encoding="utf-8", newline="")
-    assert list(json_lines(file)) == [*answers, {"text": "three"}]
+def test_json_lines_split_at_line_feeds_and_skip_unfinished_line(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    records = [{"text": f"one{separator}two"} for separator in "\u2028\u2029\x85\x0b\x0c\x1c\r\n"]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    file.write_text(text + '{"text": "thr', encoding="utf-8", newline="")
+    assert list(json_lines(file)) == records
+    file.write_text(text + '{"text": "three"}', encoding="utf-8", newline="")
+    assert list(json_lines(file)) == [*records, {"text": "three"}]
 
 
-def test_json_lines_that_are_none_are_an_error_where_the_line_is_whole(tmp_path: Path) -> None:
+def test_json_lines_complete_line_without_json_raises(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"a": 1}\n{"b":\n{"c": 3}\n')
     with pytest.raises(ValueError, match="Expecting value"):
         list(json_lines(tmp_path / "lines"))
 
 
-def test_append_that_has_room_for_a_part_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_append_partial_write_leaves_file_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     append(file, "one\n")
-    with room(6), pytest.raises(OSError, match="No space left on device"):
+    with file_size_limit(6), pytest.raises(OSError, match="No space left on device"):
         append(file, "two\nthree\n")
     assert file.read_text() == "one\n"
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full, which is a disk that is full")
-def test_lines_for_which_there_is_no_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which acts as a full disk")
+def test_line_file_full_disk_keeps_lines_for_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = LineFile(tmp_path / "lines")
     file.path.symlink_to(FULL)
     file.write("one\n")
@@ -73,10 +73,10 @@ def test_lines_for_which_there_is_no_room_wait_for_it(tmp_path: Path, caplog: py
     file.write("three\n")
 
     assert file.path.read_text() == "one\ntwo\nthree\n"
-    assert caplog.text.count("cannot be written, and will be again") == 1
+    assert caplog.text.count(f"{file.path} cannot be written") == 1
 
 
-def test_line_that_can_never_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+def test_line_file_permanent_error_raises_at_once(tmp_path: Path) -> None:
     file = LineFile(tmp_path / "lines")
     file.path.mkdir()
     with pytest.raises(IsADirectoryError):

@@ -1,4 +1,4 @@
-"""Logging: where lines go, what they look like, and that importing changes nothing."""
+"""Logging: destination and format of lines, and no configuration on import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _restore() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def test_get_logger_is_a_standard_logger_below_ours_and_unconfigured() -> None:
+def test_get_logger_returns_unconfigured_logger_below_rl() -> None:
     logger = get_logger("trainer")
 
     assert logger is logging.getLogger("rl.trainer")
@@ -33,7 +33,7 @@ def test_get_logger_is_a_standard_logger_below_ours_and_unconfigured() -> None:
     assert logger.level == logging.NOTSET
 
 
-def test_configure_line_has_time_level_role_rank_and_component(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configure_line_shows_time_level_role_rank_and_component(capsys: pytest.CaptureFixture[str]) -> None:
     configure("info", rank=3, role="actor")
 
     get_logger("trainer").info("step %d", 7)
@@ -46,7 +46,7 @@ def test_configure_line_has_time_level_role_rank_and_component(capsys: pytest.Ca
     ("role", "rank", "bracket"),
     [("", None, ""), ("", 0, "[0] "), ("server", None, "[server] "), ("5%s", 1, "[5%s/1] ")],
 )
-def test_configure_bracket_shows_what_is_known(
+def test_configure_bracket_shows_role_and_rank_if_set(
     role: str, rank: int | None, bracket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(role=role, rank=rank)
@@ -56,9 +56,7 @@ def test_configure_bracket_shows_what_is_known(
     assert capsys.readouterr().err.endswith(f" WARNING {bracket}rl.x: hello\n")
 
 
-def test_configure_twice_writes_each_line_once_as_the_second_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_configure_twice_uses_second_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure("DEBUG")
     configure("WARNING", file=tmp_path / "logs" / "actor-0.log")
 
@@ -71,7 +69,7 @@ def test_configure_twice_writes_each_line_once_as_the_second_says(
     assert capsys.readouterr().err == ""
 
 
-def test_configure_keeps_handlers_of_others() -> None:
+def test_configure_keeps_other_handlers() -> None:
     foreign = logging.NullHandler()
     logging.getLogger(ROOT).addHandler(foreign)
 
@@ -82,29 +80,29 @@ def test_configure_keeps_handlers_of_others() -> None:
     assert len(logging.getLogger(ROOT).handlers) == 2
 
 
-def test_configure_unknown_level_lists_the_levels() -> None:
+def test_configure_unknown_level_lists_levels() -> None:
     with pytest.raises(ConfigError, match=r"INFO.*found 'LOUD'"):
         configure("LOUD")
 
 
-@pytest.mark.parametrize(("said", "level"), [("debug", logging.DEBUG), ("ERROR", logging.ERROR), ("", logging.INFO)])
-def test_configure_without_a_level_takes_that_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, said: str, level: int
-) -> None:
-    monkeypatch.setenv("RL_LOG_LEVEL", said)
+@pytest.mark.parametrize(
+    ("variable", "level"), [("debug", logging.DEBUG), ("ERROR", logging.ERROR), ("", logging.INFO)]
+)
+def test_configure_without_level_uses_environment(monkeypatch: pytest.MonkeyPatch, variable: str, level: int) -> None:
+    monkeypatch.setenv("RL_LOG_LEVEL", variable)
     configure()
     assert logging.getLogger(ROOT).level == level
     configure("WARNING")
     assert logging.getLogger(ROOT).level == logging.WARNING
 
 
-def test_configure_unknown_level_in_the_environment_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configure_unknown_level_in_environment_names_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_LOG_LEVEL", "LOUD")
     with pytest.raises(ConfigError, match=r"RL_LOG_LEVEL.*found 'LOUD'"):
         configure()
 
 
-def test_configure_repeated_warning_comes_at_growing_intervals(
+def test_configure_repeated_warning_shown_at_growing_intervals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure()
@@ -118,4 +116,4 @@ def test_configure_repeated_warning_comes_at_growing_intervals(
             shown.append(second)
 
     assert shown == [0, 2, 4, 8, 16]
-    assert capsys.readouterr().err.count("(and 3 times since it was last shown)") == 1
+    assert capsys.readouterr().err.count("3 times") == 1

@@ -1,4 +1,4 @@
-"""The null engine's one timer: everybody is woken at the right time, whoever else is cancelled or paused."""
+"""The timer of the null engine completes each wait at its time, whatever other waits and pauses there are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rl_contracts.testing import SimulatedClock
 from rl_contracts.testing.null_timeline import Timeline
 
 
-def quarters(least: int, most: int) -> st.SearchStrategy[float]:
-    """Seconds in steps that floats hold exactly."""
-    return st.integers(least, most).map(lambda steps: steps / 4)
+def quarters(minimum: int, maximum: int) -> st.SearchStrategy[float]:
+    """Return a strategy for seconds in multiples of 0.25, which floats represent exactly."""
+    return st.integers(minimum, maximum).map(lambda steps: steps / 4)
 
 
 @settings(max_examples=150, deadline=None)
@@ -25,24 +25,24 @@ def quarters(least: int, most: int) -> st.SearchStrategy[float]:
     waits=st.lists(st.tuples(quarters(0, 40), quarters(0, 40), st.booleans()), min_size=1, max_size=12),
     pauses=st.lists(st.tuples(quarters(0, 40), quarters(1, 12)), max_size=4),
 )
-def test_everybody_is_woken_after_exactly_their_generation_time(
+def test_after_completes_after_exact_generation_time(
     waits: list[tuple[float, float, bool]], pauses: list[tuple[float, float]]
 ) -> None:
     clock = SimulatedClock()
     timeline = Timeline(clock, 0)
-    late: list[tuple[float, float]] = []
+    differences: list[tuple[float, float]] = []
 
     async def wait(start: float, seconds: float, is_cancelled: bool) -> None:
-        await clock.sleep(start + 0.125)  # never at the moment of a pause
+        await clock.sleep(start + 0.125)  # so that no wait begins at the moment of a pause
         began = timeline.generated_until_now()
         future = timeline.after(seconds)
         if is_cancelled:
             future.cancel()
             return
         await future
-        taken = timeline.generated_until_now() - began
-        if taken != seconds:
-            late.append((seconds, taken))
+        elapsed = timeline.generated_until_now() - began
+        if elapsed != seconds:
+            differences.append((seconds, elapsed))
 
     async def pause(number: int, start: float, seconds: float) -> None:
         await clock.sleep(start)
@@ -57,10 +57,10 @@ def test_everybody_is_woken_after_exactly_their_generation_time(
 
     clock.run(main())
 
-    assert late == []
+    assert differences == []
 
 
-def test_wait_of_no_time_does_not_even_wait_for_a_pause() -> None:
+def test_after_zero_seconds_is_done_during_pause() -> None:
     async def main() -> None:
         timeline = Timeline(SimulatedClock(), 0)
         timeline.pause("test")
@@ -71,21 +71,21 @@ def test_wait_of_no_time_does_not_even_wait_for_a_pause() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-def test_waits_of_a_loop_that_has_ended_do_not_hold_up_the_next_loop(turns: int) -> None:
-    """Whether or not the timer had begun to run when the loop ended."""
+def test_after_on_new_loop_ignores_waits_of_closed_loop(turns: int) -> None:
+    """The number of turns decides whether the timer runs before the first loop ends."""
     timeline = Timeline(SystemClock(), 0)
 
-    async def leave_behind() -> asyncio.Task[None]:
+    async def start_wait() -> asyncio.Task[None]:
         waiting = asyncio.ensure_future(_await(timeline, 60.0))
         for _ in range(turns):
             await asyncio.sleep(0)
         return waiting
 
-    assert asyncio.run(leave_behind()).cancelled()
+    assert asyncio.run(start_wait()).cancelled()
     asyncio.run(asyncio.wait_for(_await(timeline, 0.1), 10.0))
 
 
-def test_error_of_the_clock_reaches_all_who_wait() -> None:
+def test_clock_error_reaches_all_waits() -> None:
     class BrokenClock(SimulatedClock):
         async def sleep(self, seconds: float) -> None:
             raise RLError("the clock is broken")
@@ -98,7 +98,7 @@ def test_error_of_the_clock_reaches_all_who_wait() -> None:
     assert [str(error) for error in asyncio.run(main())] == ["the clock is broken"] * 2
 
 
-def test_timer_belongs_to_no_caller() -> None:
+def test_timer_has_empty_context() -> None:
     caller: ContextVar[str | None] = ContextVar("caller", default=None)
 
     async def main() -> list[str | None]:

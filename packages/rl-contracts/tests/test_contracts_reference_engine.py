@@ -1,4 +1,4 @@
-"""The reference train engine against numbers worked out another way: padded rows, and AdamW written by hand."""
+"""The reference train engine against independent computations: padded batches and AdamW written by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained_tokens(batch: Any) -> torch.Tensor:
 
 
 def padded_outputs(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies, [B, T], from one padded forward."""
+    """Return log-probs and entropies, [B, T] each, of one padded forward pass."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
     distribution = (logits / batch["temperature"][:, None, None]).log_softmax(-1)[:, :-1]
     logprobs = distribution.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
@@ -63,7 +63,7 @@ def test_forward_equals_padded_forward(model_path: str) -> None:
     torch.testing.assert_close(entropy, expected[1], atol=2e-5, rtol=1e-5)
 
 
-def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> None:
+def test_train_batch_equals_handwritten_adamw(model_path: str) -> None:
     settings = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
     engine, batch = ReferenceTrainEngine(), make_batch(5)
     engine.initialize(FinetuneSpec(model_path, 1, optimizer=settings))
@@ -79,7 +79,7 @@ def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> 
         update = g / (g.abs() + 1e-8)  # the first step of Adam: both moments are unbiased
         decay = 0.1 if parameter.ndim == 2 else 0.0
         expected[name] = (parameter * (1 - 1e-2 * decay) - 1e-2 * update).detach()
-    firm = {n: g.abs() > 1e-4 * norm for n, g in zip(names, gradients, strict=True)}
+    large = {n: g.abs() > 1e-4 * norm for n, g in zip(names, gradients, strict=True)}
 
     result = engine.train_batch(batch, weighted_nll, trained_tokens)
 
@@ -89,13 +89,13 @@ def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> 
     assert result["logprob/max"] == pytest.approx(float(logprobs[mask].max().detach()), abs=1e-5)
     assert (result["lr"], result["applied"], result["tokens"]) == (1e-2, 1.0, float(batch["attention_mask"].sum()))
     for name, parameter in engine.model.named_parameters():
-        # where a gradient is about 0, its sign, and so Adam's first step, hangs on rounding
+        # rounding decides the sign of a gradient near 0, and so the direction of Adam's first step
         torch.testing.assert_close(
-            parameter.detach()[firm[name]], expected[name][firm[name]], atol=2e-4, rtol=1e-3, msg=name
+            parameter.detach()[large[name]], expected[name][large[name]], atol=2e-4, rtol=1e-3, msg=name
         )
 
 
-def test_train_batch_non_finite_gradients_are_skipped_then_refused(model_path: str) -> None:
+def test_train_batch_skips_non_finite_gradients_then_raises(model_path: str) -> None:
     engine, batch = ReferenceTrainEngine(), make_batch(2)
     engine.initialize(FinetuneSpec(model_path, 1, optimizer=OptimizerConfig(lr=0.1, max_skipped_steps=1)))
     before = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
@@ -109,7 +109,7 @@ def test_train_batch_non_finite_gradients_are_skipped_then_refused(model_path: s
         engine.train_batch(batch, explode, trained_tokens)
 
 
-def test_given_module_whose_output_is_logits_is_used() -> None:
+def test_forward_custom_module_may_return_logits() -> None:
     class Unigram(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,9 +124,9 @@ def test_given_module_whose_output_is_logits_is_used() -> None:
 
     logprobs = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
 
-    row = int(batch["attention_mask"][0].sum())
-    expected = (torch.arange(6.0) / batch["temperature"][0]).log_softmax(-1)[batch["input_ids"][0, 1:row]]
-    torch.testing.assert_close(logprobs[0, 1:row], expected)
+    length = int(batch["attention_mask"][0].sum())
+    expected = (torch.arange(6.0) / batch["temperature"][0]).log_softmax(-1)[batch["input_ids"][0, 1:length]]
+    torch.testing.assert_close(logprobs[0, 1:length], expected)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ def test_given_module_whose_output_is_logits_is_used() -> None:
         ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 0.6, 0.2 + 0.8 * (2 - math.sqrt(2)) / 4]),
     ],
 )
-def test_learning_rate_rises_to_the_peak_and_falls_until_the_end(schedule: str, rates: list[float]) -> None:
-    least = 0.0 if schedule == "constant" else 0.2
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=least)
+def test_learning_rate_rises_to_peak_and_follows_schedule(schedule: str, rates: list[float]) -> None:
+    min_ratio = 0.0 if schedule == "constant" else 0.2
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=min_ratio)
 
     assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates)
 
 
-def test_load_of_something_else_raises_model_error(model_path: str, tmp_path: Path) -> None:
+def test_load_empty_directory_raises_model_error(model_path: str, tmp_path: Path) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model_path, 1))
 
@@ -153,7 +153,7 @@ def test_load_of_something_else_raises_model_error(model_path: str, tmp_path: Pa
             engine.load(SaveLoadMeta(str(tmp_path), kind))
 
 
-def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
+def test_select_from_random_batch_returns_valid_batch() -> None:
     from rl_contracts.batch.trajectory import validate
 
     batch = make_batch(9, seed=4)
@@ -163,7 +163,7 @@ def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "told", "named"),
+    ("strategy", "settings", "match"),
     [
         (ParallelStrategy(2), {}, "allocation: expected one rank"),
         (ParallelStrategy(), {"dtype": "bfloat16"}, "dtype: expected float32"),
@@ -172,14 +172,14 @@ def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
         (ParallelStrategy(), {"device": "cuda"}, "device: expected cpu"),
     ],
 )
-def test_initialize_with_what_the_reference_does_not_do_names_it(
-    strategy: ParallelStrategy, told: dict[str, Any], named: str
+def test_initialize_unsupported_setting_raises_its_name(
+    strategy: ParallelStrategy, settings: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ReferenceTrainEngine(strategy=strategy).initialize(FinetuneSpec("", 1, **told))
+    with pytest.raises(ConfigError, match=match):
+        ReferenceTrainEngine(strategy=strategy).initialize(FinetuneSpec("", 1, **settings))
 
 
-def test_train_batch_without_an_optimizer_is_refused(model_path: str) -> None:
+def test_train_batch_without_optimizer_raises(model_path: str) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model_path, 1, optimizer=None))
 

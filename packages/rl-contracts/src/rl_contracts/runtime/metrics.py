@@ -159,7 +159,7 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
     this does nothing.
 
     Example:
-        >>> record("answer/boxed", 1.0)  # fraction of answers
+        >>> record("answer/boxed", 1.0)  # fraction of completions
 
         In a policy loss `record("clip/far", terms.ratio > 4, weight=terms.trained)` is a fraction of trained tokens.
 

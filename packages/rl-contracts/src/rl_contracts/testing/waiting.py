@@ -58,4 +58,4 @@ def _message(condition: Callable[[], object], seconds: float, what: str | Callab
             text = inspect.getsource(condition).strip()
         except (OSError, TypeError):
             text = repr(condition)
-    return f"not within {seconds:g} s: {text}"
+    return f"condition was not true within {seconds:g} s: {text}"

@@ -22,8 +22,8 @@ def wait_until(
     Args:
         condition: function to poll until its result is true. Its exceptions end the wait.
         seconds: limit; choose at least ten times the usual duration.
-        what: description of the condition for the error message, or a function that returns it after the limit, such
-            as one that reads the end of a log. The default is the source code of the condition.
+        what: description of the condition for the error message, or a function that returns it (such as the end of a
+            log) after the limit. The default is the source code of the condition.
         interval: seconds between two polls.
 
     Raises:

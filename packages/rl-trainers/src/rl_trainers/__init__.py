@@ -1,6 +1,6 @@
-"""Algorithms, actors, the training loop and the books of a run.
+"""Algorithms, learners, the training loop and the run log.
 
-Public names load on first use, so that reading a config does not import torch.
+Public names load on first use, so that importing a config does not import torch.
 """
 
 from __future__ import annotations

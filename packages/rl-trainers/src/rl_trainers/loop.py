@@ -1,7 +1,7 @@
-"""The training loop: one page for synchronous and asynchronous reinforcement learning, and for supervised learning.
+"""The training loop for synchronous and asynchronous reinforcement learning and for supervised learning.
 
-What differs lies in the parts: a rollout runtime with `max_staleness=0` makes it synchronous; a data set as the source
-and no publisher makes it supervised.
+The components decide which one runs. A rollout runtime with `max_staleness=0` makes the loop synchronous. A data set as
+the source and no publisher make it supervised.
 """
 
 from __future__ import annotations
@@ -25,35 +25,39 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 LINGER_SECONDS = 10.0
-"""Seconds that a run which ends by an error waits for what is being written."""
+"""Seconds to wait for pending writes when `train` ends, for example after an error."""
 
 
 class BatchSource(Protocol):
-    """Where batches come from: an `rl_contracts.rollout.RolloutRuntime`, or a data set."""
+    """Source of training batches: an `rl_contracts.rollout.RolloutRuntime`, or a data set."""
 
     def next_batch(self) -> TensorDict:
-        """This rank's rows of the next batch; StopIteration at the end of the data, StopRequestedError where the
-        process was asked to stop meanwhile."""
+        """Return this rank's sequences of the next batch.
+
+        Raises:
+            StopIteration: the data is exhausted.
+            StopRequestedError: the process was asked to stop while waiting for the batch.
+        """
 
     def return_batch(self) -> None:
-        """Take the last batch back: its step was abandoned before anything was learned from it."""
+        """Take back the last batch, because its step was abandoned before it changed the weights."""
 
     def end_step(self, version: int) -> None:
-        """The step of the last batch is over, at `version`."""
+        """Record that the step of the last batch ended with the weights at `version`."""
 
 
 class Learner(Protocol):
-    """What turns a batch into the next version of the weights."""
+    """Component that turns a batch into the next version of the weights."""
 
     @property
     def version(self) -> int:
-        """Training batches applied."""
+        """Number of training batches applied."""
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Compute what the update needs over the whole batch."""
+        """Add the entries that the update needs, computed over the whole batch, and return metrics."""
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Take the optimizer steps."""
+        """Take the optimizer steps and return their metrics."""
 
 
 def train(
@@ -67,24 +71,30 @@ def train(
     recover: RecoveryCheckpoints | None = None,
     sharing: MemorySharing | None = None,
 ) -> None:
-    """Run the steps that are left until `total_steps`, or to the end of the data (collective).
+    """Run the remaining steps up to `total_steps`, or until the data is exhausted (collective).
 
     Args:
-        publisher: how new weights reach the servers; None: there are none.
-        gap: the check that they compute what the trainer computes; only with a publisher.
-        sharing: lets them sleep while the trainer learns; only with a publisher.
+        source: batches to learn from.
+        learner: learns from each batch.
+        run_log: metrics, evaluations and checkpoints of the run.
+        total_steps: training steps of the whole run, including those before a resume.
+        publisher: sends new weights to the servers, or None without servers.
+        gap: log-prob gap gate, which checks the servers against the trainer; only with a publisher.
+        recover: recovery checkpoints, or None to save none.
+        sharing: puts the servers to sleep while the trainer learns; only with a publisher.
 
     Raises:
-        RLError: whatever stops the run, with its cause; also where none of the steps taken here was applied.
+        RLError: the run failed; the cause is chained. Also raised if no step of this call changed the weights.
+        SystemExit: the process was asked to stop, and `recover` ended the run after a finished step.
     """
     try:
         _train(source, learner, run_log, total_steps, publisher, gap, recover, sharing)
     except RLError as error:
-        if not isinstance(error, StalledError):  # nothing that stands still is asked again
+        if not isinstance(error, StalledError):  # the stalled component would block this call too
             run_log.fail()
         raise
     finally:
-        wait_for_writes(LINGER_SECONDS)  # a run that ends by an error leaves what was nearly written
+        wait_for_writes(LINGER_SECONDS)  # keeps files that are nearly complete when the run fails
 
 
 def _train(
@@ -103,7 +113,7 @@ def _train(
         recover.resume()
     first, start = books.step, learner.version
     if publisher is not None:
-        # from here on the servers hold what the trainer holds, verified, before the first answer counts
+        # servers must serve the trainer's verified weights before the first completion counts
         publisher.publish(learner.version)
     books.start(learner.version)
     for step in range(first + 1, total_steps + 1):
@@ -114,7 +124,7 @@ def _train(
                 break
             except StopRequestedError:
                 if recover is not None:
-                    recover.after_step(step - 1)  # which ends the run
+                    recover.after_step(step - 1)  # raises SystemExit
                 raise
         before, stats = learner.version, dict[str, float | None]()
         asks = gap is not None and gap.scores_before_update()
@@ -132,7 +142,7 @@ def _train(
                 stats |= _learn(learner, batch)
         except StopRequestedError as stop:
             if recover is not None:
-                recover.abandon(step - 1, source.return_batch if stop.weights_unchanged else None)  # which ends the run
+                recover.abandon(step - 1, source.return_batch if stop.weights_unchanged else None)  # raises SystemExit
             raise
         if publisher is not None and learner.version > before:
             try:
@@ -180,11 +190,11 @@ def _train(
 
 def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
     try:
-        stats = learner.prepare(batch)  # proximal log-probs, advantages
+        stats = learner.prepare(batch)  # for a policy: advantages and proximal log-probs
     except StopRequestedError as stop:
         stop.weights_unchanged = True
         raise
-    return stats | learner.update(batch)  # minibatches of packed micro-batches
+    return stats | learner.update(batch)
 
 
 def _stopping(recover: RecoveryCheckpoints | None) -> bool:

@@ -1,1 +1,1 @@
-"""Algorithms: settings, credit assignment, losses."""
+"""Algorithms: settings, credit assignment and losses."""

@@ -1,15 +1,14 @@
-"""The parts of an algorithm that are found by name, ours and anybody's alike.
+"""Algorithm components that are looked up by name. Built-in and third-party components use the same interfaces.
 
-A part is a function whose constants are keyword-only arguments, or a class that takes them so and whose objects are
-called like the function. What it is called with, and gives back, depends on what it is:
+A component is a function whose constants are keyword-only arguments. It can also be a class that takes the constants as
+keyword arguments and whose instances are called like the function. The entry-point group determines the signature:
 
-- policy loss (`rl.policy_losses`): `loss(terms: PolicyTerms) -> (losses [N], marks)`;
-- correction (`rl.corrections`): `correction(off: OffPolicy) -> (weights [N], marks)`;
-- mask (`rl.masks`): `mask(off: OffPolicy) -> dropped, bool [N]`; see `SecondMomentMask` for one that has to look at the
-  whole minibatch;
-- advantage estimator (`rl.advantages`): `estimator(outcomes: Outcomes) -> (advantages [B, T], returns or None)`.
+- policy loss (`rl.policy_losses`): `loss(terms: PolicyTerms) -> (losses [N], marks)`
+- correction (`rl.corrections`): `correction(off: OffPolicy) -> (weights [N], marks)`
+- mask (`rl.masks`): `mask(off: OffPolicy) -> dropped, bool [N]`; `SecondMomentMask` shows a mask over a whole minibatch
+- advantage estimator (`rl.advantages`): `estimator(outcomes: Outcomes) -> (advantages [B, T], returns or None)`
 
-Marks are bool [N] by name; their fractions of the trained tokens are reported.
+Marks are named bool [N] tensors. The fraction of trained tokens that each one marks is reported as a metric.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
 DROPPED_KEY = "moment_dropped"
-"""bool [B, T]: tokens that the second-moment mask drops."""
+"""Batch entry, bool [B, T]: tokens that the second-moment mask drops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceMask:
-    """`rl_trainers.algorithms.functional.correction.divergence_mask` with its constants."""
+    """Mask of `rl_trainers.algorithms.functional.correction.divergence_mask`, with its constants checked on loading."""
 
     bound: float
     estimator: str = "k3"
@@ -53,27 +52,26 @@ class DivergenceMask:
             require(found in known, f"algorithm.mask.options.{name}", f"one of {', '.join(known)}", found)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
-        """Dropped tokens, bool [N]."""
+        """Return the dropped tokens, bool [N]."""
         return divergence_mask(off, bound=self.bound, estimator=self.estimator, over=self.over)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentMask:
-    """M2PO's mask (arXiv 2510.01161, algorithm 1), over each minibatch, whatever the ranks and micro-batches that share
-    it.
+    """M2PO's mask (arXiv 2510.01161, algorithm 1) over each minibatch, across all ranks and micro-batches.
 
-    A mask that has `prepare` is shown the whole batch, with its old log-probs, before the first loss; what it adds to
-    the batch its call finds in `off.packed`.
+    If a mask has a method `prepare`, the actor calls it with the whole batch and its old log-probs before the first
+    loss. The entries that it adds to the batch are then available in `off.packed`.
 
-    The log-ratio is that of the policy at the start of the step to the sampler: exact in the step's first minibatch; a
-    later one's ratio has moved on by what the minibatches before it changed.
+    The log-ratio compares the policy at the start of the step with the sampler. It is exact in the first minibatch; in
+    later ones it ignores the updates of the previous minibatches.
     """
 
     threshold: float
-    """tau_M2."""
+    """Upper bound of the second moment, tau_M2."""
 
     def prepare(self, batch: TensorDict, parallel: ParallelContext) -> None:
-        """Add which tokens are dropped (collective)."""
+        """Add the entry that marks the dropped tokens (collective)."""
         log_ratio = torch.where(batch["loss_mask"], batch[PROXIMAL_KEY] - batch["logprobs"], 0.0)
         held = trust_region_tokens(log_ratio, batch["advantages"])
         minibatch = batch[MINIBATCH_KEY][:, None].expand_as(held)[held].long()
@@ -82,5 +80,5 @@ class SecondMomentMask:
         batch[DROPPED_KEY] = torch.zeros_like(held).masked_scatter(held, found)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
-        """Dropped tokens, bool [N]."""
+        """Return the dropped tokens, bool [N]."""
         return off.packed[DROPPED_KEY]

@@ -1,7 +1,7 @@
-"""The settings of an algorithm: a composition of parts, each with its own few.
+"""Settings of an algorithm, which is composed of components with their own settings.
 
-A preset is data: the values that make it. What is ours about a part and what somebody else adds to it are found alike:
-see `rl_contracts.config.ComponentConfig`.
+A preset is a set of values for these settings. Built-in and third-party components are looked up in the same way; see
+`rl_contracts.config.ComponentConfig`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = [
 ]
 
 NORMALIZATION_SCOPES = ("none", "group", "batch")
-"""Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
+"""Scopes of a mean or std: no statistic, the completions of one prompt, or the whole batch."""
 
 
 @dataclass
 class RewardConfig(Settings):
-    """Shaping of an episode's reward, in this order."""
+    """Shaping of an episode's reward, applied in the order of the fields."""
 
     setting: ClassVar[str] = "algorithm.reward"
     overlong_max: int = bounded(0, "0 (off) or more tokens", lambda tokens: tokens >= 0)
-    """Generated tokens at which the penalty for long answers reaches -1 (DAPO); 0 switches it off."""
+    """Generated tokens at which the penalty for long completions reaches -1 (DAPO); 0 disables the penalty."""
     overlong_cache: int = 0
-    """Tokens below `overlong_max` at which the penalty begins; 0: a fifth of it."""
+    """Tokens below `overlong_max` at which the penalty begins; 0 means a fifth of `overlong_max`."""
     overlong_weight: float = bounded(1.0, "more than 0", lambda weight: weight > 0)
-    """Multiplies the penalty."""
+    """Factor of the penalty for long completions."""
     scale: float = 1.0
-    """Multiplies the reward; 0 leaves only the KL penalty (distillation)."""
+    """Factor of the reward; 0 leaves only the KL penalty (distillation)."""
     bias: float = 0.0
-    """Added to the scaled reward."""
+    """Offset added to the scaled reward."""
     clip: float = bounded(0.0, "0 (off) or more", lambda clip: clip >= 0)
-    """The result is clipped to [-clip, clip]; 0 switches clipping off."""
+    """Bound of the shaped reward, which is clipped to [-clip, clip]; 0 disables clipping."""
     normalise: str = choice("none", NORMALIZATION_SCOPES)
-    """(r - mean) / std over each `group`, over the whole `batch`, or `none`."""
+    """Scope of the normalization (r - mean) / std: each `group`, the whole `batch`, or `none`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +69,7 @@ class RewardConfig(Settings):
 
 @dataclass
 class AdvantageConfig(ComponentConfig):
-    """From rewards to one advantage per trained token."""
+    """Settings of the estimator that turns rewards into one advantage per trained token."""
 
     group: ClassVar[str] = "rl.advantages"
     setting: ClassVar[str] = "algorithm.advantage"
@@ -82,24 +82,25 @@ class AdvantageConfig(ComponentConfig):
         }
     }
     kind: str = "outcome"
-    """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
-    (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), `gdpo` (each part
-    of the reward normalized separately; `options.weights`), or your own."""
+    """Estimator: `outcome` (the normalized episode reward for each of its tokens; GRPO and variants), `return` (the
+    discounted sum of the rewards from a token on; REINFORCE), `gae` (PPO; needs a critic), `gdpo` (normalizes each
+    reward component separately; `options.weights`), or a custom one."""
     mean: str = choice("group", NORMALIZATION_SCOPES)
-    """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
+    """Scope of the mean that `outcome` subtracts: `group`, `batch` or `none`."""
     std: str = choice("group", (*NORMALIZATION_SCOPES, "mean"))
-    """By what the difference is divided: the std over its `group` (GRPO) or the `batch` (LitePPO), `none` (Dr. GRPO),
-    or the `mean` of its group (MaxRL)."""
+    """Divisor of `outcome`: the std over the `group` (GRPO) or the `batch` (LitePPO), `none` (Dr. GRPO), or the `mean`
+    of the group (MaxRL)."""
     leave_one_out: bool = False
-    """The mean is that of the *other* answers (RLOO)."""
+    """Whether the subtracted mean excludes the completion itself (RLOO)."""
     whiten: bool = False
-    """Whatever the estimator: (A - mean) / std over all trained tokens of the batch (REINFORCE++)."""
+    """Whether to normalize the advantages of any estimator, (A - mean) / std over all trained tokens of the batch
+    (REINFORCE++)."""
     gamma: float = bounded(1.0, "in [0, 1]", lambda gamma: 0 <= gamma <= 1)
-    """Discount per trained token, of `return` and `gae`."""
+    """Discount of `return` and `gae` per trained token, or per turn with `unit=turn`."""
     lam: float = bounded(1.0, "in [0, 1]", lambda lam: 0 <= lam <= 1)
-    """Lambda of `gae`."""
+    """Lambda of `gae`, which trades bias (0) for variance (1)."""
     unit: str = choice("token", ("token", "turn"))
-    """Time step of `gae`: `token`, or `turn` (a run of neighbouring trained tokens)."""
+    """Time step of `gae`: `token`, or `turn` (a run of adjacent trained tokens)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,18 +113,18 @@ class AdvantageConfig(ComponentConfig):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether answers to one prompt are compared, so that one alone has no advantage."""
+        """Whether completions of one prompt are compared, so that a group of one has no advantage."""
         return self.kind == "gdpo" or (self.kind == "outcome" and {"group", "mean"} & {self.mean, self.std} != set())
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether rewards of tokens, so of single turns, count: `outcome` has one number per episode."""
+        """Whether the estimator reads rewards of tokens and turns; `outcome` and `gdpo` read one reward per episode."""
         return self.kind not in ("outcome", "gdpo")
 
 
 @dataclass
 class LossConfig(ComponentConfig):
-    """The policy loss of a token."""
+    """Settings of the policy loss of a token."""
 
     group: ClassVar[str] = "rl.policy_losses"
     setting: ClassVar[str] = "algorithm.loss"
@@ -137,34 +138,34 @@ class LossConfig(ComponentConfig):
         }
     }
     kind: str = "clip"
-    """`clip` (PPO, GRPO; GSPO with `ratio=sequence`), `importance` (no clip; M2PO), `cispo`, `sapo`, `reinforce`, or
-    anybody's."""
+    """Policy loss: `clip` (PPO, GRPO; GSPO with `ratio=sequence`), `importance` (no clip; M2PO), `cispo`, `sapo`,
+    `reinforce`, or a custom one."""
     clip_low: float = bounded(0.2, "in (0, 1]", lambda clip: 0 < clip <= 1)
-    """The ratio to the proximal policy is clipped below at 1 - clip_low (`clip`, `cispo`)."""
+    """Lower clip distance: `clip` and `cispo` clip the ratio to the proximal policy below at 1 - clip_low."""
     clip_high: float = bounded(0.2, "more than 0", lambda clip: clip > 0)
-    """... and above at 1 + clip_high (DAPO takes 0.28)."""
+    """Upper clip distance: `clip` and `cispo` clip the ratio above at 1 + clip_high (DAPO uses 0.28)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further constants of a loss: `dual_clip` of `clip`, `tau_positive` and `tau_negative` of `sapo`, those of your
-    own; null stands for the loss's default."""
+    """Other constants of the loss: `dual_clip` for `clip`, `tau_positive` and `tau_negative` for `sapo`, or those of a
+    custom loss; null selects the loss's default."""
 
 
 @dataclass
 class AggregationConfig(Settings):
-    """How the losses of tokens become one number."""
+    """Settings of the reduction of token losses to one number."""
 
     setting: ClassVar[str] = "algorithm.aggregation"
     reads: ClassVar[Reads] = {"kind": {name: {"constant_length"} & {name} for name in AGGREGATIONS}}
     kind: str = choice("token_mean", AGGREGATIONS)
-    """`token_mean`, `token_sum`, `prompt_mean` (the mean over the tokens of a group, averaged over groups),
-    `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: that, divided by
-    `constant_length`). A sequence is a row."""
+    """Reduction: `token_mean`, `token_sum`, `prompt_mean` (the mean over the tokens of a group, averaged over groups),
+    `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: `sequence_mean_token_sum`
+    divided by `constant_length`)."""
     constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens; read by the kind `constant_length`."""
+    """Divisor of the kind `constant_length`, in tokens."""
 
 
 @dataclass
 class CorrectionConfig(ComponentConfig):
-    """A token's weight for having been sampled by another policy, made of pi_proximal / pi_behaviour."""
+    """Settings of the importance weight that corrects for the sampling policy, based on pi_proximal / pi_behavior."""
 
     group: ClassVar[str] = "rl.corrections"
     setting: ClassVar[str] = "algorithm.correction"
@@ -177,14 +178,14 @@ class CorrectionConfig(ComponentConfig):
         }
     }
     kind: str = "truncate"
-    """`truncate` (the ratio, at most `cap`; TIS), `mask` (outside [floor, cap] the token is dropped; IcePop), `plain`
-    (the ratio itself), `none`, or anybody's."""
+    """Correction: `truncate` (the ratio clipped to [floor, cap]; TIS), `mask` (drops tokens with a ratio outside
+    [floor, cap]; IcePop), `plain` (the ratio itself), `none`, or a custom one."""
     level: str = choice("token", LEVELS)
     """Whose ratio: the `token`'s, its row's (`sequence`: the product) or its row's mean per token (`geometric`)."""
     cap: float = bounded(2.0, "more than 0 (kind=none leaves the weight out)", lambda cap: cap > 0)
     """Upper bound of `truncate` and `mask`."""
     floor: float = 0.0
-    """... and lower bound."""
+    """Lower bound of the ratio for `truncate` and `mask`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,7 +194,7 @@ class CorrectionConfig(ComponentConfig):
 
 @dataclass
 class MaskConfig(ComponentConfig):
-    """Which tokens are left out of the loss."""
+    """Settings of the masks that drop tokens from the loss."""
 
     group: ClassVar[str] = "rl.masks"
     setting: ClassVar[str] = "algorithm.mask"
@@ -206,21 +207,22 @@ class MaskConfig(ComponentConfig):
         }
     }
     kind: str = "none"
-    """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `divergence` (tokens or rows that are
-    more than `options.bound` apart by `options.estimator`), `second_moment` (M2PO), `none`, your own, or several
-    joined by `+`."""
+    """Mask: `ratio` (drops tokens with pi_proximal / pi_behavior outside [low, high]), `divergence` (drops tokens or
+    sequences whose `options.estimator` exceeds `options.bound`), `second_moment` (M2PO), `none`, a custom one, or
+    several joined by `+`."""
     level: str = choice("geometric", LEVELS)
-    """Whose ratio `ratio` looks at: `token`, or its row's `sequence` (the product) or `geometric` mean."""
+    """Level of the ratio for `ratio`: the `token`, its `sequence` (the product over trained tokens) or the `geometric`
+    mean over the sequence's trained tokens."""
     low: float = 0.5
-    """Lower bound of `ratio`."""
+    """Lower bound of the mask `ratio`."""
     high: float = 2.0
-    """... and upper bound."""
+    """Upper bound of the mask `ratio`."""
     threshold: float = bounded(0.04, "more than 0", lambda threshold: threshold > 0)
-    """`second_moment` drops the tokens with the largest squared log-ratio until its mean over the minibatch is at most
-    this."""
+    """Bound of `second_moment`, which drops the tokens with the largest squared log-ratios until their mean over the
+    minibatch is at most this."""
     truncated: bool = False
-    """Learn nothing from answers that the length limit ended (DAPO's overlong filtering): they count in no denominator,
-    but their rewards do in the mean and std of their group."""
+    """Whether to drop completions that reached the length limit (DAPO's overlong filtering). They count in no
+    denominator, but their rewards count in the mean and std of their group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,22 +232,23 @@ class MaskConfig(ComponentConfig):
 
 @dataclass
 class KLConfig(Settings):
-    """A penalty on the divergence from a frozen reference policy."""
+    """Settings of the penalty on the divergence from a frozen reference policy."""
 
     setting: ClassVar[str] = "algorithm.kl"
     reads: ClassVar[Reads] = {
         "place": {"reward": {"estimator"}, "loss": {"estimator", "weighted"}, "none": set()},
     }
     place: str = choice("none", ("none", "reward", "loss"))
-    """`reward`: subtracted from the reward of each trained token, between the policy that sampled and the reference;
-    `loss`: added to the loss, between the policy that learns and the reference; `none`: no reference is loaded."""
+    """Use of the penalty. `reward`: subtract the KL between sampling policy and reference from the reward of each
+    trained token. `loss`: add the KL between current policy and reference to the loss. `none`: load no reference."""
     coef: float = 0.0
-    """Its weight, beta."""
+    """Weight of the penalty, beta."""
     estimator: str = choice("k3", ESTIMATORS)
-    """`k1`, `k2` or `k3` (Schulman, "Approximating KL divergence"). As a loss without `weighted`, k2 has the unbiased
-    gradient and k3 GRPO's."""
+    """KL estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence"). In the loss without `weighted`, k2
+    has the unbiased gradient, and k3 the gradient of GRPO."""
     weighted: bool = False
-    """In the loss: times the ratio to the proximal policy, which makes the gradients of k1 and k3 unbiased."""
+    """Whether to multiply the KL in the loss by the ratio to the proximal policy, which makes the gradients of k1 and
+    k3 unbiased."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,35 +268,39 @@ class KLConfig(Settings):
 
 @dataclass
 class AlgorithmConfig(Settings):
-    """Which parts. The defaults: GRPO with token-mean aggregation, on the decoupled objective."""
+    """Settings of an algorithm, by component.
+
+    The defaults are GRPO with token-mean aggregation and the decoupled objective.
+    """
 
     setting: ClassVar[str] = "algorithm"
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """What becomes of rewards before anything is learned from them."""
+    """Reward shaping."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """From rewards to advantages."""
+    """Advantage estimator."""
     loss: LossConfig = field(default_factory=LossConfig)
-    """The policy loss."""
+    """Policy loss."""
     ratio: str = choice("token", ("token", "sequence"))
-    """Whose ratio to the proximal policy the loss sees: each `token`'s, or its row's geometric mean (`sequence`,
-    GSPO)."""
+    """Level of the ratio to the proximal policy in the loss: each `token`, or the geometric mean over the `sequence`
+    (GSPO)."""
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
-    """From the losses of tokens to one number."""
+    """Reduction of token losses to one number."""
     proximal: str = choice("auto", ("auto", *PROXIMALS))
-    """Where the proximal ("old") log-probs come from: `recompute` (a forward pass before the update), `current` (the
-    policy that learns, without gradient; needs one minibatch a step), `behaviour` (the sampler's; no correction is left
-    to do), `interpolate` (between the sampler's and the current ones, by version; A-3PO), or `auto`: `current` with one
-    minibatch and no mask over the whole minibatch (`second_moment`), else `recompute`."""
+    """Source of the proximal ("old") log-probs: `recompute` (a forward pass before the update), `current` (the current
+    policy, detached; needs one minibatch per step), `behaviour` (the sampler, which makes every correction 1),
+    `interpolate` (between sampler and current policy, by version; A-3PO), or `auto`. `auto` means `current` with one
+    minibatch and no mask over a whole minibatch (`second_moment`), else `recompute`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """Weights between server and trainer."""
+    """Importance weights for the difference between server and trainer."""
     mask: MaskConfig = field(default_factory=MaskConfig)
-    """Tokens that are left out."""
+    """Masks that drop tokens from the loss."""
     kl: KLConfig = field(default_factory=KLConfig)
-    """Keeping the policy near a reference."""
+    """KL penalty towards a reference policy."""
     entropy_coef: float = bounded(0.0, "0 (off) or more", lambda coef: coef >= 0)
-    """Weight of the entropy bonus, nats; 0 switches it off. The train engine must then give entropy a gradient."""
+    """Weight of the entropy bonus, with entropy in nats; 0 disables it. A positive weight needs a train engine whose
+    entropy has a gradient."""
     staleness_coef: float = bounded(0.0, "0 (off) or more", lambda coef: coef >= 0)
-    """A token's weight is multiplied by exp(-coef * (current version - its version))."""
+    """Staleness coefficient: multiplies the weight of a token by exp(-coef * (current version - its version))."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,20 +336,23 @@ class AlgorithmConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL to a reference policy is asked for."""
+        """Whether a reference policy is needed for a KL penalty."""
         return self.kl.place != "none"
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are needed."""
+        """Whether a critic is needed to estimate values."""
         return self.advantage.kind == "gae"
 
     def resolve_proximal(self, minibatches: int, whole: bool = False) -> str:
-        """`recompute`, `current`, `behaviour` or `interpolate`.
+        """Return `recompute`, `current`, `behaviour` or `interpolate`, by resolving `auto`.
 
         Args:
             minibatches: optimizer steps per training batch.
-            whole: whether something looks at the old log-probs of a whole minibatch before its loss.
+            whole: whether a mask reads the old log-probs of a whole minibatch before its loss.
+
+        Raises:
+            ConfigError: the setting does not support the mask or the number of minibatches.
         """
         if self.proximal == "auto":
             return "current" if minibatches == 1 and not whole else "recompute"

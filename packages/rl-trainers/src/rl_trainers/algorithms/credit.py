@@ -1,6 +1,7 @@
-"""From rewards to one advantage per trained token: over the whole batch, so that no split of it matters.
+"""Credit assignment: computes one advantage per trained token from the rewards.
 
-Ranks exchange small numbers per row (ids, rewards, lengths), so a group may lie on several of them.
+Statistics are taken over the whole batch, so the result does not depend on how the batch is split. Ranks exchange a few
+numbers per sequence (ids, rewards, lengths), so a group may be spread over several ranks.
 """
 
 from __future__ import annotations
@@ -31,41 +32,49 @@ if TYPE_CHECKING:
     from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
 
     Advantages = tuple[torch.Tensor, torch.Tensor | None]
-    """Of each token, [B, T]; and returns [B, T], a critic's targets, of estimators that read values."""
+    """Advantages of tokens, [B, T], and returns, [B, T], the targets of a critic; None if no values are read."""
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """What an advantage estimator is given: the episodes of the batch over all replicas, in an order that every replica
-    computes alike, and this replica's rows."""
+    """Input of an advantage estimator: the batch's episodes over all replicas, and this replica's sequences.
+
+    The E episodes have the same order on every replica.
+    """
 
     rewards: torch.Tensor
-    """float32 [E], shaped; an episode of several rows has it once."""
+    """float32 [E]: shaped reward of each episode, counted once however many sequences the episode has."""
     groups: torch.Tensor
-    """int64 [E] ids."""
+    """int64 [E]: group id of each episode."""
     lengths: torch.Tensor
-    """int64 [E] sampled tokens over all of its rows, each counted once."""
+    """int64 [E]: sampled tokens over all sequences of each episode; shared tokens count once."""
     penalties: torch.Tensor
-    """float32 [E] KL penalty over all of its trained tokens, at most 0 in the mean."""
+    """float32 [E]: KL penalty summed over all trained tokens of each episode; at most 0 in expectation."""
     of_row: torch.Tensor
-    """int64 [B] episode of each of this replica's rows."""
+    """int64 [B]: index of the episode of each of this replica's sequences."""
     token_rewards: torch.Tensor
-    """float32 [B, T]: the shaped reward of a row on its last trained token, the workflow's `token_rewards` on the last
-    trained token before them, and the KL penalty where it arises. Each row of an episode has the whole reward."""
+    """float32 [B, T]: sum of three rewards per token.
+
+    The shaped reward is on the last trained token of a sequence; each sequence of an episode has the whole reward. The
+    workflow's `token_rewards` are on the last trained token at or before theirs. The KL penalty is on its own token.
+    """
     parts: dict[str, torch.Tensor]
-    """float32 [E] each: the parts of rewards as the reward function gave them, not shaped; none of plain numbers."""
+    """Unshaped reward components by name, float32 [E] each; empty if the reward function returns plain numbers."""
     batch: TensorDict
-    """This replica's rows; with `values`, where there is a critic."""
+    """This replica's sequences; with `values` if there is a critic."""
 
     def to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
-        """An advantage per episode, [E], on each of its trained tokens, [B, T]."""
+        """Copy the advantage of each episode, [E], to all its trained tokens, [B, T]."""
         return torch.where(self.batch["loss_mask"], advantages[self.of_row][:, None], 0.0)
 
 
 def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
-    """`normalised` rewards of episodes, with their KL penalty if there is one, on each of their tokens; rewards per
-    turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6), and 0
-    where that is not positive: MaxRL (arXiv 2602.02710), for rewards of at least 0."""
+    """Return the normalized reward of each episode, including its KL penalty, as the advantage of all its tokens.
+
+    See `normalize`. Rewards per turn are not read. With `std="mean"`, the result is (r - mean) / (mean + 1e-6), with
+    the mean of the group as the divisor. It is 0 if that mean is not positive. This is MaxRL (arXiv 2602.02710), for
+    rewards of at least 0.
+    """
     rewards = outcomes.rewards + outcomes.penalties
     over = normalization_scope(rewards, outcomes.groups)
     advantages = normalize(rewards, over[mean], over.get(std), leave_one_out)
@@ -77,15 +86,17 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
 
 
 def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
-    """GDPO (arXiv 2601.05242, section 3): each part of the reward is normalized in its group, and the weighted sum of
-    them over the batch, so that what is equal in one part does not hide what differs in another.
+    """Return the advantages of GDPO (arXiv 2601.05242, section 3).
+
+    Each reward component is normalized within its group. The weighted sum of the components is then normalized over the
+    batch. A component that does not vary within a group therefore does not hide differences in another one.
 
     Args:
-        outcomes: with `parts`.
-        weights: of parts; 1 where a part has none.
+        outcomes: episodes with reward components (`parts`).
+        weights: weight of each component by name, 1 by default.
 
     Raises:
-        DataError: the rewards have no parts, or a weight is of none of them.
+        DataError: the rewards have no components, or a weight names a component that does not exist.
     """
     weights = weights or {}
     if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
@@ -102,32 +113,34 @@ def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None)
 
 
 def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
-    """The discounted sum of a token's own reward and those that follow it (Williams 1992)."""
+    """Return the discounted sum of the rewards of a token and all later tokens (Williams 1992)."""
     rewards = outcomes.token_rewards
     return gae(rewards, torch.zeros_like(rewards), outcomes.batch["loss_mask"], gamma, 1.0)[0], None
 
 
 def generalized(outcomes: Outcomes, *, gamma: float, lam: float, unit: str) -> Advantages:
-    """`gae` with the critic's values, of rewards per token."""
+    """Return `gae` of the rewards per token, with the critic's values."""
     batch = outcomes.batch
     return gae(outcomes.token_rewards, batch[VALUES_KEY], batch["loss_mask"], gamma, lam, unit)
 
 
 def normalization_scope(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, Groups | None]:
-    """Statistics of what a mean or std is taken over, by its name."""
+    """Return the statistics of each scope of `NORMALIZATION_SCOPES`, by its name; None for `none`."""
     return {"none": None, "group": group_by_id(values, group_ids), "batch": group_by_id(values)}
 
 
 def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> dict[str, float | None]:
-    """Shape the rewards of a batch, and add `advantages` and, where there is a critic, `returns`, [B, T] each, 0 where
-    not trained (collective).
+    """Shape the rewards of a batch and add `advantages`, and `returns` with a critic (collective).
+
+    Both entries are [B, T] and 0 where not trained.
 
     Returns:
-        `groups/trained`, `groups/singleton` (those of one episode) and `groups/zero_variance` (of several with equal
-        rewards), counted over all replicas; `reward/shaped` and `length/mean` (sampled tokens), means over episodes.
+        `groups/trained`, `groups/singleton` (groups of one episode) and `groups/zero_variance` (groups of several
+        episodes with equal rewards), counted over all replicas. Also `reward/shaped` and `length/mean` (sampled
+        tokens), means over episodes.
 
     Raises:
-        DataError: there are rewards of single turns, which the estimator would pass over.
+        DataError: the batch has rewards of single turns, and the estimator does not read them.
     """
     if "token_rewards" in batch and not config.advantage.reads_tokens:  # on all ranks or on none
         raise DataError(
@@ -184,9 +197,9 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
 def shape_rewards(
     rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, config: RewardConfig
 ) -> torch.Tensor:
-    """Overlong penalty, scale, bias, clip and normalisation, in this order; float32 [E]."""
+    """Apply overlong penalty, scale, bias, clip and normalization, in this order; float32 [E]."""
     if config.overlong_max:
-        # DAPO's own setting: 4096 of 20480 tokens
+        # the default is a fifth, as in DAPO: 4096 of 20480 tokens
         cache = config.overlong_cache or max(config.overlong_max // 5, 1)
         rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
     rewards = shape(rewards, config.scale, config.bias, config.clip)

@@ -1,4 +1,4 @@
-"""The objective of one packed micro-batch: policy loss, correction, masks, KL and entropy, as one weighted sum."""
+"""The objective of one packed micro-batch: a weighted sum of policy loss, correction, masks, KL and entropy."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 
 Regulariser = Callable[[TokenOutputs, PolicyTerms, PackedBatch], torch.Tensor]
-"""A term of the loss beside the policy loss, a property of the policy at a token whoever sampled it: [N] with gradient,
-0 where not trained."""
+"""A loss term added to the policy loss, [N] with gradient, 0 where not trained.
+
+It depends only on the current policy at each token, so corrections for the sampling policy do not apply to it.
+"""
 
 
 def kl_penalty(config: KLConfig, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
-    """coef KL(policy || reference); a `Regulariser`."""
+    """Return coef KL(policy || reference) of each token; a `Regulariser`."""
     reference = torch.where(terms.trained, packed["ref_logprobs"], 0.0)
     divergence = kl_estimate(terms.logprobs, reference, config.estimator)
     return config.coef * (weighted_kl(divergence, terms.ratio) if config.weighted else divergence)
 
 
 def entropy_bonus(coef: float, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
-    """-coef H(policy); a `Regulariser`.
+    """Return -coef H(policy) of each token; a `Regulariser`.
 
     Raises:
         EngineError: the engine's entropy has no gradient.
@@ -52,30 +54,36 @@ def entropy_bonus(coef: float, outputs: TokenOutputs, terms: PolicyTerms, packed
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What the engine minimises: see `__call__`. Every factor that is not theta's is detached."""
+    """The loss that the engine minimizes; see `__call__`. Factors that do not depend on theta are detached."""
 
     loss: Callable[[PolicyTerms], TokenLoss]
-    """The policy loss of tokens."""
+    """Policy loss of each token."""
     proximal: Proximal
-    """Gives the old log-probs."""
+    """Source of the old log-probs."""
     of_rows: bool = False
-    """The loss sees the ratio of a token's row instead of its own."""
+    """Whether the loss uses the ratio of a token's sequence instead of the token's ratio."""
     correction: Callable[[OffPolicy], Weights] | None = None
-    """Weights of tokens."""
+    """Correction weight of each token, or None for no correction."""
     masks: tuple[Callable[[OffPolicy], torch.Tensor], ...] = ()
-    """Each says which tokens are dropped."""
+    """Masks; each returns the tokens that it drops."""
     regularisers: tuple[Regulariser, ...] = ()
-    """KL and entropy."""
+    """Added loss terms: KL penalty and entropy bonus."""
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        """`(loss_sum, stats)`, over the trained tokens t of the micro-batch:
+        """Return `(loss_sum, stats)` over the trained tokens t of the micro-batch.
 
-        sum of w_t (c_t loss_t + kl.coef KL_t - entropy_coef H_t), where w is the weight of aggregation and staleness
-        (`loss_weights`), c the correction between server and trainer with its masks, loss the policy loss.
+        loss_sum = sum_t w_t (c_t loss_t + kl.coef KL_t - entropy_coef H_t)
 
-        Statistics, means over trained tokens: the marks of loss and correction (`clip/low`, `correction/capped`, ...),
-        `ratio/mean`, `ratio/max`, `correction/mean`, `correction/masked`, `entropy/mean`, `kl/old_k1`, `kl/old_k3`,
-        `kl/beh_...`, `kl/ref_...`, and `weight/mean`, `weight/square` (see `effective_fraction`).
+        - w: weight from aggregation and staleness (`loss_weights`).
+        - c: correction between server and trainer, including the masks.
+        - loss: policy loss.
+
+        All statistics except `ratio/max` are means over trained tokens:
+
+        - marks of loss, correction and masks: `clip/low`, `correction/capped`, `correction/masked`, ...
+        - ratio and correction weight: `ratio/mean`, `ratio/max`, `correction/mean`.
+        - entropy and divergences: `entropy/mean`, `kl/old_k1`, `kl/old_k3`, `kl/beh_...`, `kl/ref_...`.
+        - moments of the weights, for `effective_fraction`: `weight/mean`, `weight/square`.
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
@@ -92,7 +100,7 @@ class PolicyLoss:
         return loss, stats | diagnostics(outputs, terms, old, correction, packed)
 
     def _correct(self, off: OffPolicy, marks: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Stats]:
-        """The detached weight of each token, [N], 0 where not trained, and its statistics; adds to the marks."""
+        """Return the detached weight of each token, [N], 0 where not trained, and its statistics; extend `marks`."""
         weight, stats = off.trained.to(off.log_ratio.dtype), Stats()
         if self.correction is not None:
             weight, found = check_finite("algorithm.correction", self.correction(off), off.trained)
@@ -107,10 +115,17 @@ class PolicyLoss:
 
 
 def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a part gave back, if it is `(values [N], marks)`: a wrong shape would broadcast, and train on nonsense.
+    """Return the output of a component after checking that it is a pair `(values [N], marks)`.
+
+    A tensor of another shape would broadcast silently and give a wrong loss.
+
+    Args:
+        setting: setting that selects the component, for the message.
+        found: output of the component.
+        trained: bool [N]; every tensor of the output must have its shape.
 
     Raises:
-        ConfigError: names the setting, what was expected and what was found.
+        ConfigError: the output has another type or shape.
     """
     pair = found if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else (found, {})
     shapes = [
@@ -129,7 +144,7 @@ def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch
 def diagnostics(
     outputs: TokenOutputs, terms: PolicyTerms, old: torch.Tensor, correction: torch.Tensor, packed: PackedBatch
 ) -> Stats:
-    """What is reported of every policy loss; see `PolicyLoss.__call__`."""
+    """Return the statistics that every policy loss reports; see `PolicyLoss.__call__`."""
     trained, count = terms.trained, terms.trained.sum().float()
     ratio = torch.where(trained, terms.ratio, 0.0)
     apart = {
@@ -152,13 +167,14 @@ def diagnostics(
 
 
 def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
-    """The parts of an algorithm as one loss.
+    """Build one loss from the components of an algorithm.
 
     Args:
+        config: settings of the algorithm.
         minibatches: optimizer steps per training batch.
 
     Raises:
-        ConfigError: a part is not installed, its constants are not those that it takes, or parts do not go together.
+        ConfigError: a component is not installed, has wrong constants, or is incompatible with another one.
     """
     masks = load_components(config.mask)
     whole = any(hasattr(mask, "prepare") for mask in masks)
@@ -176,11 +192,10 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
 
 
 def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
-    """Call a policy loss on made-up tokens, some of which are not trained, and look at what it gives.
+    """Call a policy loss on synthetic tokens, one of them untrained, and check its output.
 
     Raises:
-        ConfigError: it gives something else than a number per token and marks, or numbers without a gradient, with
-            which nothing would be learned.
+        ConfigError: the output is not one loss per token with marks, or the losses have no gradient.
     """
     logprobs = torch.linspace(-3.0, -0.1, 8, requires_grad=True)
     trained = torch.arange(8) != 4
@@ -195,8 +210,11 @@ def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
 
 
 def effective_fraction(stats: dict[str, Any]) -> None:
-    """Replace `weight/mean` and `weight/square` of a minibatch by `weight/effective`: the effective sample size of its
-    tokens' weights pi_theta / pi_behaviour as a fraction of the tokens (Kish 1965), 1 where all weigh the same."""
+    """Replace `weight/mean` and `weight/square` by `weight/effective`.
+
+    This is the effective sample size of the tokens' weights pi_theta / pi_behavior as a fraction of the number of
+    tokens (Kish 1965). It is 1 if all weights are equal.
+    """
     if "weight/mean" in stats:
         mean, square = stats.pop("weight/mean"), stats.pop("weight/square")
         stats["weight/effective"] = mean**2 / square if square else 0.0

@@ -1,5 +1,7 @@
-"""Where the proximal ("old") log-probs come from: those of the policy at the start of the update, to which ratios are
-taken."""
+"""Sources of the proximal ("old") log-probs.
+
+These are the log-probs of the policy at the start of the update, the denominator of the policy ratio.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ if TYPE_CHECKING:
     from rl_contracts.engine import TokenOutputs, TrainEngine
 
 PROXIMAL_KEY = "prox_logprobs"
-"""float32 [B, T], where a forward pass before the update computes them."""
+"""Batch entry, float32 [B, T]: proximal log-probs from a forward pass before the update."""
 
 
 @dataclass(frozen=True)
 class Proximal:
-    """A way to get them."""
+    """A source of proximal log-probs."""
 
     logprobs: Callable[[TokenOutputs, PackedBatch], torch.Tensor]
-    """Of a packed micro-batch in its loss, [N]; may hold anything where not trained."""
+    """Returns the proximal log-probs of a packed micro-batch, [N]; untrained tokens may have any value."""
     prepare: Callable[[TensorDict, TrainEngine], None] = lambda batch, engine: None
-    """Adds to a batch what `logprobs` needs (collective)."""
+    """Adds the batch entries that `logprobs` reads (collective)."""
 
 
 def _recompute(batch: TensorDict, engine: TrainEngine) -> None:

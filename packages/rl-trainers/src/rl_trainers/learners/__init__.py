@@ -1,1 +1,1 @@
-"""What learns from a batch: policy actor, critic, supervised and preference learners."""
+"""Learners: policy actor, critic, supervised learning and preference learning."""

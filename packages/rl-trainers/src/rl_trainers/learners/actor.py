@@ -1,4 +1,4 @@
-"""The policy that learns: from a batch of answers to one new version of the weights."""
+"""The policy actor, which turns a batch of completions into the next version of the policy's weights."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 GROUP_TOKENS_KEY = "group_tokens"
-"""float32 [B]: trained tokens of a row's group in the whole batch, where the aggregation is `prompt_mean`."""
+"""Batch entry, float32 [B]: trained tokens of a sequence's group in the whole batch; only for `prompt_mean`."""
 
 
 class PolicyActor:
     """Computes advantages and proximal log-probs once per batch, then takes `minibatches` optimizer steps.
 
-    Every rank makes the same calls; a rank's batch is its share of the rows, with the entry `minibatch`.
+    Every rank makes the same calls. A rank's batch holds the sequences assigned to it, with the entry `minibatch`.
 
     Args:
         engine: holds the policy.
         algorithm: advantages, loss, aggregation and correction.
         minibatches: optimizer steps per training batch.
-        reference: holds the frozen reference policy, where `algorithm.kl` asks for one.
-        critic: estimates values, where `algorithm.advantage.kind` is `gae`; learns with the policy.
+        reference: holds the frozen reference policy; required unless `algorithm.kl.place=none`.
+        critic: estimates values and learns with the policy; required with `algorithm.advantage.kind=gae`.
 
     Raises:
-        ConfigError: the algorithm needs a reference or critic that is not given, or a part of it is not installed.
+        ConfigError: a required reference or critic is missing, or a component of the algorithm is not installed.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class PolicyActor:
 
     @property
     def version(self) -> int:
-        """Training batches applied."""
+        """Number of training batches applied."""
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add `advantages`, `loss_weights` and, where they are needed, `ref_logprobs`, `values`, `returns`, and what
-        the proximal policy and the masks need, [B, T] each (collective).
+        """Add the entries that `update` reads, [B, T] each (collective).
+
+        These are `advantages`, `loss_weights` and the entries that the proximal policy and the masks need. A reference
+        adds `ref_logprobs`; a critic adds `values` and `returns`.
 
         Returns:
-            `groups/trained`, `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped`
-            (mean over episodes);
-            with a critic, `critic/explained_variance`.
+            The metrics of `assign_credit`, and `critic/explained_variance` with a critic.
 
         Raises:
-            DataError: the batch is not valid, or holds a trained token from a version later than the current one.
+            DataError: the batch is not valid, or has a trained token from a version later than the current one.
         """
         validate(batch)
         if bool((batch["versions"] > self.version)[batch["loss_mask"]].any()):
@@ -103,10 +103,12 @@ class PolicyActor:
         return figures
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
+        """Learn from a prepared batch (collective).
+
+        The version advances by one unless every minibatch was skipped.
 
         Returns:
-            the engine's statistics over the minibatches (see `take_steps`), and the critic's, under `critic/`.
+            The engine's statistics over the minibatches (see `take_steps`), and those of the critic under `critic/`.
         """
         figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
         effective_fraction(figures)
@@ -115,7 +117,7 @@ class PolicyActor:
         try:
             return figures | self.critic.update(batch)
         except StopRequestedError as stop:
-            stop.weights_unchanged = False  # the policy has learned
+            stop.weights_unchanged = False  # the policy has already been updated
             raise
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
@@ -131,7 +133,7 @@ class PolicyActor:
         return tokens[torch.searchsorted(names, batch["group_ids"])]
 
     def _weights(self, batch: TensorDict) -> torch.Tensor:
-        """Weight of each token's loss, by aggregation and staleness, float32 [B, T]."""
+        """Return the weight of each token's loss from aggregation and staleness, float32 [B, T]."""
         learn, aggregation = batch["loss_mask"], self.algorithm.aggregation
         if aggregation.kind == "prompt_mean":
             batch[GROUP_TOKENS_KEY] = self._group_tokens(batch)
@@ -143,16 +145,15 @@ class PolicyActor:
 
 
 def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = None) -> dict[str, float | None]:
-    """One training step on a saved batch, without servers (collective): the first tool for every question about
-    numbers.
+    """Repeat one training step on a saved batch, without servers, to debug its numbers (collective).
 
     Args:
         actor: holds the weights to start from.
-        path: a file that `Books` saved (`batches/step_<n>-version_<v>.safetensors`).
-        version: the trainer's version at that step; None: the latest version of a token in the batch.
+        path: a batch file saved by `RunLog` (`batches/step_<n>-version_<v>.safetensors`).
+        version: the trainer's version at that step, or None for the latest version of a token in the batch.
 
     Returns:
-        statistics of `prepare` and `update`, the same on every rank and for every number of ranks.
+        Metrics of `prepare` and `update`, the same on every rank and for every number of ranks.
 
     Raises:
         DataError: the file is not a saved batch.

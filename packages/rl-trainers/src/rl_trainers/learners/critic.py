@@ -1,4 +1,4 @@
-"""The critic: a model of values that learns beside the policy."""
+"""The critic, a value model that learns together with the policy."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class ValueLoss:
     """The clipped value loss of one packed micro-batch."""
 
     clip: float
-    """Distance from the old value at which the value is clipped; 0 for none."""
+    """Distance from the old value at which the value is clipped; 0 disables clipping."""
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        """`(sum over trained tokens, stats)`: `value/mean`, `return/mean`, `clip/value`."""
+        """Return `(loss_sum, stats)` over trained tokens.
+
+        The statistics are `value/mean`, `return/mean` and `clip/value` (fraction with a larger clipped loss).
+        """
         trained = packed["loss_mask"]
         values, old, returns = (
             torch.where(trained, x, 0.0) for x in (values_of(outputs), packed[VALUES_KEY], packed[RETURNS_KEY])
@@ -47,12 +50,15 @@ class ValueLoss:
 
 
 class Critic:
-    """Estimates values, and learns from the returns (every method is collective).
+    """Estimates values and learns from the returns (every method is collective).
 
     Args:
         engine: a model with a value head, whose outputs have `values`.
-        clip: of the value loss; 0 for none.
-        minibatches: optimizer steps per training batch, the policy's.
+        clip: clip distance of the value loss; 0 disables clipping.
+        minibatches: optimizer steps per training batch, the same as for the policy.
+
+    Raises:
+        ConfigError: `clip` is negative.
     """
 
     def __init__(self, engine: TrainEngine, clip: float = 0.2, minibatches: int = 1) -> None:
@@ -60,26 +66,29 @@ class Critic:
         self.engine, self.clip, self.minibatches = engine, clip, minibatches
 
     def values(self, batch: TensorDict) -> torch.Tensor:
-        """Value before each token, float32 [B, T]; entry t from the hidden state at t - 1."""
+        """Return the value before each token, float32 [B, T]; entry t comes from the hidden state at t - 1."""
         return self.engine.forward(batch, lambda outputs, _: values_of(outputs))
 
     def explained_variance(self, batch: TensorDict) -> float | None:
-        """How much of the returns the values of the batch explain: 1 is all; None where returns do not vary."""
+        """Return the fraction of the variance of the returns that the values explain, at most 1.
+
+        Returns None if the returns do not vary.
+        """
         sums = variance_sums(batch[VALUES_KEY], batch[RETURNS_KEY], batch["loss_mask"])
         return explained_variance(self.engine.parallel.sum_over_replicas(sums))
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
-        """One optimizer step per minibatch, towards `returns`.
+        """Take one optimizer step per minibatch towards `returns`.
 
         Returns:
-            the engine's statistics over the minibatches, under `critic/`.
+            The engine's statistics over the minibatches, under `critic/`.
         """
         found = take_steps(self.engine, batch, ValueLoss(self.clip), trained_tokens, self.minibatches)
         return {f"critic/{name}": value for name, value in found.items()}
 
 
 def values_of(outputs: TokenOutputs) -> torch.Tensor:
-    """The values of a model's outputs.
+    """Return the values of a model's outputs.
 
     Raises:
         EngineError: the model has no value head.

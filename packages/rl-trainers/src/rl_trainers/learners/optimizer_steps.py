@@ -1,4 +1,4 @@
-"""The optimizer steps of a training batch, whatever is learned from it."""
+"""The optimizer steps of a training batch, shared by all learners."""
 
 from __future__ import annotations
 
@@ -19,30 +19,37 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 STEP_METRICS = ("grad_norm", "lr", "applied")
-"""Figures of an optimizer step; all others are means over its tokens (`loss`: over what the loss is divided by)."""
+"""Statistics of a whole optimizer step. All others are means over its tokens, and `loss` over the loss denominator."""
 
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
-    """A rank's part of a denominator: its trained tokens."""
+    """Return a rank's contribution to a denominator, counted in trained tokens."""
     return batch["loss_mask"].sum().float()
 
 
 def take_steps(
     engine: TrainEngine, batch: TensorDict, loss: LossFn, weigh: LossWeightFn, minibatches: int = 1
 ) -> dict[str, float | None]:
-    """One optimizer step per minibatch; the version advances by one, unless no step was applied (collective).
+    """Take one optimizer step per minibatch (collective).
 
-    A minibatch without anything to learn from (a short last batch has fewer rows than minibatches; every row may be
-    masked) is skipped and counted.
+    The version advances by one unless no step was applied. A minibatch with a denominator of 0 is skipped and counted.
+    All its sequences may be masked, or a short last batch may have fewer sequences than minibatches.
 
     Args:
-        batch: this rank's rows; with `minibatch`, where there are several.
-        weigh: a minibatch's part of the denominator.
+        engine: the model that learns.
+        batch: this rank's sequences; with the entry `minibatch` if there are several minibatches.
+        loss: loss of a packed micro-batch.
+        weigh: returns a minibatch's contribution to the denominator.
+        minibatches: optimizer steps per batch.
 
     Returns:
-        the engine's statistics over all minibatches: means weighted by the tokens (`loss`: by the denominator) of each,
-        the largest of `.../max`, the sum of `tokens`, plain means of `STEP_METRICS`; and `minibatches/empty`. With
-        nothing to learn from at all `applied` is 0 and there is no other statistic.
+        The engine's statistics over all minibatches, and `minibatches/empty`. Names ending in `/max` are combined by
+        maximum, `tokens` by sum, and `STEP_METRICS` by plain mean. `loss` is a mean weighted by the denominators, and
+        the others are means weighted by trained tokens. If every minibatch was skipped, the engine's statistics are
+        replaced by `applied`, which is 0.
+
+    Raises:
+        StopRequestedError: the step was abandoned; `weights_unchanged` is set if no optimizer step was taken.
     """
     steps, weights, empty = [], [], 0
     for number in range(minibatches):

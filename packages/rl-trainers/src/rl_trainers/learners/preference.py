@@ -1,4 +1,4 @@
-"""Learning from preference pairs: a reward model, or a policy by DPO or IPO, as learners for the common loop."""
+"""Learning from preference pairs: reward-model, DPO and IPO losses for the common training loop."""
 
 from __future__ import annotations
 
@@ -24,32 +24,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class PreferenceConfig(Settings):
-    """How a policy learns from pairs."""
+    """Settings for learning a policy from preference pairs."""
 
     setting: ClassVar[str] = "preference"
     reads: ClassVar[Reads] = {"loss": {"dpo": {"label_smoothing"}, "ipo": set(), "ipo_sum": set()}}
     loss: str = choice("dpo", ("dpo", "ipo", "ipo_sum"))
-    """`dpo` (arXiv 2305.18290); `ipo` (arXiv 2310.12036), with log-probs averaged over an answer's tokens as in TRL; or
-    `ipo_sum`, with their sums."""
+    """Preference loss: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036, with log-ratios averaged over a completion's
+    tokens as in TRL), or `ipo_sum` (with summed log-ratios)."""
     beta: float = bounded(0.1, "more than 0", lambda beta: beta > 0)
-    """Strength of the pull to the reference policy (IPO: tau)."""
+    """Strength of the regularization towards the reference policy (tau in IPO)."""
     label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda fraction: 0 <= fraction < 0.5)
-    """Share of pairs that are taken to be labelled the wrong way round (conservative DPO); 0: none."""
+    """Assumed fraction of pairs with swapped labels (conservative DPO); 0 disables smoothing."""
 
 
 def preference_rows(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
 ) -> list[Trajectory]:
-    """Two trajectories per pair, chosen (reward 1) and rejected (reward 0), of the same group. What the model learns
-    from is the last assistant turn; what comes before it is the prompt.
+    """Return two trajectories per pair, chosen (reward 1) and rejected (reward 0), in the same group.
+
+    Only the last assistant turn is trained; everything before it is the prompt.
 
     Args:
-        rows: each with the conversations `chosen` and `rejected`, and `tools` where they have any.
-        truncate: cut conversations at `max_length` tokens.
+        rows: examples with the conversations `chosen` and `rejected`, and optionally `tools`.
+        renderer: turns conversations into tokens.
+        max_length: longest conversation, in tokens.
+        truncate: whether to cut longer conversations at `max_length` tokens.
 
     Raises:
-        DataError: a conversation has no assistant turn at its end or is longer than `max_length` tokens and
-            not cut, nothing of the turn is left, or both conversations of a pair are the same; names the row.
+        DataError: a conversation does not end with an assistant turn, is too long without `truncate`, or has no token
+            of that turn after truncation; or a pair has two equal conversations. The message names the row.
     """
     result = []
     for number, row in enumerate(rows):
@@ -76,7 +79,7 @@ def preference_rows(
 def _side(
     row: dict[str, Any], side: str, name: int, renderer: ChatRenderer, max_length: int, truncate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids of a conversation, and which of them are its last assistant turn."""
+    """Return the token ids of a conversation, and a mask of its last assistant turn."""
     messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
@@ -95,7 +98,11 @@ def _side(
 
 
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """`bradley_terry_loss` of the scores at the rows' last tokens."""
+    """Return the `bradley_terry_loss` of the scores at the last token of each sequence.
+
+    Raises:
+        EngineError: the model has no score head.
+    """
     if outputs.values is None:
         raise EngineError("reward model: the engine gives no scores; make it with a score head (`head=score`).")
     return bradley_terry_loss(packed.last_tokens(outputs.values), packed)
@@ -103,12 +110,12 @@ def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch
 
 @dataclass(frozen=True)
 class PolicyPreferenceLoss:
-    """DPO or IPO of one packed micro-batch that holds the reference's log-probs."""
+    """DPO or IPO loss of one packed micro-batch, which must have the reference policy's log-probs."""
 
     config: PreferenceConfig
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        """`(loss_sum, stats)`."""
+        """Return `(loss_sum, stats)`."""
         learn = packed["loss_mask"]
         ratios = packed.sequence_sums(torch.where(learn, outputs.logprobs - packed["ref_logprobs"], 0.0))
         if self.config.loss == "dpo":
@@ -119,5 +126,5 @@ class PolicyPreferenceLoss:
 
 
 def count_pairs(batch: TensorDict) -> torch.Tensor:
-    """A rank's part of the denominator: its pairs."""
+    """Return a rank's contribution to the denominator, counted in pairs."""
     return (batch["rewards"] > 0).sum().float()

@@ -1,4 +1,4 @@
-"""Learning from the rows of a data set: a source of batches and a learner for the common loop, and its evaluation."""
+"""Learning from the examples of a data set: a batch source, a learner and an evaluation for the training loop."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ __all__ = ["DataSource", "LossEvaluation", "LossLearner", "shard_sequences", "su
 def supervised_sequences(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
 ) -> list[Trajectory]:
-    """Return conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
+    """Return conversations as trajectories.
+
+    No model sampled them, so all versions are -1 and all log-probs 0.
 
     Args:
-        rows: each with `messages`, and `tools` where the conversation has any.
-        truncate: cut rows at `max_length` tokens.
+        rows: examples with `messages`, and optionally `tools`.
+        renderer: turns conversations into tokens.
+        max_length: longest conversation, in tokens.
+        truncate: whether to cut longer conversations at `max_length` tokens.
 
     Raises:
-        DataError: a row has nothing to learn from, is not shown whole by the chat template, or is longer than
-            `max_length` tokens and not cut; names it.
+        DataError: an example has no assistant token to learn from, has content that the chat template omits, or is
+            too long without `truncate`. The message names the row.
     """
     result = []
     for number, row in enumerate(rows):
@@ -66,10 +70,13 @@ def supervised_sequences(
 def rendered(
     renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Return `render_sft` of a conversation that the chat template shows whole.
+    """Return `render_sft` of a conversation, after checking that the chat template renders all of it.
+
+    Args:
+        where: name of the conversation, for messages.
 
     Raises:
-        DataError: the template does not show everything, or rejects the conversation; names the row.
+        DataError: the template omits content or rejects the conversation. The message begins with `where`.
     """
     try:
         renderer.require_rendered(messages, tools)
@@ -79,11 +86,11 @@ def rendered(
 
 
 class DataSource:
-    """Batches of data rows for the training loop; every rank reads the same rows and keeps its share.
+    """Batches of examples for the training loop; every rank reads the same examples and keeps its shard.
 
     Args:
-        batches: rows of each batch; with `state_dict` and `load_state_dict`, where the run is to be saved.
-        to_batch: this rank's part of them, as a batch.
+        batches: examples of each batch; must have `state_dict` and `load_state_dict` for recovery checkpoints.
+        to_batch: turns the examples of a batch into this rank's shard.
     """
 
     def __init__(
@@ -95,7 +102,11 @@ class DataSource:
         self._returned = False
 
     def next_batch(self) -> TensorDict:
-        """This rank's rows of the next batch; StopIteration at the end of the data."""
+        """Return this rank's sequences of the next batch.
+
+        Raises:
+            StopIteration: the data is exhausted.
+        """
         if not self._returned:
             self._before = self._stateful().state_dict() if self.can_be_saved else {}
             self._rows = next(self._batches)
@@ -104,27 +115,31 @@ class DataSource:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the loader says its position."""
+        """Whether the loader can save its position."""
         return isinstance(self._loader, Stateful)
 
     def return_batch(self) -> None:
-        """Take the last batch back, so that it is the next one."""
+        """Take back the last batch, so that `next_batch` returns it again."""
         self._returned = True
 
     def end_step(self, version: int) -> None:
-        """Nothing waits for it."""
+        """Do nothing; a data set does not depend on the trainer's version."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, as its loader says it.
+        """Return the position in the data, as saved by the loader.
 
         Raises:
-            ConfigError: the loader cannot be saved.
+            ConfigError: the loader cannot save its position.
         """
         loader = self._stateful()
         return self._before if self._returned else loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position.
+
+        Raises:
+            ConfigError: the loader cannot restore a position.
+        """
         self._stateful().load_state_dict(state)
         self._batches = iter(self._loader)
 
@@ -138,8 +153,10 @@ class DataSource:
 
 
 def shard_sequences(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
-    """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated. Rows of one group,
-    such as a preference pair, are not parted."""
+    """Return this replica's token-balanced shard of sequences that every replica has, about [B / dp_size].
+
+    The shard is validated. Sequences of one group, such as a preference pair, stay together.
+    """
     batch = stack(rows)
     batch[UNIT_KEY] = batch["group_ids"].clone()
     local = shard_batch(batch, parallel)
@@ -148,13 +165,13 @@ def shard_sequences(rows: Sequence[Trajectory], parallel: ParallelContext) -> Te
 
 
 class LossLearner:
-    """One optimizer step per batch, of any loss that needs nothing but the rows: cross entropy, preference pairs.
+    """Takes one optimizer step per batch, for losses that depend only on the data: cross entropy and preference pairs.
 
     Args:
-        engine: what learns: a language model, or a reward model.
-        loss: what is minimised.
-        weigh: a batch's part of what the loss is divided by: `trained_tokens`, or pairs.
-        reference: a frozen policy whose log-probs the loss compares with.
+        engine: the language model or reward model that learns.
+        loss: loss to minimize.
+        weigh: returns a batch's contribution to the loss denominator, such as `trained_tokens` or `count_pairs`.
+        reference: frozen policy whose log-probs the loss needs, or None.
     """
 
     def __init__(
@@ -168,26 +185,29 @@ class LossLearner:
 
     @property
     def version(self) -> int:
-        """Training batches applied."""
+        """Number of training batches applied."""
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add `ref_logprobs`, [B, T], at the reference's weights, where there is one (collective)."""
+        """Add `ref_logprobs`, [B, T], if there is a reference (collective)."""
         if self.reference is not None:
             batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
         return {}
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Take the step; the version advances unless it was skipped (collective)."""
+        """Take one optimizer step; the version advances unless the step was skipped (collective)."""
         return take_steps(self.engine, batch, self.loss, self.weigh)
 
 
 class LossEvaluation:
-    """A learner's loss on held-out rows, and of pairs how often the chosen answer is preferred.
+    """Evaluates a learner's loss on held-out examples, and for pairs the preference accuracy.
+
+    Construction is collective: it adds the entries that the loss needs to the batch.
 
     Args:
-        batch: this rank's share of them; it is given what the loss needs (collective).
-        rows: how many there are on all ranks.
+        learner: the learner to evaluate.
+        batch: this rank's shard of the held-out sequences.
+        rows: number of held-out examples on all ranks.
     """
 
     def __init__(self, learner: LossLearner, batch: TensorDict, rows: int) -> None:

@@ -1,13 +1,14 @@
-"""Pure functions: tensors in, tensors or sums out. No engine, no logging, no state. In the order in which a batch meets
-them:
+"""Pure functions on tensors, without engine, logging or state.
 
-- `rewards`: what becomes of an episode's reward, and on which token it lies.
-- `advantages`: normalisation over groups and batches, generalized advantage estimation.
+The modules, in the order in which a batch uses them:
+
+- `reward_shaping`: shaping of an episode's reward, and its assignment to a token.
+- `advantages`: normalization over groups and batches, and generalized advantage estimation.
 - `aggregation`: the weight of each token, and the denominator.
-- `terms`: what a policy loss is given; `policy_losses`: clip, importance, reinforce, cispo, sapo.
-- `correction`: between the policy that sampled and the one that learns: weights, masks, interpolated log-probs.
-- `kl`: how far two policies are apart.
-- `other_losses`: cross entropy, pairs (reward model, DPO, IPO), values.
+- `policy_terms`: the input of a policy loss; `policy_losses`: clip, importance, reinforce, cispo, sapo.
+- `correction`: weights, masks and interpolated log-probs for the difference between sampling and learning policy.
+- `kl`: estimates of the divergence between two policies.
+- `value_and_preference_losses`: cross entropy, preference pairs (reward model, DPO, IPO) and values.
 
-A formula stands once, with its paper, in the docstring of the function that computes it.
+Each formula and its source are in the docstring of the function that computes it.
 """

@@ -1,5 +1,7 @@
-"""Advantages: of whole episodes from their rewards, and of tokens by generalized advantage estimation. Groups are found
-by id, never by position."""
+"""Advantages of episodes from their rewards, and of tokens by generalized advantage estimation.
+
+Groups are identified by their ids, never by position.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,32 @@ import torch
 __all__ = ["EPS", "Groups", "gae", "group_by_id", "moments", "normalize", "reverse_discounted_sum", "whiten"]
 
 EPS = 1e-6
-"""Added to every standard deviation that something is divided by."""
+"""Offset added to every standard deviation used as a divisor."""
 
 
 @dataclass(slots=True)
 class Groups:
-    """Numbers, and the statistics of the groups that they are in."""
+    """Assignment of E values to G groups, and the statistics of each group."""
 
     index: torch.Tensor
-    """int64 [E] group of each number, 0 to G - 1."""
+    """int64 [E]: group of each value, 0 to G - 1."""
     size: torch.Tensor
-    """float [G]."""
+    """float [G]: number of values."""
     mean: torch.Tensor
-    """float [G]."""
+    """float [G]: mean of the values."""
     std: torch.Tensor
-    """float [G] sample std (ddof 1); 0 of a group of one."""
+    """float [G]: sample standard deviation (ddof 1), 0 for a group of one."""
     flat: torch.Tensor
-    """bool [G] groups whose numbers do not differ, or that have one."""
+    """bool [G]: whether the values of the group are all equal; also True for a group of one."""
 
 
 def group_by_id(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> Groups:
-    """Statistics of `values`, float32 [E], in the groups of `group_ids`, int64 [E]; without ids all are one group."""
+    """Return the statistics of `values`, float32 [E], by group.
+
+    Args:
+        values: float32 [E].
+        group_ids: int64 [E], or None to put all values in one group.
+    """
     ids = torch.zeros(len(values), dtype=torch.int64) if group_ids is None else group_ids
     names, index = torch.unique(ids, return_inverse=True)
 
@@ -47,20 +54,23 @@ def group_by_id(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> 
 def normalize(
     values: torch.Tensor, mean: Groups | None, std: Groups | None, leave_one_out: bool = False
 ) -> torch.Tensor:
-    """(value - mean) / (std + 1e-6), where mean and std are each those of the value's group, or are left out.
+    """Return (value - mean) / (std + 1e-6), with mean and std of the value's group, either of which may be omitted.
 
-    With groups of answers to a prompt, and with one group of the whole batch, this is GRPO (arXiv 2402.03300, section
-    4.1.2: mean and std of the group), Dr. GRPO (arXiv 2503.20783: the mean alone), LitePPO (arXiv 2508.08221: mean of
-    the group, std of the batch) and RLOO (arXiv 2402.14740: the mean of the others).
+    The groups of `mean` and `std` can be the completions of one prompt ("group" below) or the whole batch:
+
+    - GRPO (arXiv 2402.03300, section 4.1.2): mean and std of the group.
+    - Dr. GRPO (arXiv 2503.20783): mean of the group, no std.
+    - LitePPO (arXiv 2508.08221): mean of the group, std of the batch.
+    - RLOO (arXiv 2402.14740): mean of the other completions of the group, no std.
 
     Args:
         values: float32 [E].
-        mean: groups whose mean is subtracted.
-        std: groups by whose std is divided.
-        leave_one_out: subtract the mean of the group's *other* numbers.
+        mean: groups whose mean is subtracted, or None.
+        std: groups whose std is the divisor, or None.
+        leave_one_out: whether to subtract the mean of the *other* values of the group.
 
     Returns:
-        [E]; 0 where the numbers of a group whose mean or std is taken do not differ, or there is one.
+        [E]; 0 where all values of a group used for mean or std are equal, or where it has only one value.
     """
     result = values
     if mean is not None:
@@ -80,16 +90,17 @@ def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """(A - mean) / (std + 1e-6) with the sample std over all masked values: the batch normalisation of REINFORCE++
-    (arXiv 2501.03262). Where they are all equal, 0.
+    """Return (A - mean) / (std + 1e-6) with mean and sample std over all masked values.
+
+    This is the batch normalization of REINFORCE++ (arXiv 2501.03262). If all masked values are equal, the result is 0.
 
     Args:
         values: float32, any shape.
-        mask: bool, same shape.
-        total: `moments` over all replicas.
+        mask: bool, same shape; True for the values that count.
+        total: `moments` summed over all replicas.
 
     Returns:
-        same shape, 0 where not masked.
+        Tensor of the same shape, 0 where `mask` is False.
     """
     count, first, second = total.tolist()
     mean = first / max(count, 1)
@@ -107,25 +118,27 @@ def gae(
     lam: float,
     unit: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE (arXiv 1506.02438, eqs. 11 to 16) with tokens or turns as time steps.
+    """Return the advantages and returns of GAE (arXiv 1506.02438, eqs. 11 to 16), with tokens or turns as time steps.
 
-    delta_k = r_k + gamma V_{k+1} - V_k and A_k = sum_l (gamma lam)^l delta_{k+l}, where k counts *trained* tokens:
-    what lies between two of them (tool output, say) takes no time. With `turn`, a run of neighbouring trained tokens is
-    one step: its value is that at its first token, its reward the sum over it, and all of its tokens have its advantage
-    and its return.
+    delta_k = r_k + gamma V_{k+1} - V_k
+    A_k = sum_l (gamma lam)^l delta_{k+l}
 
-    The value after the last is 0, also where the length limit ended the answer: the reward was given for the answer as
-    it stands, and what it would have earned had it gone on is not estimated. There is no bootstrapping.
+    Here k counts *trained* tokens, so untrained tokens such as tool output take no time. With `turn`, a run of adjacent
+    trained tokens is one step. The step's value is the value at its first token, and its reward is the sum over its
+    tokens. All its tokens get its advantage and return.
+
+    The value after the last step is 0, even if the length limit ended the completion. The reward was given for the
+    truncated completion, so there is no bootstrapping from the value of a continuation.
 
     Args:
         rewards: float [B, T]; read at trained tokens only.
-        values: float [B, T], entry t from the hidden state at t - 1: the value before token t.
+        values: float [B, T]; entry t is the value before token t, from the hidden state at t - 1.
         loss_mask: bool [B, T].
         gamma, lam: discount and lambda, 0 to 1.
         unit: `token` or `turn`.
 
     Returns:
-        advantages and returns (advantage + value of the step), float32 [B, T], 0 where not trained.
+        Advantages and returns (advantage + value of the step), float32 [B, T] each, 0 where not trained.
     """
     begins = loss_mask
     if unit == "turn":
@@ -152,7 +165,7 @@ def gae(
 
 
 def reverse_discounted_sum(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """sum over l of factor^l values[k + l], [B, K], by doubling: log2(K) vectorised passes instead of K."""
+    """Return the sum over l of factor^l values[k + l], [B, K], by doubling: log2(K) vectorized passes instead of K."""
     result, reach, power = values, 1, factor
     while reach < values.shape[1] and power:
         ahead = torch.nn.functional.pad(result[:, reach:], (0, reach))

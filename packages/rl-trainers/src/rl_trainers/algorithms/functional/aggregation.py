@@ -1,7 +1,7 @@
-"""How per-token losses become one number: a weight per token, and the denominator that the engine divides by, once.
+"""Reduction of token losses to one number, with a weight per token and a denominator.
 
-The denominator is counted over the whole minibatch (all micro-batches, all data-parallel replicas) from `loss_mask`,
-before any correction masks or weights a token.
+The engine divides by the denominator once. The denominator is counted from `loss_mask` over the whole minibatch (all
+micro-batches and data-parallel replicas), before any correction masks or weights a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ AGGREGATIONS: dict[str, Callable[[torch.Tensor, int, torch.Tensor | None], torch
     "prompt_mean": lambda weights, _, of_group: weights / _column(of_group),
     "constant_length": lambda weights, length, _: weights / length,
 }
-"""Weights of tokens, float32 [B, T], from 1 where trained, else 0, the constant length and the tokens of groups."""
+"""Functions that return token weights, float32 [B, T].
+
+The arguments are the loss mask as numbers (1 where trained, else 0), the constant length, and the trained tokens of
+each sequence's group.
+"""
 
 
 def _column(tokens: torch.Tensor | None) -> torch.Tensor:
@@ -33,19 +37,22 @@ def _column(tokens: torch.Tensor | None) -> torch.Tensor:
 def token_weights(
     loss_mask: torch.Tensor, aggregation: str, constant_length: int = 1, group_tokens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Weight of each token in the sum that is divided by `denominator`.
+    """Return the weight of each token in the sum that is divided by `denominator`.
 
-    A "sequence" is a row: an episode of several rows counts as several.
+    An episode of several sequences counts as several sequences. The aggregations are:
+
+    - `token_mean` (DAPO, arXiv 2503.14476, eq. 8): the mean over all tokens.
+    - `token_sum` (verl): the sum over all tokens.
+    - `prompt_mean` (SkyRL): the mean over the tokens of a group, averaged over groups.
+    - `sequence_mean_token_mean` (GRPO, arXiv 2402.03300, eq. 3): the mean over a sequence, averaged over sequences.
+    - `sequence_mean_token_sum`: the sum over a sequence, averaged over sequences.
+    - `constant_length` (Dr. GRPO, arXiv 2503.20783): `sequence_mean_token_sum` divided by a fixed length.
 
     Args:
         loss_mask: bool [B, T].
-        aggregation: `token_mean` (DAPO, arXiv 2503.14476, eq. 8): every token counts alike; `token_sum`: the sum over
-            all tokens (verl); `prompt_mean`: the mean over the tokens of a group, averaged over groups (SkyRL);
-            `sequence_mean_token_mean` (GRPO, arXiv 2402.03300, eq. 3): rows count alike, and tokens within a row;
-            `sequence_mean_token_sum`: the sum over a row, averaged over rows; `constant_length` (Dr. GRPO, arXiv
-            2503.20783): that, divided by a fixed length.
+        aggregation: name of the aggregation.
         constant_length: the L of `constant_length`, in tokens.
-        group_tokens: [B] trained tokens of each row's group in the whole batch, for `prompt_mean`.
+        group_tokens: [B], trained tokens of each sequence's group in the whole batch; for `prompt_mean`.
 
     Returns:
         float32 [B, T], 0 where not trained.
@@ -56,9 +63,12 @@ def token_weights(
 def denominator(
     loss_mask: torch.Tensor, aggregation: str, group_tokens: torch.Tensor | None = None, replicas: int = 1
 ) -> torch.Tensor:
-    """A rank's part of the denominator: trained tokens for `token_mean`, 1 in all for `token_sum`, groups for
-    `prompt_mean` (of one that is in several minibatches, its share of tokens), else rows with a trained token. float32
-    scalar."""
+    """Return a rank's contribution to the denominator, a float32 scalar.
+
+    The denominator over all ranks is the number of trained tokens for `token_mean`, 1 for `token_sum`, and the number
+    of groups for `prompt_mean`. A group spread over several minibatches contributes to each its fraction of trained
+    tokens. All other aggregations count the sequences with a trained token.
+    """
     if aggregation == "token_sum":
         return loss_mask.float().new_full((), 1.0 / replicas)
     if aggregation == "prompt_mean":

@@ -1,7 +1,9 @@
-"""Between the policy that sampled a token (`behaviour`) and the one at the start of the update (`old`).
+"""Corrections for the difference between the policy that sampled a token and the policy at the start of the update.
 
-Corrections make a detached factor of a token's loss of pi_old / pi_behaviour; masks drop tokens. The denominator of the
-aggregation is counted before they drop or shrink anything, so that dropping a token does not make the others louder.
+The two are called `behavior` and `old`.
+
+A correction turns pi_old / pi_behavior into a detached factor of a token's loss. A mask drops tokens. The denominator
+of the aggregation is counted before either one, so dropping a token does not increase the weight of the others.
 """
 
 from __future__ import annotations
@@ -19,23 +21,26 @@ if TYPE_CHECKING:
 
     AddUp = Callable[[torch.Tensor], torch.Tensor]
     Weights = tuple[torch.Tensor, dict[str, torch.Tensor]]
-    """Of each token, float [N] and detached; and marks, bool [N]: their fractions of trained tokens are reported."""
+    """Detached weights of tokens, float [N], and marks, bool [N] by name; see `rl_trainers.algorithms.components`."""
 
 
 @dataclass(slots=True)
 class OffPolicy:
-    """One packed micro-batch in the eyes of a correction or a mask."""
+    """Input of a correction or mask: one packed micro-batch of N tokens."""
 
     log_ratio: torch.Tensor
-    """[N] log pi_old - log pi_behaviour; detached, 0 where not trained."""
+    """[N]: log pi_old - log pi_behavior; detached, 0 where not trained."""
     trained: torch.Tensor
-    """bool [N]."""
+    """bool [N]: tokens that are trained."""
     packed: PackedBatch
-    """What else there is: `advantages`, `versions`, `truncated`, ..."""
+    """All other entries of the batch: `advantages`, `versions`, `truncated`, ..."""
 
     def ratio(self, level: str) -> torch.Tensor:
-        """pi_old / pi_behaviour [N]: of the `token`, of its row (`sequence`: the product over the row's trained tokens)
-        or the row's `geometric` mean per token."""
+        """Return pi_old / pi_behavior, [N], at a level of `LEVELS`.
+
+        The levels are the `token`, its `sequence` (the product over the sequence's trained tokens) and the `geometric`
+        mean over the sequence's trained tokens.
+        """
         return ratio_of(LEVELS[level](self))
 
 
@@ -44,44 +49,49 @@ LEVELS: dict[str, Callable[[OffPolicy], torch.Tensor]] = {
     "sequence": lambda off: off.packed.sequence_sums(off.log_ratio)[off.packed.sequence_of_token],
     "geometric": lambda off: sequence_means(off.log_ratio, off.trained, off.packed)[off.packed.sequence_of_token],
 }
-"""Log-ratios [N] by name."""
+"""Functions that return the log-ratios, [N], by level."""
 
 
 def plain_weights(off: OffPolicy, *, level: str) -> Weights:
-    """The ratio itself: importance sampling."""
+    """Return the ratio itself (importance sampling)."""
     return off.ratio(level), {}
 
 
 def truncated_weights(off: OffPolicy, *, level: str, cap: float, floor: float = 0.0) -> Weights:
-    """The ratio, at least `floor` and at most `cap`: truncated importance sampling (Ionides 2008; between server and
-    trainer: TIS, Yao et al. 2025; as the weight of the decoupled objective: AReaL, arXiv 2505.24298, eq. 5)."""
+    """Return the ratio clipped to [floor, cap]: truncated importance sampling (Ionides 2008).
+
+    It is used between server and trainer (TIS, Yao et al. 2025), and as the weight of the decoupled objective (AReaL,
+    arXiv 2505.24298, eq. 5).
+    """
     ratio = off.ratio(level)
     return ratio.clamp(floor, cap), {"correction/capped": (ratio > cap) | (ratio < floor)}
 
 
 def masked_weights(off: OffPolicy, *, level: str, floor: float, cap: float) -> Weights:
-    """The ratio where floor <= ratio <= cap, else 0: IcePop (Ring-1T, arXiv 2510.18855) of tokens, masked importance
-    sampling of sequences."""
+    """Return the ratio where floor <= ratio <= cap, else 0.
+
+    This is IcePop (Ring-1T, arXiv 2510.18855) for tokens, and masked importance sampling for sequences.
+    """
     ratio = off.ratio(level)
     dropped = outside_range(ratio, floor, cap)
     return ratio.masked_fill(dropped, 0.0), {"correction/masked": dropped}
 
 
 def ratio_mask(off: OffPolicy, *, level: str, low: float, high: float) -> torch.Tensor:
-    """Drop the tokens whose ratio (of their row, with the levels `sequence` and `geometric`) is below `low` or above
-    `high`; bool [N]."""
+    """Return the tokens to drop, bool [N]: those with a ratio at `level` below `low` or above `high`."""
     return outside_range(off.ratio(level), low, high)
 
 
 def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over: str = "token") -> torch.Tensor:
-    """Drop what diverges by more than `bound`, as verl's `rollout_rs`; bool [N].
+    """Return the tokens to drop, bool [N]: those with a divergence above `bound`, as in verl's `rollout_rs`.
 
     Args:
-        bound: largest divergence that is kept, in nats.
-        estimator: of a token, with r = pi_old / pi_behaviour: `k1` is |log r|, `k2` (log r)^2 / 2, `k3` r - 1 - log r.
-            Bounds of the ratio itself, verl's k1, are `ratio_mask`.
-        over: whose divergence is bounded: the `token`'s, or the `sum`, `mean` or `max` over the trained tokens of its
-            row, which is dropped as a whole.
+        off: the micro-batch.
+        bound: largest allowed divergence, in nats.
+        estimator: divergence of a token, with r = pi_old / pi_behavior. `k1` is |log r|, `k2` is (log r)^2 / 2, and
+            `k3` is r - 1 - log r. For bounds of the ratio itself, as in verl's k1, use `ratio_mask`.
+        over: `token` bounds the divergence of each token. `sum`, `mean` and `max` bound this statistic over the trained
+            tokens of a sequence and drop the whole sequence.
     """
     values = DIVERGENCES[estimator](off.log_ratio)
     if over == "token":
@@ -102,39 +112,43 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def outside_range(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Whether low <= ratio <= high does not hold, which it does not for a NaN."""
+    """Return where low <= ratio <= high does not hold; True for NaN."""
     return ~((ratio >= low) & (ratio <= high))
 
 
 def trust_region_tokens(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Tokens that a trust region may hold back: the policy has already moved the way the advantage pushes, (A > 0 and
-    ratio > 1) or (A < 0 and ratio < 1). PPO clips no others, and M2PO constrains no others (arXiv 2510.01161, section
-    5.2, "Only constrain trust-region tokens"). bool, same shape."""
+    """Return the tokens that a trust region may constrain; bool, same shape.
+
+    For these the policy has already moved in the direction of the advantage: (A > 0 and ratio > 1) or (A < 0 and ratio
+    < 1). PPO clips only these, and M2PO constrains only these (arXiv 2510.01161, section 5.2, "Only constrain
+    trust-region tokens").
+    """
     return log_ratio * advantages > 0
 
 
 def second_moment_outliers(
     log_ratio: torch.Tensor, minibatch: torch.Tensor, count: int, threshold: float, add_up: AddUp = lambda table: table
 ) -> torch.Tensor:
-    """Which tokens are dropped, so that the second moment of the others is bounded (M2PO, arXiv 2510.01161, algorithm
-    1).
+    """Return the tokens to drop so that the second moment of the others is bounded.
 
-    Of the trust-region tokens T of a minibatch the largest are masked until the mean of the rest, the estimate of the
-    second moment (eq. 4, over T), is at most `threshold`. Equal values stay or go together, so the result does not
-    depend on their order.
+    This is M2PO's mask (arXiv 2510.01161, algorithm 1).
 
-    The mean of all squares up to a value does not fall as the value grows, so the first value that makes it too large
-    is found digit by digit: the bits of |log-ratio|, which are ordered as it is, eight at a time, with the sum and
-    number of squares for each of 256 digits. That is all that holders of parts of the tokens exchange: four tables,
-    however many tokens there are.
+    Among the trust-region tokens T of a minibatch, the largest squared log-ratios are dropped. The mean of the rest
+    estimates the second moment (eq. 4, over T) and is then at most `threshold`. Equal values are kept or dropped
+    together, so the result does not depend on their order.
+
+    The mean of all squares up to a value does not decrease as that value grows. The smallest dropped value can
+    therefore be found by a radix search over the bits of |log-ratio|, which have the same order as the value. Each of
+    four rounds reads eight bits and builds a table with the sum and number of squares for each of the 256 digits. Ranks
+    exchange only these four tables, however many tokens there are.
 
     Args:
-        log_ratio: float32 [K], of this holder's trust-region tokens.
-        minibatch: int64 [K], to which each belongs.
-        count: minibatches.
-        threshold: tau_M2 (the paper: 0.04).
-        add_up: sums a float64 tensor over all holders. Where a mean is `threshold` to the last of float64's digits, the
-            order of the sum decides.
+        log_ratio: float32 [K], log-ratios of this rank's trust-region tokens.
+        minibatch: int64 [K], minibatch of each token.
+        count: number of minibatches.
+        threshold: tau_M2 (0.04 in the paper).
+        add_up: sums a float64 tensor over all ranks. If a mean equals `threshold` up to float64 rounding, the order of
+            summation decides.
 
     Returns:
         bool [K].
@@ -158,16 +172,16 @@ def second_moment_outliers(
 
 
 def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-    """log pi_old between the sampler and the policy that learns, by version and linear in the log (A-3PO, arXiv
-    2512.06547).
+    """Return log pi_old, interpolated between sampler and current policy by version (A-3PO, arXiv 2512.06547).
 
-    The update that begins at version v' makes v' + 1; a token of version v, of age v' - v, is age / (age + 1) of the
-    way from the sampler to the policy that learns: a fresh one is the sampler's, an old one nearly the learner's.
+    The interpolation is linear in the log-probs. An update at version v' produces version v' + 1. A token of version v
+    has age v' - v. Its result is age / (age + 1) of the way from the sampler to the current policy. At age 0 the result
+    is the sampler's log-prob; for a large age it approaches that of the current policy.
 
     Args:
-        logprobs: [N] of the policy that learns.
-        behaviour: [N] as sampled.
-        age: [N] of each token, in versions.
+        logprobs: [N], log-probs of the current policy.
+        behaviour: [N], log-probs of the sampling policy.
+        age: [N], age of each token, in versions.
 
     Returns:
         [N], detached.

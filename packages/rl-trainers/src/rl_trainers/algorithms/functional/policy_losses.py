@@ -1,4 +1,4 @@
-"""Policy losses. See `terms` for what they are given and return."""
+"""Policy losses. See `policy_terms` for their input and output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ __all__ = ["cispo_loss", "clip_loss", "importance_loss", "reinforce_loss", "sapo
 
 
 def clip_loss(terms: PolicyTerms, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with separate bounds (DAPO, arXiv 2503.14476, eq. 8) and dual
-    clip (arXiv 1912.09729).
+    """Return PPO's clipped surrogate loss (arXiv 1707.06347, eq. 7).
 
-    loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); where A < 0 and `dual_clip` is c, at most -c A. With
-    the row's ratio this is GSPO (arXiv 2507.18071, eq. 5).
+    The bounds are separate (DAPO, arXiv 2503.14476, eq. 8), and there is an optional dual clip (arXiv 1912.09729).
+
+    loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+
+    With dual clip c, the loss is at most -c A where A < 0. With the ratio of the sequence this is GSPO (arXiv
+    2507.18071, eq. 5).
 
     Args:
+        terms: the micro-batch.
         clip_low, clip_high: distances below and above 1 at which the ratio is clipped.
-        dual_clip: c > 1, or 0 for none.
+        dual_clip: c > 1, or 0 to disable the dual clip.
 
     Returns:
-        losses, and the marks `clip/low`, `clip/high` (the clip is what decides) and, with dual clip, `clip/dual`.
+        Losses, and the marks `clip/low` and `clip/high` (tokens whose loss is the clipped term), and `clip/dual` with
+        dual clip.
+
+    Raises:
+        ConfigError: `dual_clip` is not 0 or more than 1.
     """
     require(dual_clip == 0 or dual_clip > 1, "algorithm.loss.options.dual_clip", "0 (off) or more than 1", dual_clip)
     ratio, advantages = terms.ratio, terms.advantages
@@ -43,24 +51,28 @@ def clip_loss(terms: PolicyTerms, *, clip_low: float, clip_high: float, dual_cli
 
 
 def importance_loss(terms: PolicyTerms) -> TokenLoss:
-    """loss = -rho A: the surrogate without a clip (conservative policy iteration; arXiv 1707.06347, eq. 6). M2PO (arXiv
-    2510.01161, eq. 5) is this with its mask."""
+    """Return the surrogate without a clip, loss = -rho A (conservative policy iteration; arXiv 1707.06347, eq. 6).
+
+    M2PO (arXiv 2510.01161, eq. 5) combines this loss with its mask.
+    """
     return -terms.ratio * terms.advantages, {}
 
 
 def reinforce_loss(terms: PolicyTerms) -> TokenLoss:
-    """loss = -A log pi_theta (Williams 1992). Its gradient is that of the policy that sampled the tokens only."""
+    """Return loss = -A log pi_theta (Williams 1992), whose gradient is correct only for on-policy tokens."""
     return -terms.advantages * terms.logprobs, {}
 
 
 def cispo_loss(terms: PolicyTerms, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5).
+    """Return the loss with clipped importance weights (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5).
 
-    loss = -sg[clip(rho, 1 - clip_low, 1 + clip_high)] A log pi_theta: the weight is clipped, the token keeps its
-    gradient. The paper has no lower bound (clip_low = 1) and tunes the upper one.
+    loss = -sg[clip(rho, 1 - clip_low, 1 + clip_high)] A log pi_theta
+
+    Only the weight is clipped, so every token keeps its gradient. The paper has no lower bound (clip_low = 1) and tunes
+    the upper one.
 
     Returns:
-        losses, and the marks `clip/low` and `clip/high` (weights that were clipped, whatever the advantage).
+        Losses, and the marks `clip/low` and `clip/high` (clipped weights, for any advantage).
     """
     ratio = terms.ratio.detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -69,13 +81,19 @@ def cispo_loss(terms: PolicyTerms, *, clip_low: float, clip_high: float) -> Toke
 
 
 def sapo_loss(terms: PolicyTerms, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
-    """A soft gate in place of the clip (SAPO, arXiv 2511.20347).
+    """Return the loss with a soft gate instead of a clip (SAPO, arXiv 2511.20347).
 
-    loss = -(4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative. On policy its
-    gradient is that of -rho A; away from rho = 1 it fades by 4 p (1 - p), p = sigmoid(tau (rho - 1)).
+    loss = -(4 / tau) sigmoid(tau (rho - 1)) A, with tau = tau_positive where A > 0, else tau_negative
+
+    On policy, the gradient equals that of -rho A. Away from rho = 1 it is scaled by 4 p (1 - p), with p = sigmoid(tau
+    (rho
+    - 1)).
 
     Returns:
-        losses, and the mark `gate/closed`: tokens whose gradient the gate has at least halved.
+        Losses, and the mark `gate/closed` (tokens whose gradient is scaled by at most 1/2).
+
+    Raises:
+        ConfigError: a tau is not positive.
     """
     least = min(tau_positive, tau_negative)
     require(least > 0, "algorithm.loss.options.tau_positive, tau_negative", "more than 0", least)

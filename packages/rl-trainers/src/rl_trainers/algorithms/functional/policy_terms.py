@@ -1,7 +1,7 @@
-"""What a policy loss is given, and how rows of a packed micro-batch are added up.
+"""Input of a policy loss, and means over the sequences of a packed micro-batch.
 
-A policy loss is a pure function `loss(terms, *, constant=..., ...) -> (losses [N], marks)`: what each trained token
-contributes, and named marks to report (bool [N]). Weights, aggregation, corrections and sums are not its business.
+A policy loss is a pure function `loss(terms, *, constant=..., ...) -> (losses [N], marks)`. It returns the loss of each
+token and named marks, bool [N], to report. The caller applies weights and corrections and aggregates the losses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import PackedBatch
 
     TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-    """Losses, float [N] with gradient; and marks, bool [N], whose fractions of the trained tokens are reported."""
+    """Losses, float [N] with gradient, and marks, bool [N] by name; see `rl_trainers.algorithms.components`."""
 
 __all__ = ["MAX_LOG_RATIO", "PolicyTerms", "policy_terms", "ratio_of", "sequence_means"]
 
@@ -25,20 +25,24 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(slots=True)
 class PolicyTerms:
-    """One packed micro-batch in the eyes of a policy loss. Where a token is not trained, log-prob and advantage are 0
-    and the ratio is 1, so that whatever a loss makes of them is finite and without gradient."""
+    """Input of a policy loss: one packed micro-batch of N tokens.
+
+    Untrained tokens have log-prob 0, advantage 0 and ratio 1, so that their losses are finite and have no gradient.
+    """
 
     logprobs: torch.Tensor
-    """[N] log pi_theta; carries gradient."""
+    """[N]: log pi_theta; has a gradient."""
     ratio: torch.Tensor
-    """[N] pi_theta / pi_old, of the token or of its row (`algorithm.ratio`); carries gradient."""
+    """[N]: pi_theta / pi_old of the token or of its sequence (`algorithm.ratio`); has a gradient."""
     advantages: torch.Tensor
-    """[N]."""
+    """[N]: advantage of each token."""
     trained: torch.Tensor
-    """bool [N]."""
+    """bool [N]: tokens that are trained."""
     entropy: torch.Tensor
-    """[N] of the policy's next-token distribution, in nats, 0 where not trained; carries gradient where the engine was
-    made with `entropy_grad`."""
+    """[N]: entropy of the policy's next-token distribution, in nats, 0 where not trained.
+
+    It has a gradient if the engine was built with `entropy_grad`.
+    """
 
 
 def policy_terms(
@@ -49,20 +53,25 @@ def policy_terms(
     packed: PackedBatch | None = None,
     entropy: torch.Tensor | None = None,
 ) -> PolicyTerms:
-    """The terms of a micro-batch.
+    """Return the terms of a micro-batch.
 
-    With `packed`, the ratio is the row's: GSPO (arXiv 2507.18071, eq. 7), s = exp(mean over the row's trained tokens of
-    log pi_theta - log pi_old), in the form GSPO-token (eq. 14): each token carries the value of s and the gradient of
-    its own log-prob, s_t = sg[s] pi_theta(t) / sg[pi_theta(t)]. With equal advantages and weights within a row this is
-    the gradient of GSPO, and it stays defined where they differ.
+    With `packed`, the ratio is that of the sequence (GSPO, arXiv 2507.18071, eq. 7):
+
+    s = exp(mean over the sequence's trained tokens of log pi_theta - log pi_old)
+
+    The form is GSPO-token (eq. 14), s_t = sg[s] pi_theta(t) / sg[pi_theta(t)]. Each token has the value of s and the
+    gradient of its log-prob. With equal advantages and weights within a sequence, this is the gradient of GSPO. It
+    is also defined if they differ.
+
+    All inputs may have any value, including NaN, where not trained.
 
     Args:
-        logprobs: [N] of the policy that learns; carries gradient. May hold anything where not trained.
-        old_logprobs: [N] of the policy at the start of this update; may hold anything where not trained.
+        logprobs: [N], log-probs of the current policy; has a gradient.
+        old_logprobs: [N], log-probs of the policy at the start of this update.
         advantages: [N].
         trained: bool [N].
-        packed: whose rows share a ratio; None: each token has its own.
-        entropy: [N] of the policy that learns; may hold anything where not trained. None: 0.
+        packed: batch whose sequences share a ratio, or None for a ratio per token.
+        entropy: [N], entropy of the current policy, or None for 0.
     """
     untrained = ~trained
     logprobs = logprobs.masked_fill(untrained, 0.0)
@@ -75,13 +84,17 @@ def policy_terms(
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio), at most e^20 and at least e^-20 and without gradient beyond, as in verl and SkyRL: one token must
-    not overflow, and with it the gradient of its minibatch."""
+    """Return exp(log_ratio), clipped to [e^-20, e^20] and without gradient beyond, as in verl and SkyRL.
+
+    Otherwise one token could overflow and make the gradient of its minibatch non-finite.
+    """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """Mean of per-token values [N] over each row's trained tokens, [S]; 0 for a row without any. `values` must be 0
-    where not trained."""
+    """Return the mean of per-token values, [N], over the trained tokens of each sequence, [S].
+
+    The mean of a sequence without trained tokens is 0. `values` must be 0 where not trained.
+    """
     count = packed.sequence_sums(trained.to(values.dtype))
     return packed.sequence_sums(values) / count.clamp(min=1)

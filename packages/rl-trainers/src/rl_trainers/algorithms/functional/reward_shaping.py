@@ -1,4 +1,4 @@
-"""Shaping of rewards before anything is learned from them."""
+"""Shaping of rewards before advantages are computed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import torch
 
 
 def overlong_penalty(lengths: torch.Tensor, maximum: int, cache: int) -> torch.Tensor:
-    """Soft punishment of long answers (DAPO, arXiv 2503.14476, eq. 13): 0 up to maximum - cache tokens, then linear to
-    -1 at maximum, and -1 beyond.
+    """Return the soft penalty for long completions (DAPO, arXiv 2503.14476, eq. 13).
+
+    The penalty is 0 up to maximum - cache tokens, falls linearly to -1 at maximum, and stays -1 beyond.
 
     Args:
-        lengths: [E] generated tokens.
+        lengths: [E], generated tokens.
         maximum: L_max, in tokens.
         cache: L_cache, in tokens, 1 to maximum.
 
@@ -21,13 +22,15 @@ def overlong_penalty(lengths: torch.Tensor, maximum: int, cache: int) -> torch.T
 
 
 def shape(rewards: torch.Tensor, scale: float, bias: float, clip: float) -> torch.Tensor:
-    """clamp(scale * r + bias, -clip, clip), float32 [E]; clip 0 switches clipping off."""
+    """Return clamp(scale * r + bias, -clip, clip), float32 [E]; clip 0 disables clipping."""
     result = rewards * scale + bias
     return result.clamp(-clip, clip) if clip else result
 
 
 def terminal_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Each row's reward on its last *trained* token, 0 elsewhere, float32 [B, T]; a row without one keeps none.
+    """Put the reward of each sequence on its last *trained* token, 0 elsewhere, float32 [B, T].
+
+    The reward of a sequence without trained tokens is dropped.
 
     Args:
         rewards: float32 [B].

@@ -1,4 +1,4 @@
-"""Losses that are no policy gradient: cross entropy, preference pairs, values."""
+"""Losses other than policy gradients: cross entropy, preference pairs and values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_trainers.algorithms.functional.advantages import moments
 
 
 def cross_entropy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """Sum over trained tokens of -log pi(token), for token-weighted cross entropy: the engine divides by their number.
+    """Return the cross entropy, the sum over trained tokens of -log pi(token); the engine divides by their number.
 
-    Statistics: `logprob/mean` of a trained token.
+    The statistics have `logprob/mean`, the mean log-prob of the trained tokens.
     """
     mask = packed["loss_mask"]
     logprobs = torch.where(mask, outputs.logprobs, 0.0)
@@ -21,12 +21,12 @@ def cross_entropy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torc
 
 
 def margins(values: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """Chosen minus rejected in each pair. The two rows of a pair share a unit; the preferred one has the positive
-    reward.
+    """Return the value of the chosen sequence minus that of the rejected one, for each pair.
 
     Args:
-        values: [S] of each row.
-        packed: with `unit_ids` and `rewards`, whose sign says which row is preferred.
+        values: [S], value of each sequence.
+        packed: batch with `unit_ids`, shared by the two sequences of a pair, and `rewards`, positive for the chosen
+        one.
 
     Returns:
         [pairs].
@@ -35,14 +35,17 @@ def margins(values: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
 
 
 def bradley_terry_loss(scores: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-    """Sum over pairs of -log sigmoid(s_chosen - s_rejected), of a reward model (arXiv 2203.02155, eq. 1).
+    """Return the loss of a reward model (arXiv 2203.02155, eq. 1).
+
+    The loss is the sum over pairs of -log sigmoid(s_chosen - s_rejected).
 
     Args:
-        scores: [S] of each row; carries gradient.
+        scores: [S], score of each sequence; has a gradient.
+        packed: batch of pairs; see `margins`.
 
     Returns:
-        the sum, to be divided by the number of pairs, and `pair/accuracy` (ties count half), `pair/margin`,
-        `score/mean`.
+        The sum, which must be divided by the number of pairs, and the statistics `pair/accuracy` (ties count half),
+        `pair/margin` and `score/mean`.
     """
     margin = margins(scores, packed)
     stats = _statistics(margin) | {"score/mean": (scores.detach().sum(), _count(scores))}
@@ -52,21 +55,23 @@ def bradley_terry_loss(scores: torch.Tensor, packed: PackedBatch) -> tuple[torch
 def dpo_loss(
     log_ratios: torch.Tensor, packed: PackedBatch, beta: float, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, Stats]:
-    """Direct preference optimization (Rafailov et al., arXiv 2305.18290, eq. 7).
+    """Return the loss of direct preference optimization (Rafailov et al., arXiv 2305.18290, eq. 7).
 
-    The sum over pairs of -log sigmoid(beta h), where h is the chosen row's log pi / pi_ref minus the rejected one's,
-    each summed over the row's trained tokens.
+    The loss is the sum over pairs of -log sigmoid(beta h). Here h is log pi / pi_ref of the chosen sequence minus that
+    of the rejected one, each summed over the sequence's trained tokens.
 
-    With label smoothing e (conservative DPO, Mitchell 2023): -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
+    With label smoothing e (conservative DPO, Mitchell 2023), the loss of a pair is
+    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
 
     Args:
-        log_ratios: [S], log pi - log pi_ref of each row; carries gradient.
-        beta: strength of the pull to the reference, more than 0.
-        label_smoothing: e, the fraction of pairs that are labelled the wrong way round, in [0, 0.5).
+        log_ratios: [S], log pi - log pi_ref of each sequence; has a gradient.
+        packed: batch of pairs; see `margins`.
+        beta: strength of the regularization towards the reference, more than 0.
+        label_smoothing: e, the assumed fraction of pairs with swapped labels, in [0, 0.5).
 
     Returns:
-        the sum, to be divided by the number of pairs, and `pair/accuracy`, `pair/margin` (of the implied rewards beta
-        log pi / pi_ref), `reward/chosen`, `reward/rejected`.
+        The sum, which must be divided by the number of pairs, and statistics of the implied rewards beta log pi /
+        pi_ref: `pair/accuracy`, `pair/margin`, `reward/chosen` and `reward/rejected`.
     """
     implied = beta * margins(log_ratios, packed)
     loss = -(1 - label_smoothing) * F.logsigmoid(implied).sum() - label_smoothing * F.logsigmoid(-implied).sum()
@@ -74,17 +79,18 @@ def dpo_loss(
 
 
 def ipo_loss(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> tuple[torch.Tensor, Stats]:
-    """Identity preference optimization (Azar et al., arXiv 2310.12036, eq. 17).
+    """Return the loss of identity preference optimization (Azar et al., arXiv 2310.12036, eq. 17).
 
-    The sum over pairs of (h - 1 / (2 beta))^2, with h as in `dpo_loss`. The paper's experiments divide each row's
-    log-ratio by its tokens, as TRL documents.
+    The loss is the sum over pairs of (h - 1 / (2 beta))^2, with h as in `dpo_loss`. The paper's experiments divide the
+    log-ratio of each sequence by its number of tokens, as TRL documents.
 
     Args:
-        log_ratios: [S], log pi - log pi_ref of each row, summed or averaged over its tokens; carries gradient.
+        log_ratios: [S], log pi - log pi_ref of each sequence, summed or averaged over its tokens; has a gradient.
+        packed: batch of pairs; see `margins`.
         beta: tau of the paper, more than 0.
 
     Returns:
-        as `dpo_loss`.
+        The same as `dpo_loss`.
     """
     margin = margins(log_ratios, packed)
     loss = (margin - 1 / (2 * beta)).square().sum()
@@ -112,17 +118,18 @@ def _count(values: torch.Tensor) -> torch.Tensor:
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error, of the value or of the value clipped to old +- clip, whichever is larger (PPO's
-    implementation; Huang et al., "The 37 implementation details of PPO", detail 9).
+    """Return half the squared error of the value, or of the value clipped to old +- clip, whichever is larger.
+
+    This follows PPO's implementation (Huang et al., "The 37 implementation details of PPO", detail 9).
 
     Args:
-        values: [N] of the critic that learns; carries gradient.
-        old_values: [N] at the start of the update.
-        returns: [N] targets.
-        clip: 0 for none.
+        values: [N], values of the current critic; has a gradient.
+        old_values: [N], values at the start of the update.
+        returns: [N], targets.
+        clip: largest distance from the old value; 0 disables clipping.
 
     Returns:
-        losses [N], and whether the clipped one was larger, bool [N].
+        Losses, [N], and whether the clipped error was larger, bool [N].
     """
     plain = (values - returns).square()
     if not clip:
@@ -133,7 +140,7 @@ def clipped_value_loss(
 
 
 def explained_variance(sums: torch.Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns), from `variance_sums`; None where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) from `variance_sums`, or None if the returns do not vary."""
     count, error, squared_error, _, target, squared_target = sums.tolist()
     if not count:
         return None
@@ -144,6 +151,8 @@ def explained_variance(sums: torch.Tensor) -> float | None:
 
 
 def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What `explained_variance` needs, to be added over replicas: `moments` of returns - values and of returns, over
-    masked tokens; float64 [6]."""
+    """Return the input of `explained_variance`, float64 [6], ready to be summed over replicas.
+
+    These are the `moments` of returns - values and of returns over the masked tokens.
+    """
     return torch.cat([moments(returns - values, mask), moments(returns, mask)])

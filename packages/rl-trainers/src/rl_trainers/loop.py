@@ -151,7 +151,7 @@ def _train(
             except RLError as error:
                 if not _stopping(recover):
                     raise
-                log.warning("servers ended before they had version %d: %s", learner.version, error)
+                log.warning("servers stopped before they received version %d: %s", learner.version, error)
             else:
                 if gap is not None:
                     with books.time("gap"):
@@ -168,7 +168,7 @@ def _train(
         except RLError as error:
             if not _stopping(recover):
                 raise
-            log.warning("servers ended before the evaluation of step %d did: %s", step, error)
+            log.warning("servers stopped before the evaluation of step %d finished: %s", step, error)
         if recover is not None:
             with books.time("recover"):
                 recover.after_step(step)  # seconds of the next record

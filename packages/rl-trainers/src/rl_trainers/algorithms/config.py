@@ -62,7 +62,7 @@ class RewardConfig(Settings):
         require(
             on or self.overlong_weight == 1,
             "algorithm.reward.overlong_weight with algorithm.reward.overlong_max=0",
-            "1 (there is no penalty without overlong_max)",
+            "1, since the penalty is disabled",
             self.overlong_weight,
         )
 
@@ -107,7 +107,7 @@ class AdvantageConfig(ComponentConfig):
         require(
             self.mean != "none" or not self.leave_one_out,
             "algorithm.advantage.leave_one_out with algorithm.advantage.mean=none",
-            "false: there is no mean to leave the answer out of (or take mean=group)",
+            "false, since no mean is subtracted (or set algorithm.advantage.mean=group)",
             self.leave_one_out,
         )
 
@@ -181,9 +181,10 @@ class CorrectionConfig(ComponentConfig):
     """Correction: `truncate` (the ratio clipped to [floor, cap]; TIS), `mask` (drops tokens with a ratio outside
     [floor, cap]; IcePop), `plain` (the ratio itself), `none`, or a custom one."""
     level: str = choice("token", LEVELS)
-    """Whose ratio: the `token`'s, its row's (`sequence`: the product) or its row's mean per token (`geometric`)."""
-    cap: float = bounded(2.0, "more than 0 (kind=none leaves the weight out)", lambda cap: cap > 0)
-    """Upper bound of `truncate` and `mask`."""
+    """Level of the ratio: the `token`, its `sequence` (the product over trained tokens) or the `geometric` mean over
+    the sequence's trained tokens."""
+    cap: float = bounded(2.0, "more than 0 (kind=none disables the correction)", lambda cap: cap > 0)
+    """Upper bound of the ratio for `truncate` and `mask`."""
     floor: float = 0.0
     """Lower bound of the ratio for `truncate` and `mask`."""
 
@@ -255,13 +256,13 @@ class KLConfig(Settings):
         require(
             self.coef > 0 if self.place != "none" else self.coef == 0,
             f"algorithm.kl.coef with algorithm.kl.place={self.place}",
-            "0 (set kl.place to `reward` or `loss` for a penalty)" if self.place == "none" else "more than 0",
+            "0 (set algorithm.kl.place to `reward` or `loss` for a penalty)" if self.place == "none" else "more than 0",
             self.coef,
         )
         require(
             not (self.place == "loss" and self.estimator == "k1") or self.weighted,
             "algorithm.kl.estimator with algorithm.kl.place=loss",
-            "`k2` or `k3`, or kl.weighted=true: the gradient of k1 alone is zero in the mean and holds nothing back",
+            "`k2` or `k3`, or algorithm.kl.weighted=true; without it, the gradient of k1 is zero in expectation",
             self.estimator,
         )
 
@@ -307,20 +308,20 @@ class AlgorithmConfig(Settings):
         require(
             self.ratio == "token" or self.loss.kind != "reinforce",
             "algorithm.ratio with algorithm.loss.kind=reinforce",
-            "`token`: that loss has no ratio; take algorithm.loss.kind=importance",
+            "`token`, since this loss has no ratio (or set algorithm.loss.kind=importance)",
             self.ratio,
         )
         as_given = self.reward == RewardConfig() and self.kl.place != "reward"
         require(
             self.advantage.kind != "gdpo" or as_given,
             "algorithm.advantage.kind with algorithm.reward or algorithm.kl.place=reward",
-            "another than gdpo, which compares the parts of a reward as they are",
+            "another kind, since gdpo compares unshaped reward components",
             self.advantage.kind,
         )
         require(
             self.advantage.std != "mean" or as_given,
             "algorithm.advantage.std with algorithm.reward or algorithm.kl.place=reward",
-            "another than `mean`, which is for rewards of at least 0, such as 0 and 1",
+            "another value, since `mean` needs unshaped rewards of at least 0",
             self.advantage.std,
         )
         by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
@@ -329,8 +330,8 @@ class AlgorithmConfig(Settings):
         require(
             not by_ratio or self.proximal != "behaviour",
             f"algorithm.proximal with algorithm.correction.kind={self.correction.kind} and "
-            f"algorithm.mask.kind={self.mask.kind}, which mask by pi_proximal / pi_behaviour",
-            "`recompute`, or `auto`: with the sampler's own log-probs the ratio is 1 and nothing is masked",
+            f"algorithm.mask.kind={self.mask.kind}, which mask by pi_proximal / pi_behavior",
+            "`recompute` or `auto`; with the sampler's log-probs the ratio is always 1 and nothing is masked",
             self.proximal,
         )
 
@@ -359,14 +360,14 @@ class AlgorithmConfig(Settings):
         require(
             self.proximal == "recompute" or not whole,
             f"algorithm.proximal with algorithm.mask.kind={self.mask.kind}",
-            "`recompute` or `auto`: the mask is made over the whole minibatch before its loss",
+            "`recompute` or `auto`, since the mask reads the log-probs of a whole minibatch before its loss",
             self.proximal,
         )
         require(
             self.proximal != "current" or minibatches == 1,
             "algorithm.proximal",
-            "`recompute`, `interpolate` or `behaviour` when actor.minibatches is more than 1 (the policy moves within "
-            "the step)",
+            "`recompute`, `interpolate` or `behaviour` if actor.minibatches is more than 1, since each minibatch "
+            "changes the policy",
             self.proximal,
         )
         return self.proximal

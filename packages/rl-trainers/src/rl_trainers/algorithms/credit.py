@@ -144,8 +144,8 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     """
     if "token_rewards" in batch and not config.advantage.reads_tokens:  # on all ranks or on none
         raise DataError(
-            f"the batch has rewards of single turns (`token_rewards`), and algorithm.advantage.kind="
-            f"{config.advantage.kind} has one number per episode; expected `return` or `gae`, or rows without them."
+            f"algorithm.advantage.kind={config.advantage.kind} uses one reward per episode, but the batch has rewards "
+            "of single turns (`token_rewards`); set it to `return` or `gae`, or remove the rewards of turns."
         )
     learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
     advantages, returns = load_component(config.advantage)(outcomes)

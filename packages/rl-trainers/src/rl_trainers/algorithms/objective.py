@@ -46,8 +46,8 @@ def entropy_bonus(coef: float, outputs: TokenOutputs, terms: PolicyTerms, packed
     """
     if outputs.logprobs.requires_grad and not outputs.entropy.requires_grad:
         raise EngineError(
-            "algorithm.entropy_coef: the engine's entropy carries no gradient, so the bonus would do nothing. "
-            "Make the engine with entropy_grad=true."
+            "algorithm.entropy_coef: the engine's entropy has no gradient, so the bonus would have no effect; build "
+            "the engine with entropy_grad=true."
         )
     return -coef * torch.where(terms.trained, outputs.entropy, 0.0)
 
@@ -203,8 +203,8 @@ def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
     losses, _ = check_finite("algorithm.loss", loss(terms), trained)
     if not losses.requires_grad:
         raise ConfigError(
-            "algorithm.loss: expected losses with a gradient, made of terms.ratio or terms.logprobs, found none: "
-            "nothing would be learned."
+            "algorithm.loss: the losses have no gradient, so nothing would be learned; compute them from terms.ratio "
+            "or terms.logprobs."
         )
     losses.sum().backward()
 

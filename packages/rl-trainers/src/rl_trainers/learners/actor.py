@@ -51,13 +51,13 @@ class PolicyActor:
     ) -> None:
         if algorithm.needs_reference and reference is None:
             raise ConfigError(
-                f"algorithm.kl.place={algorithm.kl.place} needs a reference policy, but there is no `ref`; give one, "
+                f"algorithm.kl.place={algorithm.kl.place} needs a reference policy, but `reference` is None; pass one, "
                 "or set algorithm.kl.place=none and algorithm.kl.coef=0."
             )
         if algorithm.needs_critic and critic is None:
             raise ConfigError(
-                "algorithm.advantage.kind=gae needs values, but there is no `critic`; give one, or take an estimator "
-                "without (outcome, return)."
+                "algorithm.advantage.kind=gae needs values, but `critic` is None; pass a critic, or set "
+                "algorithm.advantage.kind to an estimator without values (outcome, return)."
             )
         self.loss = make_policy_loss(algorithm, minibatches)
         self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
@@ -83,7 +83,8 @@ class PolicyActor:
         validate(batch)
         if bool((batch["versions"] > self.version)[batch["loss_mask"]].any()):
             raise DataError(
-                f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
+                f"batch has trained tokens of versions later than the trainer's version {self.version}; the servers "
+                "must not serve newer weights than the trainer has."
             )
         if self.algorithm.mask.truncated:
             batch["loss_mask"] = batch["loss_mask"] & ~batch["truncated"][:, None]

@@ -94,5 +94,5 @@ def values_of(outputs: TokenOutputs) -> torch.Tensor:
         EngineError: the model has no value head.
     """
     if outputs.values is None:
-        raise EngineError("critic: the engine's outputs have no values; make it with a value head (head=value).")
+        raise EngineError("critic: the engine's outputs have no values; build it with a value head (head=value).")
     return outputs.values

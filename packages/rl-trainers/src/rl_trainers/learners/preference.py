@@ -59,7 +59,7 @@ def preference_rows(
         name = int(row.get("prompt_id", number))
         sides = [_side(row, side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
         if np.array_equal(sides[0][0], sides[1][0]):
-            raise DataError(f"row {name}: chosen and rejected are the same text; there is nothing to prefer. Drop it.")
+            raise DataError(f"row {name}: `chosen` and `rejected` have the same tokens; remove the row.")
         for which, (ids, mask) in enumerate(sides):
             result.append(
                 Trajectory(
@@ -104,7 +104,7 @@ def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch
         EngineError: the model has no score head.
     """
     if outputs.values is None:
-        raise EngineError("reward model: the engine gives no scores; make it with a score head (`head=score`).")
+        raise EngineError("reward model: the engine's outputs have no scores; build it with a score head (head=score).")
     return bradley_terry_loss(packed.last_tokens(outputs.values), packed)
 
 

@@ -47,11 +47,15 @@ def supervised_sequences(
         ids, mask = rendered(renderer, row["messages"], row.get("tools"), f"row {name}")
         if len(ids) > max_length and not truncate:
             raise DataError(
-                f"row {name} has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop it."
+                f"row {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or remove "
+                "the row."
             )
         ids, mask = ids[:max_length], mask[:max_length]
         if not any(mask):
-            raise DataError(f"row {name} has no assistant token to learn from within {max_length} tokens.")
+            raise DataError(
+                f"row {name} has no assistant token within data.max_length={max_length}; raise the limit or remove the "
+                "row."
+            )
         size = len(ids)
         result.append(
             Trajectory(

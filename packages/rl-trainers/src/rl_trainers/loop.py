@@ -100,7 +100,7 @@ def train(
 def _train(
     source: BatchSource,
     learner: Learner,
-    books: RunLog,
+    run_log: RunLog,
     total_steps: int,
     publisher: WeightPublisher | None,
     gap: GapGate | None,
@@ -111,13 +111,13 @@ def _train(
 
     if recover is not None:
         recover.resume()
-    first, start = books.step, learner.version
+    initial_step, initial_version = run_log.step, learner.version
     if publisher is not None:
         # servers must serve the trainer's verified weights before the first completion counts
         publisher.publish(learner.version)
-    books.start(learner.version)
-    for step in range(first + 1, total_steps + 1):
-        with books.time("rollout_wait"):
+    run_log.start(learner.version)
+    for step in range(initial_step + 1, total_steps + 1):
+        with run_log.time("rollout_wait"):
             try:
                 batch = source.next_batch()  # waits for accepted groups
             except StopIteration:
@@ -126,65 +126,64 @@ def _train(
                 if recover is not None:
                     recover.after_step(step - 1)  # raises SystemExit
                 raise
-        before, stats = learner.version, dict[str, float | None]()
-        asks = gap is not None and gap.scores_before_update()
-        if sharing is not None and not asks:
-            with books.time("sleep"):
+        version_before, stats = learner.version, dict[str, float | None]()
+        scores_before_update = gap is not None and gap.scores_before_update()
+        if sharing is not None and not scores_before_update:
+            with run_log.time("sleep"):
                 stats |= sharing.sleep()
         if gap is not None:
-            with books.time("gap"):
-                stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
-        if sharing is not None and asks:
-            with books.time("sleep"):
+            with run_log.time("gap"):
+                stats |= gap.before_update(batch)  # compares the servers' log-probs with the trainer's
+        if sharing is not None and scores_before_update:
+            with run_log.time("sleep"):
                 stats |= sharing.sleep()
         try:
-            with books.time("train"), STEP.step():
+            with run_log.time("train"), STEP.step():
                 stats |= _learn(learner, batch)
         except StopRequestedError as stop:
             if recover is not None:
                 recover.abandon(step - 1, source.return_batch if stop.weights_unchanged else None)  # raises SystemExit
             raise
-        if publisher is not None and learner.version > before:
+        if publisher is not None and learner.version > version_before:
             try:
-                with books.time("publish"):
-                    stats |= publisher.publish(learner.version)  # returns at the commit; servers run on, awake
+                with run_log.time("publish"):
+                    stats |= publisher.publish(learner.version)  # returns at the commit, which also wakes the servers
             except RLError as error:
-                if not _stopping(recover):
+                if not _is_stop_requested(recover):
                     raise
                 log.warning("servers stopped before they received version %d: %s", learner.version, error)
             else:
                 if gap is not None:
-                    with books.time("gap"):
+                    with run_log.time("gap"):
                         stats |= gap.after_commit(publisher.receipt)
         elif sharing is not None:
-            with books.time("sleep"):
+            with run_log.time("sleep"):
                 sharing.wake()
-        books.update_counters()
+        run_log.update_counters()
         source.end_step(learner.version)
         try:
-            books.finish_step(
-                step, batch, stats, before, learner.version
-            )  # its record, and an evaluation where one is due
+            # writes the step's record and evaluates if an evaluation is due
+            run_log.finish_step(step, batch, stats, version_before, learner.version)
         except RLError as error:
-            if not _stopping(recover):
+            if not _is_stop_requested(recover):
                 raise
             log.warning("servers stopped before the evaluation of step %d finished: %s", step, error)
         if recover is not None:
-            with books.time("recover"):
-                recover.after_step(step)  # seconds of the next record
+            with run_log.time("recover"):
+                recover.after_step(step)  # these seconds count in the next record
     if recover is not None:
         recover.finish()
     try:
-        books.finish()
+        run_log.finish()
     except RLError:
         if recover is not None and recover.stop_requested():
-            recover.after_step(books.step)  # which ends the run
+            recover.after_step(run_log.step)  # raises SystemExit
         raise
-    if books.step > first and learner.version == start:
+    if run_log.step > initial_step and learner.version == initial_version:
         raise EngineError(
-            f"none of {books.step - first} steps was applied: the weights are those of the start. Either loss or "
-            "gradients were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing "
-            "to learn from (`minibatches/empty` in metrics.jsonl)."
+            f"none of {run_log.step - initial_step} steps was applied, so the weights are unchanged. Check the log for "
+            "non-finite losses or gradients (`rl replay` repeats a step on a saved batch), and `minibatches/empty` in "
+            "metrics.jsonl for batches without trained tokens."
         )
 
 
@@ -197,6 +196,10 @@ def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
     return stats | learner.update(batch)
 
 
-def _stopping(recover: RecoveryCheckpoints | None) -> bool:
-    """Whether the run was asked to stop, as its servers may have been, so that it ends with this step's point."""
+def _is_stop_requested(recover: RecoveryCheckpoints | None) -> bool:
+    """Whether the run was asked to stop.
+
+    The servers may have received the same signal. Their errors are then expected, and the run ends with a recovery
+    checkpoint of this step.
+    """
     return recover is not None and recover.stop_requested()

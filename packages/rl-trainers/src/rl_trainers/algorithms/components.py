@@ -47,9 +47,9 @@ class DivergenceMask:
     over: str = "token"
 
     def __post_init__(self) -> None:
-        for name, known in (("estimator", DIVERGENCES), ("over", ("token", "sum", "mean", "max"))):
-            found = getattr(self, name)
-            require(found in known, f"algorithm.mask.options.{name}", f"one of {', '.join(known)}", found)
+        for name, choices in (("estimator", DIVERGENCES), ("over", ("token", "sum", "mean", "max"))):
+            value = getattr(self, name)
+            require(value in choices, f"algorithm.mask.options.{name}", f"one of {', '.join(choices)}", value)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
         """Return the dropped tokens, bool [N]."""
@@ -73,11 +73,13 @@ class SecondMomentMask:
     def prepare(self, batch: TensorDict, parallel: ParallelContext) -> None:
         """Add the entry that marks the dropped tokens (collective)."""
         log_ratio = torch.where(batch["loss_mask"], batch[PROXIMAL_KEY] - batch["logprobs"], 0.0)
-        held = trust_region_tokens(log_ratio, batch["advantages"])
-        minibatch = batch[MINIBATCH_KEY][:, None].expand_as(held)[held].long()
+        in_trust_region = trust_region_tokens(log_ratio, batch["advantages"])
+        minibatch = batch[MINIBATCH_KEY][:, None].expand_as(in_trust_region)[in_trust_region].long()
         count = int(parallel.max_over_replicas(torch.tensor(max(batch[MINIBATCH_KEY].tolist(), default=-1)))) + 1
-        found = second_moment_outliers(log_ratio[held], minibatch, count, self.threshold, parallel.sum_over_replicas)
-        batch[DROPPED_KEY] = torch.zeros_like(held).masked_scatter(held, found)
+        is_outlier = second_moment_outliers(
+            log_ratio[in_trust_region], minibatch, count, self.threshold, parallel.sum_over_replicas
+        )
+        batch[DROPPED_KEY] = torch.zeros_like(in_trust_region).masked_scatter(in_trust_region, is_outlier)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
         """Return the dropped tokens, bool [N]."""

@@ -52,15 +52,15 @@ class RewardConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        on = self.overlong_max > 0
+        has_penalty = self.overlong_max > 0
         require(
             0 <= self.overlong_cache <= self.overlong_max,
             f"algorithm.reward.overlong_cache with algorithm.reward.overlong_max={self.overlong_max}",
-            "0 (a fifth) to overlong_max tokens" if on else "0 (there is no penalty without overlong_max)",
+            "0 (a fifth of overlong_max) to overlong_max tokens" if has_penalty else "0, since the penalty is disabled",
             self.overlong_cache,
         )
         require(
-            on or self.overlong_weight == 1,
+            has_penalty or self.overlong_weight == 1,
             "algorithm.reward.overlong_weight with algorithm.reward.overlong_max=0",
             "1, since the penalty is disabled",
             self.overlong_weight,
@@ -311,24 +311,24 @@ class AlgorithmConfig(Settings):
             "`token`, since this loss has no ratio (or set algorithm.loss.kind=importance)",
             self.ratio,
         )
-        as_given = self.reward == RewardConfig() and self.kl.place != "reward"
+        is_unshaped = self.reward == RewardConfig() and self.kl.place != "reward"
         require(
-            self.advantage.kind != "gdpo" or as_given,
+            self.advantage.kind != "gdpo" or is_unshaped,
             "algorithm.advantage.kind with algorithm.reward or algorithm.kl.place=reward",
             "another kind, since gdpo compares unshaped reward components",
             self.advantage.kind,
         )
         require(
-            self.advantage.std != "mean" or as_given,
+            self.advantage.std != "mean" or is_unshaped,
             "algorithm.advantage.std with algorithm.reward or algorithm.kl.place=reward",
             "another value, since `mean` needs unshaped rewards of at least 0",
             self.advantage.std,
         )
-        by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
+        masks_by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
             self.mask.kind.split("+")
         )
         require(
-            not by_ratio or self.proximal != "behaviour",
+            not masks_by_ratio or self.proximal != "behaviour",
             f"algorithm.proximal with algorithm.correction.kind={self.correction.kind} and "
             f"algorithm.mask.kind={self.mask.kind}, which mask by pi_proximal / pi_behavior",
             "`recompute` or `auto`; with the sampler's log-probs the ratio is always 1 and nothing is masked",

@@ -76,12 +76,12 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
     rewards of at least 0.
     """
     rewards = outcomes.rewards + outcomes.penalties
-    over = normalization_scope(rewards, outcomes.groups)
-    advantages = normalize(rewards, over[mean], over.get(std), leave_one_out)
+    scopes = normalization_scope(rewards, outcomes.groups)
+    advantages = normalize(rewards, scopes[mean], scopes.get(std), leave_one_out)
     if std == "mean":
         groups = group_by_id(rewards, outcomes.groups)
-        by = groups.mean[groups.index]
-        advantages = torch.where(by > 0, advantages / (by + EPS), 0.0)
+        group_mean = groups.mean[groups.index]
+        advantages = torch.where(group_mean > 0, advantages / (group_mean + EPS), 0.0)
     return outcomes.to_tokens(advantages), None
 
 
@@ -101,15 +101,15 @@ def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None)
     weights = weights or {}
     if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
         raise DataError(
-            f"algorithm.advantage.kind=gdpo: expected rewards with the parts {sorted(weights) or 'that are compared'}, "
-            f"found {sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.CompositeReward` from the reward."
+            f"algorithm.advantage.kind=gdpo: expected reward components {sorted(weights) or '(at least one)'}, found "
+            f"{sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.CompositeReward` from the reward."
         )
     total = torch.zeros_like(outcomes.rewards)
     for name, rewards in outcomes.parts.items():
-        groups = group_by_id(rewards, outcomes.groups)
-        total += weights.get(name, 1.0) * normalize(rewards, groups, groups)
-    batch = group_by_id(total)
-    return outcomes.to_tokens(normalize(total, batch, batch)), None
+        group_statistics = group_by_id(rewards, outcomes.groups)
+        total += weights.get(name, 1.0) * normalize(rewards, group_statistics, group_statistics)
+    batch_statistics = group_by_id(total)
+    return outcomes.to_tokens(normalize(total, batch_statistics, batch_statistics)), None
 
 
 def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
@@ -147,51 +147,55 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
             f"algorithm.advantage.kind={config.advantage.kind} uses one reward per episode, but the batch has rewards "
             "of single turns (`token_rewards`); set it to `return` or `gae`, or remove the rewards of turns."
         )
-    learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
+    trained, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
     advantages, returns = load_component(config.advantage)(outcomes)
     if config.advantage.whiten:
-        advantages = whiten(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
+        advantages = whiten(advantages, trained, parallel.sum_over_replicas(moments(advantages, trained)))
     batch["advantages"] = advantages
     if returns is not None:
         batch[RETURNS_KEY] = returns
     groups, rewards = group_by_id(outcomes.rewards, outcomes.groups), outcomes.rewards
-    alone = groups.size == 1
+    is_singleton = groups.size == 1
     return {
-        "groups/trained": float(len(alone)),
-        "groups/singleton": float(alone.sum()),
-        "groups/zero_variance": float((groups.flat & ~alone).sum()),
+        "groups/trained": float(len(is_singleton)),
+        "groups/singleton": float(is_singleton.sum()),
+        "groups/zero_variance": float((groups.flat & ~is_singleton).sum()),
         "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
         "length/mean": float(outcomes.lengths.double().mean()) if len(rewards) else None,
     }
 
 
 def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
-    """What the estimator is given (collective)."""
-    learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
-    parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(COMPONENT_PREFIX))  # noqa: SIM118
-    local = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
+    """Gather the input of the advantage estimator from all replicas (collective)."""
+    trained, kl_penalties = batch["loss_mask"], _kl_penalties(batch, config)
+    component_names = sorted(str(name) for name in batch.keys() if str(name).startswith(COMPONENT_PREFIX))  # noqa: SIM118
+    local = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *component_names)}
     generated = batch["versions"] >= 0
-    own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
-    local |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
-    parts = parallel.gather_tensors(local)
-    whole = {name: torch.cat([part[name] for part in parts]) for name in local}
-    ids = torch.stack([whole["group_ids"], whole["episode_ids"]], 1)
-    key, of_row = torch.unique(ids, dim=0, return_inverse=True)
-    first = torch.full((len(key),), len(of_row)).scatter_reduce(0, of_row, torch.arange(len(of_row)), "amin")
+    # a sequence without trained tokens, such as a masked one, counts all its generated tokens
+    counted = generated & (trained | ~trained.any(-1, keepdim=True))
+    local |= {"lengths": generated.sum(-1), "own_lengths": counted.sum(-1), "penalties": kl_penalties.sum(-1)}
+    shards = parallel.gather_tensors(local)
+    gathered = {name: torch.cat([shard[name] for shard in shards]) for name in local}
+    ids = torch.stack([gathered["group_ids"], gathered["episode_ids"]], 1)
+    episode_keys, episode_of_sequence = torch.unique(ids, dim=0, return_inverse=True)
+    first_sequence = torch.full((len(episode_keys),), len(episode_of_sequence)).scatter_reduce(
+        0, episode_of_sequence, torch.arange(len(episode_of_sequence)), "amin"
+    )
 
-    def added(name: str) -> torch.Tensor:
-        return whole[name].new_zeros(len(key)).index_add(0, of_row, whole[name])
+    def episode_sums(name: str) -> torch.Tensor:
+        return gathered[name].new_zeros(len(episode_keys)).index_add(0, episode_of_sequence, gathered[name])
 
-    begin = sum(len(part["rewards"]) for part in parts[: parallel.dp_rank])
-    own = of_row[begin : begin + batch.batch_size[0]]
-    several = torch.bincount(of_row) > 1  # what their rows share is trained in one of them
-    groups, lengths = key[:, 0], torch.where(several, added("own_lengths"), added("lengths"))
-    rewards = shape_rewards(whole["rewards"][first], lengths, groups, config.reward)
-    per_token = terminal_rewards(rewards[own], learn) + penalty
+    start = sum(len(shard["rewards"]) for shard in shards[: parallel.dp_rank])
+    local_episodes = episode_of_sequence[start : start + batch.batch_size[0]]
+    # sequences of one episode share tokens, each of which is trained in only one of them
+    is_split = torch.bincount(episode_of_sequence) > 1
+    groups, lengths = episode_keys[:, 0], torch.where(is_split, episode_sums("own_lengths"), episode_sums("lengths"))
+    rewards = shape_rewards(gathered["rewards"][first_sequence], lengths, groups, config.reward)
+    per_token = terminal_rewards(rewards[local_episodes], trained) + kl_penalties
     if "token_rewards" in batch:
-        per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
-    split = {name.removeprefix(COMPONENT_PREFIX): whole[name][first] for name in parts_of_rewards}
-    return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, split, batch)
+        per_token = per_token + to_trained_tokens(batch["token_rewards"], trained)
+    components = {name.removeprefix(COMPONENT_PREFIX): gathered[name][first_sequence] for name in component_names}
+    return Outcomes(rewards, groups, lengths, episode_sums("penalties"), local_episodes, per_token, components, batch)
 
 
 def shape_rewards(
@@ -203,17 +207,17 @@ def shape_rewards(
         cache = config.overlong_cache or max(config.overlong_max // 5, 1)
         rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
     rewards = shape(rewards, config.scale, config.bias, config.clip)
-    over = normalization_scope(rewards, groups)[config.normalise]
-    return normalize(rewards, over, over)
+    scope = normalization_scope(rewards, groups)[config.normalise]
+    return normalize(rewards, scope, scope)
 
 
-def _kl_penalty(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:
-    """-beta k(log pi_beh - log pi_ref) of each trained token, float32 [B, T]."""
-    learn = batch["loss_mask"]
+def _kl_penalties(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:
+    """Return -beta k(log pi_beh - log pi_ref) of each trained token, float32 [B, T]."""
+    trained = batch["loss_mask"]
     if config.kl.place != "reward":
-        return torch.zeros(learn.shape)
-    behaviour, reference = (torch.where(learn, batch[name], 0.0) for name in ("logprobs", "ref_logprobs"))
-    return -config.kl.coef * kl_estimate(behaviour, reference, config.kl.estimator)
+        return torch.zeros(trained.shape)
+    behavior, reference = (torch.where(trained, batch[name], 0.0) for name in ("logprobs", "ref_logprobs"))
+    return -config.kl.coef * kl_estimate(behavior, reference, config.kl.estimator)
 
 
 VALUES_KEY, RETURNS_KEY = "values", "returns"

@@ -87,14 +87,14 @@ class PolicyLoss:
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
-        of_rows = packed if self.of_rows else None
-        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, of_rows, outputs.entropy)
+        ratio_batch = packed if self.of_rows else None
+        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, ratio_batch, outputs.entropy)
         losses, marks = check_finite("algorithm.loss", self.loss(terms), trained)
         off = OffPolicy(torch.where(trained, old - packed["logprobs"], 0.0).detach(), trained, packed)
         correction, stats = self._correct(off, marks)
         loss = (losses * (weights * correction)).sum()
-        for regulariser in self.regularisers:
-            loss = loss + (regulariser(outputs, terms, packed) * weights).sum()
+        for regularizer in self.regularisers:
+            loss = loss + (regularizer(outputs, terms, packed) * weights).sum()
         count = trained.sum().float()
         stats |= {name: ((mark & trained).sum().float(), count) for name, mark in marks.items()}
         return loss, stats | diagnostics(outputs, terms, old, correction, packed)
@@ -103,10 +103,10 @@ class PolicyLoss:
         """Return the detached weight of each token, [N], 0 where not trained, and its statistics; extend `marks`."""
         weight, stats = off.trained.to(off.log_ratio.dtype), Stats()
         if self.correction is not None:
-            weight, found = check_finite("algorithm.correction", self.correction(off), off.trained)
+            weight, correction_marks = check_finite("algorithm.correction", self.correction(off), off.trained)
             weight = torch.where(off.trained, weight.detach(), 0.0)
             stats["correction/mean"] = (weight.sum(), off.trained.sum().float())
-            marks |= found
+            marks |= correction_marks
         for mask in self.masks:
             dropped = check_finite("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[1]
             weight = weight.masked_fill(dropped["correction/masked"], 0.0)
@@ -129,13 +129,15 @@ def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch
     """
     pair = found if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else (found, {})
     shapes = [
-        list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__ for one in (pair[0], *pair[1].values())
+        list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        for tensor in (pair[0], *pair[1].values())
     ]
-    right = list(trained.shape)
-    if pair is not found or any(shape != right for shape in shapes):
+    expected = list(trained.shape)
+    if pair is not found or any(shape != expected for shape in shapes):
         raise ConfigError(
-            f"{setting}: expected a pair, one number per token and named marks ({right} each), found "
-            f"{type(found).__name__} with {shapes}. Sums and means are algorithm.aggregation's."
+            f"{setting}: expected a pair (values, marks) with tensors of shape {expected}, found "
+            f"{type(found).__name__} with shapes {shapes}. Return one value per token; algorithm.aggregation sums "
+            "or averages them."
         )
     return pair
 
@@ -147,21 +149,21 @@ def diagnostics(
     """Return the statistics that every policy loss reports; see `PolicyLoss.__call__`."""
     trained, count = terms.trained, terms.trained.sum().float()
     ratio = torch.where(trained, terms.ratio, 0.0)
-    apart = {
-        # of KL(other || theta): its samples are (nearly) the other's
+    differences = {
+        # KL(other || theta), since the tokens were sampled by the other policy or one close to it
         "kl/old": old - terms.logprobs,
         "kl/beh": packed["logprobs"] - terms.logprobs,
     }
     if "ref_logprobs" in packed:
-        apart["kl/ref"] = terms.logprobs - packed["ref_logprobs"]
+        differences["kl/ref"] = terms.logprobs - packed["ref_logprobs"]
     stats: Stats = {
         "ratio/mean": (ratio.sum(), count),
         "ratio/max": (ratio.amax() if len(ratio) else count, count),
         "entropy/mean": (torch.where(trained, outputs.entropy, 0.0).sum(), count),
     }
-    for name, d in apart.items():
-        d = torch.where(trained, d, 0.0)
-        stats |= {f"{name}_{estimator}": (ESTIMATORS[estimator](d).sum(), count) for estimator in ("k1", "k3")}
+    for name, difference in differences.items():
+        difference = torch.where(trained, difference, 0.0)
+        stats |= {f"{name}_{estimator}": (ESTIMATORS[estimator](difference).sum(), count) for estimator in ("k1", "k3")}
     weight = correction * ratio
     return stats | {"weight/mean": (weight.sum(), count), "weight/square": (weight.square().sum(), count)}
 
@@ -177,17 +179,17 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
         ConfigError: a component is not installed, has wrong constants, or is incompatible with another one.
     """
     masks = load_components(config.mask)
-    whole = any(hasattr(mask, "prepare") for mask in masks)
-    regularisers = [partial(kl_penalty, config.kl)] if config.kl.place == "loss" else []
+    reads_minibatch = any(hasattr(mask, "prepare") for mask in masks)
+    regularizers = [partial(kl_penalty, config.kl)] if config.kl.place == "loss" else []
     if config.entropy_coef:
-        regularisers.append(partial(entropy_bonus, config.entropy_coef))
+        regularizers.append(partial(entropy_bonus, config.entropy_coef))
     return PolicyLoss(
         load_component(config.loss),
-        PROXIMALS[config.resolve_proximal(minibatches, whole)],
+        PROXIMALS[config.resolve_proximal(minibatches, reads_minibatch)],
         config.ratio == "sequence",
         load_component(config.correction, optional=True),
         tuple(masks),
-        tuple(regularisers),
+        tuple(regularizers),
     )
 
 

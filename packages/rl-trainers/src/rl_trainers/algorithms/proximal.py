@@ -32,21 +32,21 @@ class Proximal:
     """Adds the batch entries that `logprobs` reads (collective)."""
 
 
-def _recompute(batch: TensorDict, engine: TrainEngine) -> None:
+def _add_logprobs(batch: TensorDict, engine: TrainEngine) -> None:
     batch[PROXIMAL_KEY] = engine.forward(batch, lambda outputs, _: outputs.logprobs)
 
 
-def _staleness(batch: TensorDict, engine: TrainEngine) -> None:
+def _add_staleness(batch: TensorDict, engine: TrainEngine) -> None:
     batch["staleness"] = (engine.version - batch["versions"]).clamp(min=0)
 
 
-def _interpolated(outputs: TokenOutputs, packed: PackedBatch) -> torch.Tensor:
+def _interpolate(outputs: TokenOutputs, packed: PackedBatch) -> torch.Tensor:
     return interpolated_logprobs(outputs.logprobs, packed["logprobs"], packed["staleness"])
 
 
 PROXIMALS = {
-    "recompute": Proximal(lambda outputs, packed: packed[PROXIMAL_KEY], _recompute),
+    "recompute": Proximal(lambda outputs, packed: packed[PROXIMAL_KEY], _add_logprobs),
     "current": Proximal(lambda outputs, packed: outputs.logprobs.detach()),
     "behaviour": Proximal(lambda outputs, packed: packed["logprobs"]),
-    "interpolate": Proximal(_interpolated, _staleness),
+    "interpolate": Proximal(_interpolate, _add_staleness),
 }

@@ -93,15 +93,15 @@ class PolicyActor:
             batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
         if self.critic is not None:
             batch[VALUES_KEY] = self.critic.values(batch)
-        figures = assign_credit(batch, self.algorithm, self.engine.parallel)
+        metrics = assign_credit(batch, self.algorithm, self.engine.parallel)
         if self.critic is not None:
-            figures["critic/explained_variance"] = self.critic.explained_variance(batch)
+            metrics["critic/explained_variance"] = self.critic.explained_variance(batch)
         batch["loss_weights"] = self._weights(batch)
         self.loss.proximal.prepare(batch, self.engine)
         for mask in self.loss.masks:
             if hasattr(mask, "prepare"):
                 mask.prepare(batch, self.engine.parallel)
-        return figures
+        return metrics
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Learn from a prepared batch (collective).
@@ -111,12 +111,12 @@ class PolicyActor:
         Returns:
             The engine's statistics over the minibatches (see `take_steps`), and those of the critic under `critic/`.
         """
-        figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
-        effective_fraction(figures)
+        metrics = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
+        effective_fraction(metrics)
         if self.critic is None:
-            return figures
+            return metrics
         try:
-            return figures | self.critic.update(batch)
+            return metrics | self.critic.update(batch)
         except StopRequestedError as stop:
             stop.weights_unchanged = False  # the policy has already been updated
             raise
@@ -126,12 +126,12 @@ class PolicyActor:
         return denominator(minibatch["loss_mask"], kind, minibatch.get(GROUP_TOKENS_KEY), replicas)
 
     def _group_tokens(self, batch: TensorDict) -> torch.Tensor:
-        """Trained tokens of each row's group over all replicas, float32 [B] (collective)."""
-        mine = {"group_ids": batch["group_ids"], "tokens": batch["loss_mask"].sum(-1).float()}
-        parts = self.engine.parallel.gather_tensors(mine)
-        names, index = torch.unique(torch.cat([part["group_ids"] for part in parts]), return_inverse=True)
-        tokens = torch.zeros(len(names)).index_add(0, index, torch.cat([part["tokens"] for part in parts]))
-        return tokens[torch.searchsorted(names, batch["group_ids"])]
+        """Return the trained tokens of each sequence's group over all replicas, float32 [B] (collective)."""
+        local_tokens = {"group_ids": batch["group_ids"], "tokens": batch["loss_mask"].sum(-1).float()}
+        shards = self.engine.parallel.gather_tensors(local_tokens)
+        group_ids, index = torch.unique(torch.cat([shard["group_ids"] for shard in shards]), return_inverse=True)
+        tokens = torch.zeros(len(group_ids)).index_add(0, index, torch.cat([shard["tokens"] for shard in shards]))
+        return tokens[torch.searchsorted(group_ids, batch["group_ids"])]
 
     def _weights(self, batch: TensorDict) -> torch.Tensor:
         """Return the weight of each token's loss from aggregation and staleness, float32 [B, T]."""

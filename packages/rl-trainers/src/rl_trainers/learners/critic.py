@@ -83,8 +83,8 @@ class Critic:
         Returns:
             The engine's statistics over the minibatches, under `critic/`.
         """
-        found = take_steps(self.engine, batch, ValueLoss(self.clip), trained_tokens, self.minibatches)
-        return {f"critic/{name}": value for name, value in found.items()}
+        statistics = take_steps(self.engine, batch, ValueLoss(self.clip), trained_tokens, self.minibatches)
+        return {f"critic/{name}": value for name, value in statistics.items()}
 
 
 def values_of(outputs: TokenOutputs) -> torch.Tensor:

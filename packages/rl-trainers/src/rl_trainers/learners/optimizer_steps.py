@@ -52,31 +52,31 @@ def take_steps(
         StopRequestedError: the step was abandoned; `weights_unchanged` is set if no optimizer step was taken.
     """
     steps, weights, empty = [], [], 0
-    for number in range(minibatches):
-        rows = batch
+    for index in range(minibatches):
+        minibatch = batch
         if minibatches > 1:
-            rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
-        sums = torch.stack([weigh(rows).double(), rows["loss_mask"].sum().double()])
+            minibatch = select(batch, (batch[MINIBATCH_KEY] == index).nonzero().flatten())
+        sums = torch.stack([weigh(minibatch).double(), minibatch["loss_mask"].sum().double()])
         divisor, trained = engine.parallel.sum_over_replicas(sums).tolist()
         if not divisor:
             empty += 1
             continue
         try:
-            steps.append(engine.train_batch(rows, loss, weigh))
+            steps.append(engine.train_batch(minibatch, loss, weigh))
         except StopRequestedError as stop:
             stop.weights_unchanged = not steps
             raise
         weights.append((divisor, trained))
         if not steps[-1]["applied"]:
-            found = {name: steps[-1][name] for name in ("loss", "grad_norm")}
-            log.warning("version %d: minibatch %d was not applied: %s is not finite", engine.version, number, found)
-    result = _combined(steps, weights) | {"minibatches/empty": float(empty)}
+            values = {name: steps[-1][name] for name in ("loss", "grad_norm")}
+            log.warning("version %d: skipped minibatch %d with non-finite values: %s", engine.version, index, values)
+    result = _combine_statistics(steps, weights) | {"minibatches/empty": float(empty)}
     if any(step["applied"] for step in steps):
         engine.version += 1
     return result
 
 
-def _combined(steps: list[dict[str, float]], weights: list[tuple[float, float]]) -> dict[str, float | None]:
+def _combine_statistics(steps: list[dict[str, float]], weights: list[tuple[float, float]]) -> dict[str, float | None]:
     if not steps:
         return {"applied": 0.0}
     result: dict[str, float | None] = {}
@@ -87,6 +87,6 @@ def _combined(steps: list[dict[str, float]], weights: list[tuple[float, float]])
         elif name == "tokens":
             result[name] = sum(values)
         else:
-            of = [1.0 if name in STEP_METRICS else weight[name != "loss"] for weight in weights]
-            result[name] = sum(v * w for v, w in zip(values, of, strict=True)) / sum(of)
+            step_weights = [1.0 if name in STEP_METRICS else weight[name != "loss"] for weight in weights]
+            result[name] = sum(v * w for v, w in zip(values, step_weights, strict=True)) / sum(step_weights)
     return result

@@ -55,9 +55,9 @@ def preference_rows(
             of that turn after truncation; or a pair has two equal conversations. The message names the row.
     """
     result = []
-    for number, row in enumerate(rows):
-        name = int(row.get("prompt_id", number))
-        sides = [_side(row, side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
+    for index, row in enumerate(rows):
+        name = int(row.get("prompt_id", index))
+        sides = [_render_side(row, side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
         if np.array_equal(sides[0][0], sides[1][0]):
             raise DataError(f"row {name}: `chosen` and `rejected` have the same tokens; remove the row.")
         for which, (ids, mask) in enumerate(sides):
@@ -69,14 +69,14 @@ def preference_rows(
                     versions=np.full(len(ids), -1, dtype=np.int32),
                     reward=1.0 - which,
                     prompt_id=name,
-                    group_id=number,
-                    episode_id=2 * number + which,
+                    group_id=index,
+                    episode_id=2 * index + which,
                 )
             )
     return result
 
 
-def _side(
+def _render_side(
     row: dict[str, Any], side: str, name: int, renderer: ChatRenderer, max_length: int, truncate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of a conversation, and a mask of its last assistant turn."""
@@ -86,15 +86,18 @@ def _side(
     ids, mask = rendered(renderer, messages, row.get("tools"), f"row {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(
-            f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop "
-            "it."
+            f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "
+            "remove the row."
         )
-    learn = np.asarray(mask, dtype=bool)
-    gaps = np.flatnonzero(~learn[: int(np.flatnonzero(learn)[-1])])
-    learn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
-    if not learn[:max_length].any():
-        raise DataError(f"row {name}: nothing of the answer of `{side}` is within {max_length} tokens; drop it.")
-    return np.asarray(ids[:max_length], dtype=np.int64), learn[:max_length]
+    last_turn = np.asarray(mask, dtype=bool)
+    gaps = np.flatnonzero(~last_turn[: int(np.flatnonzero(last_turn)[-1])])
+    last_turn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
+    if not last_turn[:max_length].any():
+        raise DataError(
+            f"row {name}: the last turn of `{side}` has no token within data.max_length={max_length}; raise the limit "
+            "or remove the row."
+        )
+    return np.asarray(ids[:max_length], dtype=np.int64), last_turn[:max_length]
 
 
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:

@@ -42,8 +42,8 @@ def supervised_sequences(
             too long without `truncate`. The message names the row.
     """
     result = []
-    for number, row in enumerate(rows):
-        name = row.get("prompt_id", number)
+    for index, row in enumerate(rows):
+        name = row.get("prompt_id", index)
         ids, mask = rendered(renderer, row["messages"], row.get("tools"), f"row {name}")
         if len(ids) > max_length and not truncate:
             raise DataError(
@@ -64,8 +64,8 @@ def supervised_sequences(
                 logprobs=np.zeros(size, dtype=np.float32),
                 versions=np.full(size, -1, dtype=np.int32),
                 prompt_id=int(name),
-                group_id=number,
-                episode_id=number,
+                group_id=index,
+                episode_id=index,
             )
         )
     return result
@@ -163,9 +163,9 @@ def shard_sequences(rows: Sequence[Trajectory], parallel: ParallelContext) -> Te
     """
     batch = stack(rows)
     batch[UNIT_KEY] = batch["group_ids"].clone()
-    local = shard_batch(batch, parallel)
-    validate(local, generated=False)
-    return local
+    shard = shard_batch(batch, parallel)
+    validate(shard, generated=False)
+    return shard
 
 
 class LossLearner:
@@ -219,8 +219,13 @@ class LossEvaluation:
         self.learner, self.batch, self.rows = learner, batch, rows
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """`loss/eval` (of cross entropy in nats per token) and `eval/rows`; of pairs also `eval/accuracy` and
-        `eval/margin` (collective)."""
-        found = self.learner.engine.eval_batch(self.batch, self.learner.loss, self.learner.weigh)
+        """Return `loss/eval` and `eval/rows`, and for pairs also `eval/accuracy` and `eval/margin` (collective).
+
+        The loss of cross entropy is in nats per token.
+        """
+        statistics = self.learner.engine.eval_batch(self.batch, self.learner.loss, self.learner.weigh)
         names = {"loss": "loss/eval", "pair/accuracy": "eval/accuracy", "pair/margin": "eval/margin"}
-        return {"eval/rows": self.rows, **{named: found[name] for name, named in names.items() if name in found}}
+        return {
+            "eval/rows": self.rows,
+            **{named: statistics[name] for name, named in names.items() if name in statistics},
+        }

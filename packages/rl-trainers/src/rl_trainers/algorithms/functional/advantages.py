@@ -39,15 +39,15 @@ def group_by_id(values: torch.Tensor, group_ids: torch.Tensor | None = None) -> 
         group_ids: int64 [E], or None to put all values in one group.
     """
     ids = torch.zeros(len(values), dtype=torch.int64) if group_ids is None else group_ids
-    names, index = torch.unique(ids, return_inverse=True)
+    unique_ids, index = torch.unique(ids, return_inverse=True)
 
-    def added(entries: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(names)).index_add(0, index, entries)
+    def group_sums(entries: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(unique_ids)).index_add(0, index, entries)
 
-    size = added(torch.ones_like(values))
-    mean = added(values) / size
-    std = (added((values - mean[index]).square()) / (size - 1).clamp(min=1)).sqrt()
-    # equal numbers whose mean is not exact in float32 leave a deviation of a few ulp, which the std would blow up
+    size = group_sums(torch.ones_like(values))
+    mean = group_sums(values) / size
+    std = (group_sums((values - mean[index]).square()) / (size - 1).clamp(min=1)).sqrt()
+    # equal values with an inexact float32 mean deviate by a few ulp, which division by their std would amplify
     return Groups(index, size, mean, std, std <= EPS * mean.abs().clamp(min=1))
 
 
@@ -84,9 +84,9 @@ def normalize(
 
 
 def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Number, sum and sum of squares of masked values, to be added over replicas; float64 [3]."""
-    kept = torch.where(mask, values, 0.0).double()
-    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+    """Return number, sum and sum of squares of the masked values, float64 [3], ready to be summed over replicas."""
+    masked = torch.where(mask, values, 0.0).double()
+    return torch.stack([mask.sum().double(), masked.sum(), masked.square().sum()])
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -140,28 +140,28 @@ def gae(
     Returns:
         Advantages and returns (advantage + value of the step), float32 [B, T] each, 0 where not trained.
     """
-    begins = loss_mask
+    starts_step = loss_mask
     if unit == "turn":
-        begins = loss_mask & ~torch.nn.functional.pad(loss_mask, (1, 0))[:, :-1]
-    # step k of a row in column k; everything that is not trained goes to a last column that is dropped
+        starts_step = loss_mask & ~torch.nn.functional.pad(loss_mask, (1, 0))[:, :-1]
+    # column k holds step k of a sequence; untrained tokens go to an extra last column, which is dropped
     steps = loss_mask.shape[1]
-    step = torch.where(loss_mask, begins.cumsum(-1) - 1, steps)
-    start = torch.where(begins, step, steps)
+    step_of_token = torch.where(loss_mask, starts_step.cumsum(-1) - 1, steps)
+    step_if_first = torch.where(starts_step, step_of_token, steps)
 
-    def gathered(entries: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    def to_steps(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(entries), steps + 1, dtype=torch.float64)
-        return out.scatter_add(1, where, entries.double())[:, :steps]
+        return out.scatter_add(1, index, entries.double())[:, :steps]
 
-    value = gathered(values, start)
-    delta = gathered(rewards, step) - value
+    value = to_steps(values, step_if_first)
+    delta = to_steps(rewards, step_of_token) - value
     delta[:, :-1] += gamma * value[:, 1:]
     advantage = reverse_discounted_sum(delta, gamma * lam)
-    index = step.clamp(max=max(steps - 1, 0))
+    column = step_of_token.clamp(max=max(steps - 1, 0))
 
-    def spread(entries: torch.Tensor) -> torch.Tensor:
-        return torch.where(loss_mask, entries.gather(1, index).float(), 0.0)
+    def to_tokens(entries: torch.Tensor) -> torch.Tensor:
+        return torch.where(loss_mask, entries.gather(1, column).float(), 0.0)
 
-    return spread(advantage), spread(advantage + value)
+    return to_tokens(advantage), to_tokens(advantage + value)
 
 
 def reverse_discounted_sum(values: torch.Tensor, factor: float) -> torch.Tensor:

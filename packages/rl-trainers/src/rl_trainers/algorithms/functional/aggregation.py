@@ -19,7 +19,7 @@ AGGREGATIONS: dict[str, Callable[[torch.Tensor, int, torch.Tensor | None], torch
     "token_sum": lambda weights, *_: weights,
     "sequence_mean_token_mean": lambda weights, *_: weights / weights.sum(-1, keepdim=True).clamp(min=1),
     "sequence_mean_token_sum": lambda weights, *_: weights,
-    "prompt_mean": lambda weights, _, of_group: weights / _column(of_group),
+    "prompt_mean": lambda weights, _, of_group: weights / _group_size_column(of_group),
     "constant_length": lambda weights, length, _: weights / length,
 }
 """Functions that return token weights, float32 [B, T].
@@ -29,8 +29,8 @@ each sequence's group.
 """
 
 
-def _column(tokens: torch.Tensor | None) -> torch.Tensor:
-    assert tokens is not None, "prompt_mean needs the trained tokens of each row's group"
+def _group_size_column(tokens: torch.Tensor | None) -> torch.Tensor:
+    assert tokens is not None, "prompt_mean needs group_tokens, the trained tokens of each sequence's group"
     return tokens[:, None].clamp(min=1)
 
 

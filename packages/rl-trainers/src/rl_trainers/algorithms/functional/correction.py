@@ -96,12 +96,14 @@ def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over
     values = DIVERGENCES[estimator](off.log_ratio)
     if over == "token":
         return ~(values <= bound)
-    rows = off.packed.sequence_of_token
+    sequence_of_token = off.packed.sequence_of_token
     if over == "max":
-        of_row = values.new_zeros(off.packed.num_sequences).index_reduce(0, rows, values, "amax")
+        sequence_values = values.new_zeros(off.packed.num_sequences).index_reduce(0, sequence_of_token, values, "amax")
     else:
-        of_row = off.packed.sequence_sums(values) if over == "sum" else sequence_means(values, off.trained, off.packed)
-    return ~(of_row <= bound)[rows]
+        sequence_values = (
+            off.packed.sequence_sums(values) if over == "sum" else sequence_means(values, off.trained, off.packed)
+        )
+    return ~(sequence_values <= bound)[sequence_of_token]
 
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -157,18 +159,19 @@ def second_moment_outliers(
 
     keys = log_ratio.float().abs().view(torch.int32).long()
     squares = log_ratio.double().square()
-    first = torch.zeros(count, dtype=torch.int64)
-    below = torch.zeros(count, 1, 2, dtype=torch.float64)
+    cutoff = torch.zeros(count, dtype=torch.int64)
+    moments_below = torch.zeros(count, 1, 2, dtype=torch.float64)
     for shift in (24, 16, 8, 0):
-        here = keys >> shift + 8 == first[minibatch]
-        place = (minibatch * 256 + (keys >> shift & 255))[here]
+        has_prefix = keys >> shift + 8 == cutoff[minibatch]
+        bucket = (minibatch * 256 + (keys >> shift & 255))[has_prefix]
         table = torch.zeros(count * 256, 2, dtype=torch.float64)
-        table.index_add_(0, place, torch.stack([squares[here], torch.ones_like(squares[here])], 1))
-        up_to = below + add_up(table).view(count, 256, 2).cumsum(1)
-        digit = (up_to[..., 0] <= threshold * up_to[..., 1]).sum(1)  # 256, which carries, where all of them fit
-        first = first * 256 + digit
-        below = torch.cat([below, up_to], 1)[torch.arange(count), digit][:, None]
-    return keys >= first[minibatch]
+        table.index_add_(0, bucket, torch.stack([squares[has_prefix], torch.ones_like(squares[has_prefix])], 1))
+        moments_up_to = moments_below + add_up(table).view(count, 256, 2).cumsum(1)
+        # if all values fit, the digit is 256 and carries into the digits before it
+        digit = (moments_up_to[..., 0] <= threshold * moments_up_to[..., 1]).sum(1)
+        cutoff = cutoff * 256 + digit
+        moments_below = torch.cat([moments_below, moments_up_to], 1)[torch.arange(count), digit][:, None]
+    return keys >= cutoff[minibatch]
 
 
 def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: torch.Tensor) -> torch.Tensor:

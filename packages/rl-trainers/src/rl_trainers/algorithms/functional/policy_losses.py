@@ -95,8 +95,8 @@ def sapo_loss(terms: PolicyTerms, *, tau_positive: float = 1.0, tau_negative: fl
     Raises:
         ConfigError: a tau is not positive.
     """
-    least = min(tau_positive, tau_negative)
-    require(least > 0, "algorithm.loss.options.tau_positive, tau_negative", "more than 0", least)
+    smallest_tau = min(tau_positive, tau_negative)
+    require(smallest_tau > 0, "algorithm.loss.options.tau_positive, tau_negative", "more than 0", smallest_tau)
     tau = torch.where(terms.advantages > 0, tau_positive, tau_negative)
     gate = torch.sigmoid(tau * (terms.ratio - 1))
     with torch.no_grad():

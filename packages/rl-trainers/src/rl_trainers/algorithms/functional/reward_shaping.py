@@ -41,10 +41,13 @@ def terminal_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Te
 
 
 def to_trained_tokens(values: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Per-token rewards moved to where they can be learned from: each to the last trained token at or before it, or to
-    the row's first one where there is none before. [B, T]; a row without a trained token keeps nothing."""
-    place = torch.arange(loss_mask.shape[1]).expand_as(loss_mask)
-    latest = torch.where(loss_mask, place, -1).cummax(-1).values
-    first = loss_mask.int().argmax(-1, keepdim=True)
-    target = torch.where(latest >= 0, latest, first)
+    """Move per-token rewards, [B, T], to trained tokens.
+
+    Each reward is added to the last trained token at or before it, or else to the first trained token of the sequence.
+    The rewards of a sequence without trained tokens are dropped.
+    """
+    position = torch.arange(loss_mask.shape[1]).expand_as(loss_mask)
+    last_trained = torch.where(loss_mask, position, -1).cummax(-1).values
+    first_trained = loss_mask.int().argmax(-1, keepdim=True)
+    target = torch.where(last_trained >= 0, last_trained, first_trained)
     return torch.where(loss_mask, torch.zeros_like(values).scatter_add(1, target, values), 0.0)

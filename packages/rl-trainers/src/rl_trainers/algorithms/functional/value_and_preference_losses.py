@@ -48,7 +48,7 @@ def bradley_terry_loss(scores: torch.Tensor, packed: PackedBatch) -> tuple[torch
         `pair/margin` and `score/mean`.
     """
     margin = margins(scores, packed)
-    stats = _statistics(margin) | {"score/mean": (scores.detach().sum(), _count(scores))}
+    stats = _pair_statistics(margin) | {"score/mean": (scores.detach().sum(), _count(scores))}
     return -F.logsigmoid(margin).sum(), stats
 
 
@@ -75,7 +75,7 @@ def dpo_loss(
     """
     implied = beta * margins(log_ratios, packed)
     loss = -(1 - label_smoothing) * F.logsigmoid(implied).sum() - label_smoothing * F.logsigmoid(-implied).sum()
-    return loss, _statistics(implied) | _implied_rewards(log_ratios, packed, beta)
+    return loss, _pair_statistics(implied) | _implied_rewards(log_ratios, packed, beta)
 
 
 def ipo_loss(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> tuple[torch.Tensor, Stats]:
@@ -94,20 +94,20 @@ def ipo_loss(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> tupl
     """
     margin = margins(log_ratios, packed)
     loss = (margin - 1 / (2 * beta)).square().sum()
-    return loss, _statistics(beta * margin) | _implied_rewards(log_ratios, packed, beta)
+    return loss, _pair_statistics(beta * margin) | _implied_rewards(log_ratios, packed, beta)
 
 
-def _statistics(margin: torch.Tensor) -> Stats:
+def _pair_statistics(margin: torch.Tensor) -> Stats:
     margin = margin.detach()
-    right = (margin > 0).float() + 0.5 * (margin == 0).float()
-    return {"pair/accuracy": (right.sum(), _count(margin)), "pair/margin": (margin.sum(), _count(margin))}
+    correct = (margin > 0).float() + 0.5 * (margin == 0).float()
+    return {"pair/accuracy": (correct.sum(), _count(margin)), "pair/margin": (margin.sum(), _count(margin))}
 
 
 def _implied_rewards(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> Stats:
     rewards, preferred = beta * log_ratios.detach(), packed["rewards"] > 0
     return {
-        f"reward/{name}": (torch.where(rows, rewards, 0.0).sum(), rows.sum().float())
-        for name, rows in (("chosen", preferred), ("rejected", ~preferred))
+        f"reward/{name}": (torch.where(selected, rewards, 0.0).sum(), selected.sum().float())
+        for name, selected in (("chosen", preferred), ("rejected", ~preferred))
     }
 
 
@@ -131,12 +131,12 @@ def clipped_value_loss(
     Returns:
         Losses, [N], and whether the clipped error was larger, bool [N].
     """
-    plain = (values - returns).square()
+    squared_error = (values - returns).square()
     if not clip:
-        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    clipped = (near - returns).square()
-    return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()
+        return squared_error / 2, torch.zeros_like(squared_error, dtype=torch.bool)
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (clipped_values - returns).square()
+    return torch.maximum(squared_error, clipped) / 2, (clipped > squared_error).detach()
 
 
 def explained_variance(sums: torch.Tensor) -> float | None:

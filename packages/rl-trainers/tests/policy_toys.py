@@ -1,4 +1,4 @@
-"""A batch with everything that a policy objective may read, and the objective over any split of it."""
+"""Test helpers: a batch with all entries of a policy objective, the objective over any split, and ranks as threads."""
 
 import math
 import threading
@@ -19,14 +19,17 @@ VERSION = 3
 
 
 def terms_of(ratio, advantages, logprobs=None):
-    """Terms of single tokens, with gradient at their log-probs; the old ones are such that the ratio is as given."""
+    """Return the log-probs of single tokens as a leaf, and their `PolicyTerms`.
+
+    The old log-probs are chosen so that the ratio has the requested value.
+    """
     ratio = torch.as_tensor(ratio, dtype=torch.float64)
     logprobs = torch.full_like(ratio, -1.0) if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float64)
     leaf = logprobs.clone().requires_grad_()
-    shown = ratio * (leaf - logprobs).exp()
+    differentiable_ratio = ratio * (leaf - logprobs).exp()
     return leaf, PolicyTerms(
         leaf,
-        shown,
+        differentiable_ratio,
         torch.as_tensor(advantages, dtype=torch.float64),
         torch.ones(len(ratio), dtype=torch.bool),
         torch.zeros_like(ratio),
@@ -34,14 +37,17 @@ def terms_of(ratio, advantages, logprobs=None):
 
 
 def prepared_batch(config, rows=9, seed=0):
-    """Rows of mixed lengths and versions, one of them without a trained token, with all prepared entries in float64."""
+    """Return a batch of sequences of mixed lengths and versions, with all prepared entries in float64.
+
+    Sequence 1 has no trained token.
+    """
     batch = make_batch(rows, seed=seed, version=VERSION)
     generator = torch.Generator().manual_seed(seed)
     shape = batch["input_ids"].shape
     batch["loss_mask"][1] = False
-    learn = batch["loss_mask"]
-    old = torch.arange(rows)[:, None] % 3
-    batch["versions"] = torch.where(batch["versions"] >= 0, VERSION - old.int(), -1)
+    trained = batch["loss_mask"]
+    age = torch.arange(rows)[:, None] % 3
+    batch["versions"] = torch.where(batch["versions"] >= 0, VERSION - age.int(), -1)
 
     def noise(scale):
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -51,45 +57,49 @@ def prepared_batch(config, rows=9, seed=0):
     batch["prox_logprobs"] = base + noise(0.4)
     batch["ref_logprobs"] = base + noise(0.5)
     per_row = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
-    batch["advantages"] = torch.where(learn, per_row + 0 * base, 0.0)
+    batch["advantages"] = torch.where(trained, per_row + 0 * base, 0.0)
     batch["values"], batch["returns"] = noise(1.0), noise(1.0)
     batch["moment_dropped"] = torch.rand(shape, generator=generator) >= 0.8
     batch["staleness"] = (VERSION - batch["versions"]).clamp(min=0)
-    weights = token_weights(learn, config.aggregation.kind, config.aggregation.constant_length).double()
+    weights = token_weights(trained, config.aggregation.kind, config.aggregation.constant_length).double()
     batch["loss_weights"] = weights * torch.rand(shape, generator=generator, dtype=torch.float64)
     batch["theta"] = base + noise(0.4)
     return batch
 
 
-def objective(batch, config, parts, theta=None):
-    """Loss over the denominator, its gradient [B, T] at the log-probs, and the statistics, summed over parts."""
+def objective(batch, config, splits, theta=None):
+    """Return the objective summed over `splits` of the batch.
+
+    Returns:
+        Loss divided by the denominator, its gradient with respect to the log-probs, [B, T], and the statistics.
+    """
     loss = make_policy_loss(config, minibatches=2)
-    return total(loss, batch, parts, denominator(batch["loss_mask"], config.aggregation.kind), theta)
+    return total(loss, batch, splits, denominator(batch["loss_mask"], config.aggregation.kind), theta)
 
 
-def total(loss, batch, parts, divisor, theta=None):
-    """The same for any loss function; `theta` is a leaf [B, T]."""
+def total(loss, batch, splits, divisor, theta=None):
+    """Return the same as `objective` for any loss function; `theta` is a leaf tensor, [B, T]."""
     theta = batch["theta"].clone().requires_grad_() if theta is None else theta
-    result, merged = torch.zeros((), dtype=torch.float64), {}
-    for rows in parts:
+    loss_sum, merged = torch.zeros((), dtype=torch.float64), {}
+    for rows in splits:
         rows = list(rows)
-        share = select(batch, rows)
-        here = theta[rows][:, : share["input_ids"].shape[1]][share["attention_mask"]]
-        value, stats = loss(TokenOutputs(here, -0.5 * here.sin(), values=here), pack(share))
-        result = result + value / divisor
-        for name, (top, bottom) in stats.items():
-            before = merged.get(name, (0.0, 0.0))
+        micro_batch = select(batch, rows)
+        logprobs = theta[rows][:, : micro_batch["input_ids"].shape[1]][micro_batch["attention_mask"]]
+        value, stats = loss(TokenOutputs(logprobs, -0.5 * logprobs.sin(), values=logprobs), pack(micro_batch))
+        loss_sum = loss_sum + value / divisor
+        for name, (value_sum, count) in stats.items():
+            previous = merged.get(name, (0.0, 0.0))
             if name.endswith("/max"):
-                merged[name] = (max(before[0], float(top)), 1.0)
+                merged[name] = (max(previous[0], float(value_sum)), 1.0)
             else:
-                merged[name] = (before[0] + float(top), before[1] + float(bottom))
-    (gradient,) = torch.autograd.grad(result, theta)
-    figures = {n: a / b if b else math.nan for n, (a, b) in merged.items()}
-    return result.detach(), gradient, figures
+                merged[name] = (previous[0] + float(value_sum), previous[1] + float(count))
+    (gradient,) = torch.autograd.grad(loss_sum, theta)
+    metrics = {n: a / b if b else math.nan for n, (a, b) in merged.items()}
+    return loss_sum.detach(), gradient, metrics
 
 
 class Replica(ParallelContext):
-    """One of several data-parallel replicas that are threads of this process."""
+    """One of several data-parallel replicas, each a thread of this process."""
 
     def __init__(self, rank, size, slots, barrier):
         super().__init__(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
@@ -98,9 +108,9 @@ class Replica(ParallelContext):
     def gather_tensors(self, tensors, all_ranks=False):
         self._slots[self.rank] = tensors
         self._barrier.wait(30)
-        found = list(self._slots)
+        gathered = list(self._slots)
         self._barrier.wait(30)
-        return found
+        return gathered
 
     def gather_json(self, value, replicas=False):
         return self.gather_tensors(value)
@@ -113,14 +123,14 @@ class Replica(ParallelContext):
 
 
 def on_replicas(size, work):
-    """What `work(replica)` returns on each of `size` replicas that run at the same time."""
+    """Run `work(replica)` on `size` concurrent replicas and return the results."""
     slots, barrier = [None] * size, threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Replica(rank, size, slots, barrier)), range(size)))
 
 
 class Rank(Replica):
-    """One of the ranks of a single replica that are threads of this process; rank 0 is its head."""
+    """One of the ranks of a single replica, each a thread of this process; rank 0 is the data-parallel leader."""
 
     def __init__(self, rank, size, slots, barrier):
         super().__init__(rank, size, slots, barrier)
@@ -133,13 +143,13 @@ class Rank(Replica):
         return self.gather_json(value)[0]
 
     def agree(self, error, doing):
-        failed = [note for note in self.gather_json(error and str(error)) if note]
-        if failed:
-            raise EngineError(f"{doing} failed: {failed}")
+        errors = [message for message in self.gather_json(error and str(error)) if message]
+        if errors:
+            raise EngineError(f"{doing} failed: {errors}")
 
 
 def on_ranks(size, work):
-    """What `work(rank)` returns on each rank of one replica."""
+    """Run `work(rank)` on `size` concurrent ranks of one replica and return the results."""
     slots, barrier = [None] * size, threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Rank(rank, size, slots, barrier)), range(size)))

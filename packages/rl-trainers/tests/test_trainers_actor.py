@@ -1,4 +1,4 @@
-"""The actor on the reference engine: what it computes, and that no split changes it."""
+"""The policy actor on the reference engine: its computations, and their independence of the split of a batch."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def _batch(rows=8, minibatches=1, **kwargs):
     return shard_batch(make_batch(rows, **kwargs).exclude("advantages"), ParallelContext(), minibatches)
 
 
-def test_actor_update_advances_the_version_once_however_many_minibatches(engine):
+def test_actor_update_several_minibatches_advances_version_once(engine):
     actor = PolicyActor(engine, AlgorithmConfig(), minibatches=4)
     batch = _batch(minibatches=4)
     actor.prepare(batch)
@@ -62,12 +62,12 @@ def test_actor_prepare_puts_advantages_on_trained_tokens_only(engine):
         assert len(batch["advantages"][row][batch["loss_mask"][row]].unique()) <= 1
 
 
-def test_actor_prepare_tokens_of_a_later_version_are_refused(engine):
-    with pytest.raises(DataError, match="versions later than 0"):
+def test_actor_prepare_tokens_of_later_version_are_rejected(engine):
+    with pytest.raises(DataError, match="version 0"):
         PolicyActor(engine, AlgorithmConfig()).prepare(_batch(version=3))
 
 
-def test_actor_prepare_staleness_coefficient_shrinks_old_tokens(engine):
+def test_actor_prepare_staleness_coefficient_reduces_old_weights(engine):
     engine.version = 2
     batch = _batch(version=0)
     PolicyActor(engine, AlgorithmConfig(staleness_coef=0.5)).prepare(batch)
@@ -75,16 +75,18 @@ def test_actor_prepare_staleness_coefficient_shrinks_old_tokens(engine):
     torch.testing.assert_close(weights, torch.full_like(weights, torch.tensor(-1.0).exp().item()))
 
 
-def test_actor_prepare_episode_of_several_rows_counts_once_in_its_group(engine):
+def test_actor_prepare_episode_of_several_sequences_counts_once_in_group(engine):
     batch = _batch(rows=4)
     batch["group_ids"][:] = 0
     batch["episode_ids"] = torch.tensor([0, 0, 0, 1])
     batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0])
     PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig(std="none"))).prepare(batch)
-    found = [
+    advantages = [
         float(a[m].max()) if m.any() else None for a, m in zip(batch["advantages"], batch["loss_mask"], strict=True)
     ]
-    assert [x for x in found[:3] if x is not None] == pytest.approx([0.5] * sum(x is not None for x in found[:3]))
+    assert [a for a in advantages[:3] if a is not None] == pytest.approx(
+        [0.5] * sum(a is not None for a in advantages[:3])
+    )
 
 
 def test_actor_recompute_and_current_proximal_give_the_same_first_step(model_path):
@@ -101,8 +103,8 @@ def test_actor_recompute_and_current_proximal_give_the_same_first_step(model_pat
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_actor_current_proximal_with_several_minibatches_is_refused(engine):
-    with pytest.raises(ConfigError, match="the policy moves within the step"):
+def test_actor_current_proximal_with_several_minibatches_is_rejected(engine):
+    with pytest.raises(ConfigError, match=r"algorithm\.proximal"):
         PolicyActor(engine, AlgorithmConfig(proximal="current"), minibatches=2)
 
 
@@ -116,21 +118,21 @@ def test_actor_skipped_step_does_not_advance_the_version(engine):
     assert actor.version == 0
 
 
-def test_replay_batch_saved_and_loaded_gives_the_step_of_the_run(model_path, tmp_path):
-    figures = []
+def test_replay_batch_gives_metrics_of_original_step(model_path, tmp_path):
+    metrics = []
     for source in ("run", "replay"):
         engine = ReferenceTrainEngine()
         engine.initialize(FinetuneSpec(str(model_path), 10, optimizer=OptimizerConfig(lr=1e-3)))
         actor = PolicyActor(engine, AlgorithmConfig(), minibatches=2)
         if source == "run":
-            whole = make_batch(8).exclude("advantages")
-            save_batch(whole, tmp_path / "b.safetensors")
+            batch_on_disk = make_batch(8).exclude("advantages")
+            save_batch(batch_on_disk, tmp_path / "b.safetensors")
             batch = shard_batch(load_batch(tmp_path / "b.safetensors"), ParallelContext(), 2)
-            figures.append(actor.prepare(batch) | actor.update(batch))
+            metrics.append(actor.prepare(batch) | actor.update(batch))
         else:
-            figures.append(replay_batch(actor, tmp_path / "b.safetensors"))
+            metrics.append(replay_batch(actor, tmp_path / "b.safetensors"))
         engine.destroy()
-    assert figures[0] == figures[1]
+    assert metrics[0] == metrics[1]
 
 
 M2PO = {
@@ -156,17 +158,17 @@ COMPOSITIONS = {
 
 
 class ValueEngine(ReferenceTrainEngine):
-    """A reference engine with a value head: a row of weights on the logits that come before each token."""
+    """A reference engine with a value head, a weighted sum of the logits before each token."""
 
     def initialize(self, spec):
         super().initialize(spec)
         torch.manual_seed(7)
-        self.head = torch.nn.Parameter(0.1 * torch.randn(self.model.config.vocab_size))
-        self._optimizer.add_param_group({"params": [self.head], "weight_decay": 0.0})
+        self.value_head = torch.nn.Parameter(0.1 * torch.randn(self.model.config.vocab_size))
+        self._optimizer.add_param_group({"params": [self.value_head], "weight_decay": 0.0})
 
     def _row(self, ids, temperature):
         logits = self.model(input_ids=ids[None]).logits[0].float()
-        values = torch.cat([torch.zeros(1), (logits[:-1] @ self.head) / 10])
+        values = torch.cat([torch.zeros(1), (logits[:-1] @ self.value_head) / 10])
         return values, torch.zeros_like(values)
 
     def _run(self, batch):
@@ -196,7 +198,7 @@ def other_path(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [next(iter(COMPOSITIONS)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*COMPOSITIONS][1:])]
 )
-def test_actor_order_of_the_rows_does_not_change_what_is_learned(name, model_path, other_path):
+def test_actor_order_of_sequences_does_not_change_metrics(name, model_path, other_path):
     results = []
     whole = make_batch(8).exclude("advantages")
     for order in (list(range(8)), [5, 2, 7, 0, 1, 3, 6, 4]):
@@ -207,16 +209,16 @@ def test_actor_order_of_the_rows_does_not_change_what_is_learned(name, model_pat
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
 
 
-def test_actor_reference_logprobs_are_the_reference_models(model_path, other_path):
+def test_actor_reference_logprobs_come_from_reference_model(model_path, other_path):
     actor = _full_actor(model_path, other_path, kl=KLConfig("loss", 0.1, "k3"))
     batch = _batch()
     actor.prepare(batch)
-    own = actor.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+    policy_logprobs = actor.engine.forward(batch, lambda outputs, _: outputs.logprobs)
     learn = batch["loss_mask"]
-    assert (batch["ref_logprobs"] - own)[learn].abs().min() > 0
+    assert (batch["ref_logprobs"] - policy_logprobs)[learn].abs().min() > 0
     before = batch["ref_logprobs"].clone()
     stats = actor.update(batch)
-    assert stats["kl/ref_k3"] == pytest.approx(_k3(own - before, learn), rel=1e-4)
+    assert stats["kl/ref_k3"] == pytest.approx(_k3(policy_logprobs - before, learn), rel=1e-4)
     actor.prepare(batch)
     torch.testing.assert_close(batch["ref_logprobs"], before)
 
@@ -244,7 +246,7 @@ def test_actor_kl_in_the_loss_pulls_the_policy_to_the_reference(model_path, othe
     assert distances[-1] < 0.8 * distances[0]
 
 
-def test_actor_kl_in_the_reward_lowers_the_advantage_of_tokens_the_reference_would_not_take(model_path, other_path):
+def test_actor_kl_in_reward_adds_penalty_to_go_to_advantage(model_path, other_path):
     actor = _full_actor(model_path, other_path, kl=KLConfig("reward", 0.5, "k1"), advantage=AdvantageConfig("return"))
     batch = _batch(rows=4)
     actor.prepare(batch)
@@ -275,23 +277,25 @@ def test_actor_distillation_moves_the_policy_to_its_teacher(model_path, other_pa
     assert float((moved * gap[learn]).mean()) > 0
 
 
-def test_actor_loss_of_ones_own_reads_the_entropy(engine, monkeypatch):
-    seen = []
+def test_actor_custom_loss_reads_entropy(engine, monkeypatch):
+    entropies = []
 
-    def curious(terms):
-        seen.append(terms.entropy)
+    def entropy_recording_loss(terms):
+        entropies.append(terms.entropy)
         return -terms.ratio * terms.advantages, {}
 
-    monkeypatch.setattr("rl_trainers.algorithms.functional.policy_losses.curious", curious, raising=False)
+    monkeypatch.setattr(
+        "rl_trainers.algorithms.functional.policy_losses.entropy_recording_loss", entropy_recording_loss, raising=False
+    )
     batch = _batch()
     expected = engine.forward(batch, lambda outputs, _: outputs.entropy)
-    loss = LossConfig("rl_trainers.algorithms.functional.policy_losses:curious")
+    loss = LossConfig("rl_trainers.algorithms.functional.policy_losses:entropy_recording_loss")
     actor = PolicyActor(engine, AlgorithmConfig(loss=loss))
     actor.prepare(batch)
-    seen.clear()
+    entropies.clear()
     actor.update(batch)
 
-    assert float(torch.cat(seen).sum()) == pytest.approx(float(expected[batch["loss_mask"]].sum()), rel=1e-4)
+    assert float(torch.cat(entropies).sum()) == pytest.approx(float(expected[batch["loss_mask"]].sum()), rel=1e-4)
 
 
 def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine):
@@ -306,7 +310,7 @@ def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine
         assert (batch["advantages"][row][batch["loss_mask"][row]] - expected[row]).abs().max() < 1e-6
 
 
-def test_actor_overlong_penalty_counts_what_rows_share_once(engine):
+def test_actor_overlong_penalty_counts_shared_tokens_once(engine):
     batch = _batch(rows=1)
     whole, learn = select(batch, [0]), batch["loss_mask"]
     first = learn & (learn.cumsum(-1) <= 2)
@@ -331,77 +335,77 @@ def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
     assert batch["advantages"][1].abs().max() == 0
 
 
-def test_actor_turn_rewards_that_the_estimator_would_pass_over_are_refused(engine):
+def test_actor_turn_rewards_unread_by_estimator_are_rejected(engine):
     batch = _batch(rows=2)
     batch["token_rewards"] = torch.zeros(batch["input_ids"].shape)
-    with pytest.raises(DataError, match=r"algorithm.advantage.kind=outcome has one number per episode"):
+    with pytest.raises(DataError, match=r"algorithm\.advantage\.kind=outcome"):
         PolicyActor(engine, AlgorithmConfig()).prepare(batch)
 
 
-def test_summary_staleness_shares_count_trained_tokens():
+def test_summary_staleness_fractions_count_trained_tokens():
     batch = _batch()
     generated = batch["versions"] >= 0
     batch["versions"] = torch.where(generated, torch.arange(len(batch))[:, None] % 3 * 3, -1).int()
-    figures = summarise(batch, 6).results()
+    metrics = summarise(batch, 6).results()
     age = 6 - batch["versions"][batch["loss_mask"]]
-    for name, chosen in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
-        assert figures[f"staleness/fraction_{name}"] == pytest.approx(float(chosen.float().mean()))
-    assert figures["staleness/fraction_1"] == 0
+    for name, has_age in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
+        assert metrics[f"staleness/fraction_{name}"] == pytest.approx(float(has_age.float().mean()))
+    assert metrics["staleness/fraction_1"] == 0
 
 
-def test_actor_second_moment_mask_holds_over_each_minibatch(engine):
+def test_actor_second_moment_mask_bounds_each_minibatch(engine):
     threshold = 0.5
     algorithm = AlgorithmConfig(**M2PO | {"mask": MaskConfig("second_moment", threshold=threshold)})
     batch = _batch(minibatches=2)
     actor = PolicyActor(engine, algorithm, minibatches=2)
     actor.prepare(batch)
-    log_ratio, kept = batch["prox_logprobs"] - batch["logprobs"], ~batch["moment_dropped"]
-    bound = batch["loss_mask"] & (log_ratio * batch["advantages"] > 0)
-    assert kept[~bound].all()
-    assert not kept[bound].all()
+    log_ratio, retained = batch["prox_logprobs"] - batch["logprobs"], ~batch["moment_dropped"]
+    in_trust_region = batch["loss_mask"] & (log_ratio * batch["advantages"] > 0)
+    assert retained[~in_trust_region].all()
+    assert not retained[in_trust_region].all()
     for number in range(2):
-        chosen = bound & kept & (batch["minibatch"] == number)[:, None]
+        chosen = in_trust_region & retained & (batch["minibatch"] == number)[:, None]
         assert not chosen.any() or log_ratio[chosen].double().square().mean() <= threshold + 1e-6
     stats = actor.update(batch)
     assert 0 < stats["correction/masked"] < 1
 
 
-def test_actor_without_the_reference_or_critic_that_it_needs_is_refused(engine):
-    with pytest.raises(ConfigError, match=r"algorithm.kl.place=loss needs a reference policy, but there is no `ref`"):
+def test_actor_without_required_reference_or_critic_is_rejected(engine):
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.place=loss .*`reference` is None"):
         PolicyActor(engine, AlgorithmConfig(kl=KLConfig("loss", 0.1)))
-    with pytest.raises(ConfigError, match=r"algorithm.advantage.kind=gae needs values, but there is no `critic`"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage\.kind=gae .*`critic` is None"):
         PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("gae")))
 
 
 @pytest.mark.slow
-def test_critic_learns_the_returns_and_reports_how_well(model_path, other_path):
+def test_critic_learns_returns_and_reports_explained_variance(model_path, other_path):
     actor = _full_actor(model_path, other_path, advantage=AdvantageConfig("gae"))
     batch = _batch(rows=6)
-    found = []
+    explained_variances = []
     for _ in range(12):
         batch["versions"] = torch.where(batch["versions"] >= 0, actor.version, -1).int()
-        figures = actor.prepare(batch) | actor.update(batch)
-        found.append(figures["critic/explained_variance"])
-    assert found[-1] > found[0] + 0.2
+        metrics = actor.prepare(batch) | actor.update(batch)
+        explained_variances.append(metrics["critic/explained_variance"])
+    assert explained_variances[-1] > explained_variances[0] + 0.2
     assert actor.critic.engine.version == actor.version == 12
-    assert figures["critic/applied"] == 1.0
+    assert metrics["critic/applied"] == 1.0
     learn = batch["loss_mask"]
     torch.testing.assert_close(batch["returns"][learn], (batch["rewards"][:, None].expand_as(learn))[learn])
 
 
-def test_critic_on_an_engine_without_values_says_so(engine):
+def test_critic_on_engine_without_values_raises(engine):
     with pytest.raises(EngineError, match="head=value"):
         Critic(engine).values(_batch())
 
 
-def test_critic_with_a_negative_clip_is_refused(model_path):
+def test_critic_negative_clip_is_rejected(model_path):
     with pytest.raises(ConfigError, match=r"critic\.clip"):
         Critic(_engine_of(ValueEngine, model_path), clip=-1.0)
 
 
-def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
-    kept = set(_batch().keys())
-    added = set()
+def test_prepared_entries_are_all_listed_in_run_log(model_path, other_path):
+    initial_keys = set(_batch().keys())
+    added_keys = set()
     for settings in (
         {"advantage": AdvantageConfig("gae")},
         {"kl": KLConfig("loss", 0.1)} | M2PO,
@@ -409,12 +413,12 @@ def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
     ):
         batch = _batch()
         _full_actor(model_path, other_path, **settings).prepare(batch)
-        added |= set(batch.keys()) - kept
-    assert added <= set(COMPUTED)
+        added_keys |= set(batch.keys()) - initial_keys
+    assert added_keys <= set(COMPUTED)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_actor_prompt_mean_weighs_groups_alike(engine, minibatches):
+def test_actor_prompt_mean_weighs_groups_equally(engine, minibatches):
     batch = _batch(rows=6)
     batch["group_ids"] = torch.tensor([7, 7, 7, 3, 3, 3])
     algorithm = AlgorithmConfig(aggregation=AggregationConfig("prompt_mean"))
@@ -424,8 +428,8 @@ def test_actor_prompt_mean_weighs_groups_alike(engine, minibatches):
 
     weights, learn = batch["loss_weights"], batch["loss_mask"]
     assert [float(weights[batch["group_ids"] == group].sum()) for group in (7, 3)] == pytest.approx([1.0, 1.0])
-    parts = [
+    contributions = [
         actor._denominator(select(batch, (batch["minibatch"] == m).nonzero().flatten())) for m in range(minibatches)
     ]
-    assert float(sum(parts)) == pytest.approx(2.0)
+    assert float(sum(contributions)) == pytest.approx(2.0)
     assert bool((weights[~learn] == 0).all())

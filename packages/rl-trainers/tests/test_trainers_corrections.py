@@ -1,4 +1,4 @@
-"""Corrections between server and trainer, M2PO's mask, KL estimates and the interpolated old policy, by hand."""
+"""Hand-computed cases of corrections, M2PO's mask, KL estimates and interpolated log-probs."""
 
 import math
 
@@ -25,7 +25,7 @@ from rl_trainers.algorithms.functional.kl import k3, kl_estimate, weighted_kl
 
 
 def _tokens(ratios):
-    """A micro-batch of one row whose trained tokens have these ratios."""
+    """Return a micro-batch of one sequence whose trained tokens have these ratios."""
     log_ratio = torch.tensor(ratios).log()
     batch = make_batch(1, seed=1, lengths=(len(ratios), len(ratios)))
     return OffPolicy(log_ratio, torch.ones(len(ratios), dtype=torch.bool), pack(batch))
@@ -35,13 +35,13 @@ def test_plain_weights_are_the_ratios():
     torch.testing.assert_close(plain_weights(_tokens([0.1, 7.4]), level="token")[0], torch.tensor([0.1, 7.4]))
 
 
-def test_truncated_weights_above_the_cap_are_truncated_and_marked():
+def test_truncated_weights_above_cap_are_truncated_and_marked():
     weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 2.0]))
     assert marks["correction/capped"].tolist() == [False, False, True]
 
 
-def test_truncated_weights_below_the_floor_are_raised_to_it():
+def test_truncated_weights_below_floor_are_raised_to_floor():
     weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0, floor=0.5)
     torch.testing.assert_close(weights, torch.tensor([0.5, 1.0, 2.0]))
     assert marks["correction/capped"].tolist() == [True, False, True]
@@ -49,7 +49,7 @@ def test_truncated_weights_below_the_floor_are_raised_to_it():
 
 @pytest.mark.parametrize(
     ("estimator", "over", "expected"),
-    [  # log r of row one: 0.1, -2; of row two: 0.3, 0.3
+    [  # log r of sequence one: 0.1, -2; of sequence two: 0.3, 0.3
         ("k1", "token", [False, True, False, False]),
         ("k2", "token", [False, True, False, False]),
         ("k3", "token", [False, True, False, False]),
@@ -61,7 +61,7 @@ def test_truncated_weights_below_the_floor_are_raised_to_it():
         ("k3", "mean", [True, True, False, False]),
     ],
 )
-def test_divergence_mask_drops_tokens_and_rows_beyond_the_bound(estimator, over, expected):
+def test_divergence_mask_drops_tokens_and_sequences_above_bound(estimator, over, expected):
     batch = make_batch(2, seed=1, lengths=(2, 2))
     batch["loss_mask"] = torch.ones(2, 2, dtype=torch.bool)
     log_ratio = torch.tensor([0.1, -2.0, 0.3, 0.3])
@@ -69,18 +69,18 @@ def test_divergence_mask_drops_tokens_and_rows_beyond_the_bound(estimator, over,
     packed = pack(batch)
     off = OffPolicy(log_ratio, packed["loss_mask"], packed)
 
-    found = divergence_mask(off, bound=0.5, estimator=estimator, over=over)
+    dropped = divergence_mask(off, bound=0.5, estimator=estimator, over=over)
 
     rows = values.view(2, 2)
-    of_row = {"token": rows, "sum": rows.sum(-1, True), "mean": rows.mean(-1, True), "max": rows.amax(-1, True)}[over]
-    assert found.tolist() == (of_row > 0.5).expand(2, 2).flatten().tolist() == expected
+    stat = {"token": rows, "sum": rows.sum(-1, True), "mean": rows.mean(-1, True), "max": rows.amax(-1, True)}[over]
+    assert dropped.tolist() == (stat > 0.5).expand(2, 2).flatten().tolist() == expected
 
 
-OUTSIDE = [0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]
+RATIOS = [0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]
 
 
-def test_masked_weights_outside_the_bounds_are_dropped_and_the_others_keep_their_ratio():
-    tokens = _tokens(OUTSIDE)
+def test_masked_weights_outside_bounds_are_zero_and_others_unchanged():
+    tokens = _tokens(RATIOS)
     weights, marks = masked_weights(tokens, level="token", floor=0.4999, cap=5.0001)
     torch.testing.assert_close(weights, torch.tensor([0.0, 0.5, 1.2, 5.0, 0.0, 0.0, 0.0]))
     assert marks["correction/masked"].tolist() == [True, False, False, False, True, True, True]
@@ -99,7 +99,7 @@ def test_ratio_token_sequence_and_geometric_match_hand_computation():
     torch.testing.assert_close(tokens.ratio("geometric"), (rows / 2).exp())
 
 
-def test_ratio_row_without_a_trained_token_is_one():
+def test_ratio_sequence_without_trained_token_is_one():
     batch = make_batch(1, seed=1)
     batch["loss_mask"][:] = False
     packed = pack(batch)
@@ -108,82 +108,84 @@ def test_ratio_row_without_a_trained_token_is_one():
         assert (tokens.ratio(level) == 1).all()
 
 
-def _stay(squares, threshold):
-    """Which of these squared log-ratios stay."""
+def _retained(squares, threshold):
+    """Return the squared log-ratios that the mask retains."""
     log_ratio = torch.tensor(squares, dtype=torch.float64).sqrt().float()
     signs = torch.tensor([1.0, -1.0]).repeat(len(squares))[: len(squares)]
     dropped = second_moment_outliers(signs * log_ratio, torch.zeros(len(squares), dtype=torch.int64), 1, threshold)
-    return [square for square, out in zip(squares, dropped.tolist(), strict=True) if not out]
+    return [square for square, is_dropped in zip(squares, dropped.tolist(), strict=True) if not is_dropped]
 
 
-def test_second_moment_outliers_are_the_largest_until_the_mean_is_below_the_bound():
+def test_second_moment_outliers_are_largest_until_mean_is_within_bound():
     squares = [0.5, 0.01, 0.09, 0.02]
     # means of the smallest 1, 2, 3, 4: 0.01, 0.015, 0.04, 0.155
-    assert _stay(squares, 0.0401) == [0.01, 0.09, 0.02]
-    assert _stay(squares, 0.039) == [0.01, 0.02]
-    assert _stay(squares, 1.0) == squares
-    assert _stay(squares, 0.005) == []
-    assert _stay([], 0.04) == []
+    assert _retained(squares, 0.0401) == [0.01, 0.09, 0.02]
+    assert _retained(squares, 0.039) == [0.01, 0.02]
+    assert _retained(squares, 1.0) == squares
+    assert _retained(squares, 0.005) == []
+    assert _retained([], 0.04) == []
 
 
-def test_second_moment_outliers_equal_values_go_together():
+def test_second_moment_outliers_equal_values_are_dropped_together():
     # with one of the two 0.09 the mean is 0.05; with both 0.0633
-    assert _stay([0.01, 0.09, 0.09], 0.055) == [0.01]
+    assert _retained([0.01, 0.09, 0.09], 0.055) == [0.01]
 
 
 def _algorithm_1(squares, threshold):
-    """M2PO's algorithm 1 as it is printed: the tokens of T that stay."""
-    left = list(range(len(squares)))
-    while left and sum(squares[i] for i in left) / len(left) > threshold:
-        left.remove(max(left, key=lambda i: squares[i]))
-    return [squares[i] for i in left]
+    """Return the tokens of T that M2PO's algorithm 1 retains, implemented as printed in the paper."""
+    remaining = list(range(len(squares)))
+    while remaining and sum(squares[i] for i in remaining) / len(remaining) > threshold:
+        remaining.remove(max(remaining, key=lambda i: squares[i]))
+    return [squares[i] for i in remaining]
 
 
 @given(st.lists(st.floats(0, 2, width=16), min_size=1, max_size=40), st.floats(0.001, 2))
-def test_second_moment_outliers_are_as_few_as_keep_the_bound(values, threshold):
-    squares = [value**2 for value in values]  # exact, and so is the root
-    kept = _stay(squares, threshold)
-    assert not kept or sum(kept) / len(kept) <= threshold * (1 + 1e-9)
-    out = [square for square in squares if square not in kept]
-    if out:
-        more = [square for square in squares if square <= min(out)]
-        assert sum(more) / len(more) > threshold * (1 - 1e-9)
+def test_second_moment_outliers_are_as_few_as_possible(values, threshold):
+    squares = [value**2 for value in values]  # exact, as is its square root
+    retained = _retained(squares, threshold)
+    assert not retained or sum(retained) / len(retained) <= threshold * (1 + 1e-9)
+    dropped = [square for square in squares if square not in retained]
+    if dropped:
+        one_more = [square for square in squares if square <= min(dropped)]
+        assert sum(one_more) / len(one_more) > threshold * (1 - 1e-9)
 
 
 @given(st.lists(st.floats(0, 4, width=16), min_size=1, max_size=30, unique=True), st.floats(0.001, 2))
-def test_second_moment_outliers_are_those_of_the_papers_algorithm(values, threshold):
-    squares = [value**2 for value in values]  # exact, and so is the root
-    # where a mean is the threshold to the last bit, either may round the other way
+def test_second_moment_outliers_match_algorithm_of_paper(values, threshold):
+    squares = [value**2 for value in values]  # exact, as is its square root
+    # if a mean equals the threshold up to rounding, the two implementations may differ
     means = [sum(sorted(squares)[:n]) / n for n in range(1, len(squares) + 1)]
     assert (
-        _stay(squares, threshold) == _algorithm_1(squares, threshold)
+        _retained(squares, threshold) == _algorithm_1(squares, threshold)
         or min(abs(mean - threshold) for mean in means) < 1e-12
     )
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3, width=32), st.integers(0, 2)), max_size=60), st.floats(0.001, 2))
-def test_second_moment_outliers_of_parts_are_those_of_each_minibatch_as_a_whole(tokens, threshold):
+def test_second_moment_outliers_are_independent_per_minibatch(tokens, threshold):
     log_ratio = torch.tensor([value for value, _ in tokens])
     minibatch = torch.tensor([number for _, number in tokens], dtype=torch.int64)
-    found = second_moment_outliers(log_ratio, minibatch, 3, threshold)
+    outliers = second_moment_outliers(log_ratio, minibatch, 3, threshold)
     for number in range(3):
-        of_it = minibatch == number
-        alone = second_moment_outliers(log_ratio[of_it], torch.zeros(int(of_it.sum()), dtype=torch.int64), 1, threshold)
-        assert torch.equal(found[of_it], alone)
+        is_member = minibatch == number
+        expected = second_moment_outliers(
+            log_ratio[is_member], torch.zeros(int(is_member.sum()), dtype=torch.int64), 1, threshold
+        )
+        assert torch.equal(outliers[is_member], expected)
 
 
-def test_trust_region_tokens_are_those_that_the_policy_moved_the_advantages_way():
-    # (A > 0 and r > 1) or (A < 0 and r < 1), M2PO section 5.2; no others are constrained, however far they are
+def test_trust_region_tokens_moved_in_direction_of_advantage():
+    # (A > 0 and r > 1) or (A < 0 and r < 1), M2PO section 5.2; others are not constrained at any ratio
     log_ratio, advantages = torch.tensor([0.3, 9.0, -0.3, -0.3, 0.0]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
     assert trust_region_tokens(log_ratio, advantages).tolist() == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-4, 1e-6])
-def test_k3_of_small_differences_is_never_negative_and_has_their_mean(size):
+def test_k3_small_differences_are_exact_and_never_negative(size):
     d = size * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    found = k3(d)
-    assert found.min() >= 0
-    torch.testing.assert_close(found.double().mean(), k3(d.double()).mean(), rtol=2e-3, atol=0)
+    estimate = k3(d)
+    assert estimate.min() >= 0
+    torch.testing.assert_close(estimate.double().mean(), k3(d.double()).mean(), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -192,54 +194,58 @@ def test_k3_of_small_differences_is_never_negative_and_has_their_mean(size):
 )
 def test_kl_estimate_value_and_slope_match_schulman(estimator, value, slope):
     logprob = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
-    found = kl_estimate(logprob, torch.tensor(-1.5, dtype=torch.float64), estimator)
-    (gradient,) = torch.autograd.grad(found, logprob)
-    assert (found.item(), gradient.item()) == (pytest.approx(value), pytest.approx(slope))
+    estimate = kl_estimate(logprob, torch.tensor(-1.5, dtype=torch.float64), estimator)
+    (gradient,) = torch.autograd.grad(estimate, logprob)
+    assert (estimate.item(), gradient.item()) == (pytest.approx(value), pytest.approx(slope))
 
 
 def _expected_gradient(term):
-    """Expectation over pi of the gradient of `term(log pi, log ref, ratio)`, and the true gradient of KL(pi || ref), at
-    the logits of a categorical distribution."""
+    """Return the gradients of a loss term and of KL(pi || ref) at the logits of a categorical distribution.
+
+    The first one is the expectation over pi of the gradient of `term(log pi, log ref, ratio)`.
+    """
     generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2  # k3 stays below its bound
+    # small logits keep k3 below its bound
+    logits, reference_logits = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2
     logits.requires_grad_()
-    policy, reference = logits.log_softmax(-1), other.log_softmax(-1)
+    policy, reference = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     weight = policy.detach().exp()
     ratio = (policy - policy.detach()).exp()
-    (found,) = torch.autograd.grad((weight * term(policy, reference, ratio)).sum(), logits, retain_graph=True)
-    (true,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
-    return found, true
+    (gradient,) = torch.autograd.grad((weight * term(policy, reference, ratio)).sum(), logits, retain_graph=True)
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+    return gradient, true_gradient
 
 
 @pytest.mark.parametrize(("estimator", "weighted"), [("k2", False), ("k1", True), ("k3", True)])
-def test_kl_in_the_loss_has_the_gradient_of_the_divergence_where_it_is_said_to(estimator, weighted):
+def test_kl_estimate_unbiased_kinds_have_gradient_of_divergence(estimator, weighted):
     def term(policy, reference, ratio):
-        found = kl_estimate(policy, reference, estimator)
-        return weighted_kl(found, ratio) if weighted else found
+        estimate = kl_estimate(policy, reference, estimator)
+        return weighted_kl(estimate, ratio) if weighted else estimate
 
-    found, true = _expected_gradient(term)
-    torch.testing.assert_close(found, true)
-
-
-def test_kl_k1_in_the_loss_alone_has_no_gradient_in_the_mean():
-    found, _ = _expected_gradient(lambda policy, reference, _: kl_estimate(policy, reference, "k1"))
-    torch.testing.assert_close(found, torch.zeros_like(found))
+    gradient, expected = _expected_gradient(term)
+    torch.testing.assert_close(gradient, expected)
 
 
-def test_kl_k3_in_the_loss_alone_has_the_gradient_of_the_other_direction():
+def test_kl_estimate_k1_gradient_is_zero_in_expectation():
+    gradient, _ = _expected_gradient(lambda policy, reference, _: kl_estimate(policy, reference, "k1"))
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+
+
+def test_kl_estimate_k3_has_expected_gradient_of_reverse_kl():
     generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2  # k3 stays below its bound
+    # small logits keep k3 below its bound
+    logits, reference_logits = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2
     logits.requires_grad_()
-    reference = other.log_softmax(-1)
+    reference = reference_logits.log_softmax(-1)
     forward = (reference.exp() * (reference - logits.log_softmax(-1))).sum()
     (expected,) = torch.autograd.grad(forward, logits)
-    found, _ = _expected_gradient(lambda policy, ref, _: kl_estimate(policy, ref, "k3"))
-    torch.testing.assert_close(found, expected)
+    gradient, _ = _expected_gradient(lambda policy, ref, _: kl_estimate(policy, ref, "k3"))
+    torch.testing.assert_close(gradient, expected)
 
 
-def test_interpolated_logprobs_goes_with_the_age_of_the_token():
-    here = torch.full((3,), -2.0, requires_grad=True)
-    found = interpolated_logprobs(here, torch.full((3,), -1.0), age=torch.tensor([0, 1, 3]))
-    # 0, 1/2 and 3/4 of the way
-    torch.testing.assert_close(found, torch.tensor([-1.0, -1.5, -1.75]))
-    assert not found.requires_grad
+def test_interpolated_logprobs_depend_on_age_of_token():
+    logprobs = torch.full((3,), -2.0, requires_grad=True)
+    interpolated = interpolated_logprobs(logprobs, torch.full((3,), -1.0), age=torch.tensor([0, 1, 3]))
+    # 0, 1/2 and 3/4 of the way from the sampler to the current policy
+    torch.testing.assert_close(interpolated, torch.tensor([-1.0, -1.5, -1.75]))
+    assert not interpolated.requires_grad

@@ -1,4 +1,4 @@
-"""The one loop, reinforcement and supervised, with its books."""
+"""The training loop, for reinforcement and supervised learning, with its run log."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def _records(path):
 
 
 class _Batches:
-    """A source of random batches that ends after `count` of them; the last has `last` rows."""
+    """A source of `count` random batches, the last of which has `last` sequences."""
 
     def __init__(self, engine, count, last=6, minibatches=1):
         self.engine, self.count, self.last, self.minibatches, self.ended = engine, count, last, minibatches, []
@@ -72,8 +72,8 @@ class _Batches:
 
 def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine, tmp_path):
     source = _Batches(engine, 5)
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
-    train(source, PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
+    train(source, PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=3)
     records = _records(tmp_path / "run")
     assert [r["step"] for r in records] == [1, 2, 3]
     assert source.ended == [1, 2, 3]
@@ -87,79 +87,83 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
     assert "advantages" not in saved
 
 
-def test_train_what_became_of_prompts_is_written_with_the_step_before_which_it_was_told(engine, tmp_path):
-    told = iter([[{"prompt_id": 3, "ending": "trained"}, {"prompt_id": 1, "ending": "failed"}], [], [{"prompt_id": 2}]])
-    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(told))
-    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+def test_train_writes_outcomes_of_prompts_with_their_step(engine, tmp_path):
+    outcomes_of_steps = iter(
+        [[{"prompt_id": 3, "ending": "trained"}, {"prompt_id": 1, "ending": "failed"}], [], [{"prompt_id": 2}]]
+    )
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(outcomes_of_steps))
+    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 1, "prompt_id": 3, "ending": "trained"},
         {"step": 1, "prompt_id": 1, "ending": "failed"},
-        {"step": 3, "prompt_id": 2},  # after the last step
+        {"step": 3, "prompt_id": 2},  # read after the last step
     ]
 
 
-def test_train_that_ends_by_an_error_says_which_prompts_had_failed_by_then(engine, tmp_path):
+def test_train_error_writes_failed_prompts(engine, tmp_path):
     class Failing(_Batches):
         def next_batch(self):
             if self.ended:
                 raise RewardError("too many groups failed")
             return super().next_batch()
 
-    told = iter([[], [{"prompt_id": 4, "ending": "trained"}, {"prompt_id": 5, "ending": "failed", "reason": "reward"}]])
-    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(told))
+    outcomes_of_steps = iter(
+        [[], [{"prompt_id": 4, "ending": "trained"}, {"prompt_id": 5, "ending": "failed", "reason": "reward"}]]
+    )
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(outcomes_of_steps))
     with pytest.raises(RewardError, match="too many"):
-        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert lines == [{"step": 2, "prompt_id": 5, "ending": "failed", "reason": "reward"}]  # no step learned from 4
 
 
-def test_train_that_ends_by_an_error_says_it_also_where_nothing_can_be_written(engine, tmp_path):
+def test_train_error_is_raised_even_if_outcomes_cannot_be_written(engine, tmp_path):
     class Failing(_Batches):
         def next_batch(self):
             (tmp_path / "groups.jsonl").mkdir()
             raise RewardError("too many groups failed")
 
-    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: [{"ending": "failed"}])
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: [{"ending": "failed"}])
     with pytest.raises(RewardError, match="too many"):
-        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
 
 
-def test_train_that_stands_still_asks_nobody_who_may_stand_still_too(engine, tmp_path):
+def test_train_stall_does_not_read_outcomes(engine, tmp_path):
     class Stalled(_Batches):
         def next_batch(self):
             raise StalledError("nothing moved")
 
-    def asked():
-        raise AssertionError("asked")
+    def read_outcomes():
+        raise AssertionError("outcomes were read")
 
-    books = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=asked)
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=read_outcomes)
     with pytest.raises(StalledError, match="nothing moved"):
-        train(Stalled(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+        train(Stalled(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
 
 
-def test_books_whose_records_wait_for_a_full_disk_let_no_run_go_on_after_them(engine, tmp_path):
-    books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
+def test_run_log_with_unwritten_records_saves_no_state(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):  # the last record must be there in the end
-        train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=1)
+    with pytest.raises(OSError, match="No space left on device"):  # the last record must be written
+        train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=1)
     with pytest.raises(OSError, match="No space left on device"):
-        books.state_dict()
+        run_log.state_dict()
     (tmp_path / "metrics.jsonl").unlink()
-    assert books.state_dict()["step"] == 1
+    assert run_log.state_dict()["step"] == 1
     assert [record["step"] for record in _records(tmp_path)] == [1]
 
 
 def recording_loss(terms):
-    """A policy loss that says how its tokens are spread, and in which stage it is."""
+    """A policy loss that records metrics of its tokens."""
     record("advantage/positive", terms.advantages > 0, weight=terms.trained)
     record("advantage/largest", terms.advantages, weight=terms.trained, kind="max")
-    record("grad_norm", 1.0)  # one of the run's own names
+    record("grad_norm", 1.0)  # a name that the run log uses itself
     return -terms.ratio * terms.advantages, {}
 
 
 class _Recording:
-    """An evaluation and a counter that record, as a workflow's episodes would."""
+    """An evaluation that records metrics, as the episodes of a workflow do."""
 
     def __call__(self, step):
         record("turns", step)
@@ -167,13 +171,13 @@ class _Recording:
         return {"eval/reward": 0.5}
 
 
-def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(engine, tmp_path, caplog):
+def test_train_recorded_metrics_are_written_with_correct_denominators(engine, tmp_path, caplog):
     source, batches = _Batches(engine, 2), []
-    take = source.next_batch
-    source.next_batch = lambda: batches.append(take()) or batches[-1]
+    take_batch = source.next_batch
+    source.next_batch = lambda: batches.append(take_batch()) or batches[-1]
     rollouts = Metrics()
     rollouts.add("turns", 7.0)
-    books = RunLog(
+    run_log = RunLog(
         engine,
         tmp_path / "run",
         CheckpointConfig(),
@@ -182,7 +186,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
         counters=rollouts.drain,
     )
     algorithm = AlgorithmConfig(loss=LossConfig(f"{__name__}:recording_loss"))
-    train(source, PolicyActor(engine, algorithm), books, total_steps=2)
+    train(source, PolicyActor(engine, algorithm), run_log, total_steps=2)
 
     before, first, second = _records(tmp_path / "run")
     for line, batch in ((first, batches[0]), (second, batches[1])):
@@ -194,18 +198,18 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
     assert "turns" not in before
     assert "eval/turns" not in first
     assert first["grad_norm"] != 1.0
-    assert caplog.text.count("figures ['grad_norm'] are the run's own") == 1
+    assert caplog.text.count("['grad_norm']") == 1
 
 
-def test_train_records_say_when_they_were_written_and_which_are_no_steps(engine, tmp_path):
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()], evaluate_every=2)
+def test_train_records_have_timestamp_and_mark_evaluations(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()], evaluate_every=2)
     before = time.time()
-    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=3)
     records, after = _records(tmp_path / "run"), time.time()
     assert [(r["step"], r.get("evaluation"), "rows" in r) for r in records] == [
         (0, True, False),
         (1, None, True),
-        (2, None, True),  # also evaluated, at the end of the step
+        (2, None, True),  # also has the evaluation at the end of the step
         (3, None, True),
         (3, True, False),
     ]
@@ -213,17 +217,17 @@ def test_train_records_say_when_they_were_written_and_which_are_no_steps(engine,
     assert [before, *times, after] == sorted([before, *times, after])
 
 
-def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
-    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+def test_train_exhausted_data_ends_run(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig())
+    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
 
 
-def test_train_data_that_ends_in_a_short_batch_leaves_the_model_behind(engine, tmp_path):
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig(every=0))
+def test_train_exhausted_data_with_short_batch_saves_model(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig(every=0))
     source = _Batches(engine, 2, last=2, minibatches=4)
 
-    train(source, PolicyActor(engine, AlgorithmConfig(), minibatches=4), books, total_steps=9)
+    train(source, PolicyActor(engine, AlgorithmConfig(), minibatches=4), run_log, total_steps=9)
 
     last = _records(tmp_path / "run")[-1]
     assert (last["step"], last["minibatches/empty"], last["applied"]) == (2, 2.0, 1.0)
@@ -231,37 +235,37 @@ def test_train_data_that_ends_in_a_short_batch_leaves_the_model_behind(engine, t
 
 
 def nan_loss(terms):
-    """A policy loss that is never a number."""
+    """A policy loss that is always NaN."""
     return terms.ratio * math.nan, {}
 
 
-def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_path):
+def test_train_without_applied_step_fails_at_end(engine, tmp_path):
     actor = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
-    with pytest.raises(EngineError, match="none of 2 steps was applied"):
-        train(_Batches(engine, 2), actor, books, total_steps=2)
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig())
+    with pytest.raises(EngineError, match="none of 2"):
+        train(_Batches(engine, 2), actor, run_log, total_steps=2)
     assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
 
 
-def test_train_command_that_goes_on_and_applied_nothing_fails_too(engine, tmp_path):
-    books = RunLog(engine, tmp_path / "run", CheckpointConfig())
-    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
+def test_train_resumed_without_applied_step_fails_at_end(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig())
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=3)
     assert engine.version == 3
     diverged = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
 
-    with pytest.raises(EngineError, match="none of 2 steps was applied"):
-        train(_Batches(engine, 2), diverged, books, total_steps=5)
-    train(_Batches(engine, 0), diverged, books, total_steps=5)  # nothing left to do is no failure
+    with pytest.raises(EngineError, match="none of 2"):
+        train(_Batches(engine, 2), diverged, run_log, total_steps=5)
+    train(_Batches(engine, 0), diverged, run_log, total_steps=5)  # a run without remaining steps does not fail
 
 
 @pytest.mark.slow
-def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
+def test_train_supervised_lowers_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())
 
     def batch_of(rows):
         return shard_sequences(supervised_sequences(rows, renderer, 64), engine.parallel)
 
-    books = RunLog(
+    run_log = RunLog(
         engine,
         tmp_path / "run",
         CheckpointConfig(),
@@ -269,128 +273,128 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
         renamed={"loss": "loss/train"},
     )
     source = DataSource([ROWS] * 10, batch_of)
-    train(source, LossLearner(engine), books, total_steps=10)
+    train(source, LossLearner(engine), run_log, total_steps=10)
     losses = [r["loss/eval"] for r in _records(tmp_path / "run") if "loss/eval" in r]
     assert losses[-1] < 0.8 * losses[0]
     assert _records(tmp_path / "run")[1]["loss/train"] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_supervised_rows_too_long_row_is_refused_by_name():
-    with pytest.raises(DataError, match=r"row 0 .*data.max_length \(4\)"):
+def test_supervised_sequences_too_long_row_is_rejected_by_name():
+    with pytest.raises(DataError, match=r"row 0 .*data\.max_length=4"):
         supervised_sequences(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)
 
 
-def test_supervised_rows_that_are_cut_keep_their_beginning_and_need_something_to_learn():
+def test_supervised_sequences_truncation_keeps_beginning():
     renderer = ChatRenderer(make_tiny_tokenizer())
     whole = supervised_sequences(ROWS, renderer, 1000)[0]
     first = int(whole.loss_mask.argmax())
 
-    cut = supervised_sequences(ROWS, renderer, first + 1, truncate=True)[0]
+    truncated = supervised_sequences(ROWS, renderer, first + 1, truncate=True)[0]
 
-    assert cut.input_ids.tolist() == whole.input_ids[: first + 1].tolist()
-    assert cut.loss_mask.sum() == 1
-    with pytest.raises(DataError, match=f"no assistant token to learn from within {first} tokens"):
+    assert truncated.input_ids.tolist() == whole.input_ids[: first + 1].tolist()
+    assert truncated.loss_mask.sum() == 1
+    with pytest.raises(DataError, match=f"row 0 .*data.max_length={first}"):
         supervised_sequences(ROWS, renderer, first, truncate=True)
 
 
 class _Servers(NullInferenceEngine):
-    """Remembers what happens to them, and can sleep."""
+    """Servers that can sleep and record the calls of `sleep` and `wake`."""
 
     capabilities = Capabilities(sleeps=True)
     fails = False
 
-    def __init__(self, told):
+    def __init__(self, calls):
         super().__init__()
-        self.told = told
+        self.calls = calls
 
     async def sleep(self):
         if self.fails:
-            raise InferenceError("planted")
-        self.told.append("sleep")
+            raise InferenceError("injected")
+        self.calls.append("sleep")
         return 2.0**29
 
     async def wake(self):
-        self.told.append("wake")
+        self.calls.append("wake")
 
 
 class _Publisher:
     receipt = None
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, calls):
+        self.calls = calls
 
     def publish(self, version):
-        self.told.append(f"publish {version}")
+        self.calls.append(f"publish {version}")
         return {}
 
 
 class _Learner(PolicyActor):
     def update(self, batch):
-        self.told.append("update")
+        self.calls.append("update")
         return super().update(batch)
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_train_servers_sleep_from_the_batch_to_the_commit(engine, tmp_path, monkeypatch, able):
-    """Which wakes them itself, and that is not among what is told here."""
-    monkeypatch.setattr(_Servers, "capabilities", Capabilities(sleeps=able))
-    told = []
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_train_servers_sleep_from_batch_to_commit(engine, tmp_path, monkeypatch, can_sleep):
+    """The commit wakes the servers, which `calls` does not record."""
+    monkeypatch.setattr(_Servers, "capabilities", Capabilities(sleeps=can_sleep))
+    calls = []
     learner = _Learner(engine, AlgorithmConfig())
-    learner.told = told
+    learner.calls = calls
     with LoopThread("test") as loop:
-        sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
-        train(_Batches(engine, 2), learner, books, 2, publisher=_Publisher(told), sharing=sharing)
+        sharing = MemorySharing(engine, _Servers(calls), loop, 10)
+        run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
+        train(_Batches(engine, 2), learner, run_log, 2, publisher=_Publisher(calls), sharing=sharing)
 
-    step = ["sleep", "update"] if able else ["update"]
-    assert told == ["publish 0", *step, "publish 1", *step, "publish 2"]
-    assert [record["sharing/freed_gib"] for record in _records(tmp_path)] == [0.5 * able] * 2
+    step = ["sleep", "update"] if can_sleep else ["update"]
+    assert calls == ["publish 0", *step, "publish 1", *step, "publish 2"]
+    assert [record["sharing/freed_gib"] for record in _records(tmp_path)] == [0.5 * can_sleep] * 2
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_train_servers_sleep_before_the_gap_check_unless_it_asks_them(engine, tmp_path, asks):
-    told = []
+@pytest.mark.parametrize("scores", [True, False])
+def test_train_servers_sleep_before_gap_check_unless_it_scores(engine, tmp_path, scores):
+    calls = []
 
     class Gate:
         def scores_before_update(self):
-            return asks
+            return scores
 
         def before_update(self, batch):
-            told.append("before")
+            calls.append("before")
             return {}
 
         def after_commit(self, sent):
-            told.append("after")
+            calls.append("after")
             return {}
 
     with LoopThread("test") as loop:
-        sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
+        sharing = MemorySharing(engine, _Servers(calls), loop, 10)
+        run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
-        train(_Batches(engine, 1), actor, books, 1, publisher=_Publisher(told), gap=Gate(), sharing=sharing)
+        train(_Batches(engine, 1), actor, run_log, 1, publisher=_Publisher(calls), gap=Gate(), sharing=sharing)
 
-    first = ["before", "sleep"] if asks else ["sleep", "before"]
-    assert told == ["publish 0", *first, "publish 1", "after"]
+    first = ["before", "sleep"] if scores else ["sleep", "before"]
+    assert calls == ["publish 0", *first, "publish 1", "after"]
 
 
-def test_train_nothing_is_published_servers_are_woken(engine, tmp_path):
-    told = []
+def test_train_without_publication_wakes_servers(engine, tmp_path):
+    calls = []
 
     class Skips(PolicyActor):
         def update(self, batch):
             return {"minibatches/empty": float(len(batch) > 0)}
 
     with LoopThread("test") as loop:
-        sharing = MemorySharing(engine, _Servers(told), loop, 10)
-        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
+        sharing = MemorySharing(engine, _Servers(calls), loop, 10)
+        run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = Skips(engine, AlgorithmConfig())
-        with pytest.raises(EngineError, match="none of 2 steps was applied"):
-            train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher(told), sharing=sharing)
+        with pytest.raises(EngineError, match="none of 2"):
+            train(_Batches(engine, 2), actor, run_log, 2, publisher=_Publisher(calls), sharing=sharing)
 
-    assert told == ["publish 0", *["sleep", "wake"] * 2]
+    assert calls == ["publish 0", *["sleep", "wake"] * 2]
 
 
-def test_awake_block_that_raises_puts_servers_back_to_sleep(engine):
+def test_servers_awake_block_that_raises_puts_servers_back_to_sleep(engine):
     calls = []
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(calls), loop, 10)
@@ -400,12 +404,12 @@ def test_awake_block_that_raises_puts_servers_back_to_sleep(engine):
     assert calls == ["wake", "sleep"]
 
 
-def test_train_servers_that_do_not_sleep_end_the_run(engine, tmp_path):
+def test_train_servers_that_fail_to_sleep_end_run(engine, tmp_path):
     servers = _Servers([])
     servers.fails = True
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, servers, loop, 10)
-        books = RunLog(engine, tmp_path, CheckpointConfig(every=0))
+        run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
-        with pytest.raises(InferenceError, match="planted"):
-            train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher([]), sharing=sharing)
+        with pytest.raises(InferenceError, match="injected"):
+            train(_Batches(engine, 2), actor, run_log, 2, publisher=_Publisher([]), sharing=sharing)

@@ -1,5 +1,4 @@
-"""The objective of a micro-batch: no split of the rows changes it, its gradient is that of its formula, and what is not
-trained cannot reach it."""
+"""The objective of a micro-batch: it does not depend on splits or untrained tokens, and its gradient is correct."""
 
 import math
 
@@ -33,13 +32,13 @@ SMOOTH = {
     "constant length": {"aggregation": AggregationConfig("constant_length", 20)},
     "no correction": {"correction": CorrectionConfig("none")},
     "plain": {"correction": CorrectionConfig("plain")},
-    "truncated rows": {"correction": CorrectionConfig(level="sequence", cap=1.5)},
+    "truncated sequences": {"correction": CorrectionConfig(level="sequence", cap=1.5)},
     "truncated geometric means": {"correction": CorrectionConfig(level="geometric", cap=1.1)},
     "masked tokens": {"correction": CorrectionConfig("mask", floor=0.7, cap=1.5)},
-    "masked rows": {"correction": CorrectionConfig("mask", level="sequence", cap=1.5)},
+    "masked sequences": {"correction": CorrectionConfig("mask", level="sequence", cap=1.5)},
     "masked geometric means": {"correction": CorrectionConfig("mask", level="geometric", cap=1.1)},
-    "row mask": {"mask": MaskConfig("ratio", level="sequence")},
-    "geometric row mask": {"mask": MaskConfig("ratio", low=0.9, high=1.1)},
+    "sequence mask": {"mask": MaskConfig("ratio", level="sequence")},
+    "geometric sequence mask": {"mask": MaskConfig("ratio", low=0.9, high=1.1)},
     "second moment": {
         "loss": LossConfig("importance"),
         "correction": CorrectionConfig("plain"),
@@ -59,39 +58,39 @@ SMOOTH = {
 """Compositions whose gradient is the derivative of their value."""
 SURROGATE = {
     "gspo": {"ratio": "sequence", "loss": LossConfig(clip_low=0.05, clip_high=0.05)},
-    "sapo of rows": {"loss": LossConfig("sapo"), "ratio": "sequence"},
+    "sapo of sequences": {"loss": LossConfig("sapo"), "ratio": "sequence"},
     "cispo": {"loss": LossConfig("cispo", clip_low=1.0, clip_high=0.3)},
     "interpolate": {"proximal": "interpolate"},
 }
-"""... and those with a part that is held constant."""
+"""Compositions with a factor that is detached, so the gradient is not the derivative of their value."""
 ALL = SMOOTH | SURROGATE
 QUICK = ("clip", "sapo", "masked geometric means", "two masks", "weighted kl k3", "entropy")
-"""Of which each part of a composition is in one; their derivatives are compared in the quick tier."""
+"""Compositions whose derivatives are compared in the quick tier; together they use every kind of component."""
 WHOLE = [range(9)]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_objective_any_split_and_order_of_the_rows_gives_the_same(name):
+def test_objective_any_split_and_order_gives_the_same(name):
     config = AlgorithmConfig(**ALL[name])
     batch = prepared_batch(config)
     loss, gradient, stats = objective(batch, config, WHOLE)
     assert gradient.abs().sum() > 0
-    for parts in ([[8, 1], [0], [], [2, 3, 4], [7, 6, 5]], [[row] for row in reversed(range(9))]):
-        other, other_gradient, other_stats = objective(batch, config, parts)
+    for splits in ([[8, 1], [0], [], [2, 3, 4], [7, 6, 5]], [[row] for row in reversed(range(9))]):
+        other, other_gradient, other_stats = objective(batch, config, splits)
         torch.testing.assert_close(other, loss, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-10, atol=1e-12)
         assert other_stats == pytest.approx(stats, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_objective_untrained_entries_may_hold_anything(name):
+def test_objective_untrained_tokens_may_have_any_value(name):
     config = AlgorithmConfig(**ALL[name])
     batch = prepared_batch(config)
     loss, gradient, stats = objective(batch, config, WHOLE)
     untrained = ~batch["loss_mask"]
-    # the entropy of these tests is made of theta, and would itself be NaN
-    anything = (800.0 if config.entropy_coef else math.nan, math.inf, -math.inf, math.nan)
-    for value, key in zip(anything, ("theta", "prox_logprobs", "ref_logprobs", "advantages"), strict=True):
+    # the entropy in these tests is computed from theta, so a NaN there would make it NaN
+    extreme_values = (800.0 if config.entropy_coef else math.nan, math.inf, -math.inf, math.nan)
+    for value, key in zip(extreme_values, ("theta", "prox_logprobs", "ref_logprobs", "advantages"), strict=True):
         batch[key][untrained] = value
     batch["moment_dropped"][untrained] = True
     other, other_gradient, other_stats = objective(batch, config, WHOLE)
@@ -115,11 +114,11 @@ def test_objective_gradient_matches_finite_differences(name):
 
 
 def _outputs(batch, theta):
-    here = theta[batch["attention_mask"]]
-    return TokenOutputs(here, -0.5 * here.sin()), pack(batch)
+    logprobs = theta[batch["attention_mask"]]
+    return TokenOutputs(logprobs, -0.5 * logprobs.sin()), pack(batch)
 
 
-def test_value_loss_any_split_of_the_rows_gives_the_same():
+def test_value_loss_any_split_gives_the_same():
     batch = prepared_batch(AlgorithmConfig())
     whole = total(ValueLoss(0.2), batch, WHOLE, 10.0)
     split = total(ValueLoss(0.2), batch, [[8, 1], [0], [], [2, 3, 4], [7, 6, 5]], 10.0)
@@ -128,24 +127,24 @@ def test_value_loss_any_split_of_the_rows_gives_the_same():
     assert split[2] == pytest.approx(whole[2])
 
 
-def _one_row(**settings):
-    """The objective of the first row that has trained tokens, with its trained entries as lists."""
+def _one_sequence(**settings):
+    """Return the objective of the first sequence, with the entries of its trained tokens as lists."""
     config = AlgorithmConfig(**settings)
     batch = select(prepared_batch(config), [0])
     loss, stats = make_policy_loss(config, minibatches=2)(*_outputs(batch, batch["theta"]))
-    learn = batch["loss_mask"]
+    trained = batch["loss_mask"]
     names = ("theta", "prox_logprobs", "logprobs", "ref_logprobs", "advantages", "loss_weights")
-    return loss.item(), stats, [batch[name][learn].tolist() for name in names]
+    return loss.item(), stats, [batch[name][trained].tolist() for name in names]
 
 
-def test_objective_is_the_weighted_sum_of_its_parts():
+def test_objective_is_weighted_sum_of_its_terms():
     kl = KLConfig("loss", 0.3, "k2")
-    loss, _, columns = _one_row(
+    loss, _, columns = _one_sequence(
         correction=CorrectionConfig(cap=1.2), kl=kl, entropy_coef=0.2, loss=LossConfig(clip_low=0.2, clip_high=0.28)
     )
     expected = 0.0
-    for theta, old, behaviour, reference, advantage, weight in zip(*columns, strict=True):
-        ratio, correction = math.exp(theta - old), min(math.exp(old - behaviour), 1.2)
+    for theta, old, behavior, reference, advantage, weight in zip(*columns, strict=True):
+        ratio, correction = math.exp(theta - old), min(math.exp(old - behavior), 1.2)
         surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
         entropy = -0.5 * math.sin(theta)
         expected += weight * (-correction * surrogate + 0.3 * (theta - reference) ** 2 / 2 - 0.2 * entropy)
@@ -153,35 +152,35 @@ def test_objective_is_the_weighted_sum_of_its_parts():
 
 
 def test_objective_statistics_match_hand_computation():
-    _, stats, (theta, old, behaviour, reference, *_) = _one_row(correction=CorrectionConfig(cap=1.2))
-    figures = {name: float(a) / float(b) for name, (a, b) in stats.items() if not name.endswith("/max")}
-    effective_fraction(figures)
+    _, stats, (theta, old, behavior, reference, *_) = _one_sequence(correction=CorrectionConfig(cap=1.2))
+    metrics = {name: float(a) / float(b) for name, (a, b) in stats.items() if not name.endswith("/max")}
+    effective_fraction(metrics)
     count = len(theta)
-    weights = [min(math.exp(o - b), 1.2) * math.exp(t - o) for t, o, b in zip(theta, old, behaviour, strict=True)]
-    assert figures["weight/effective"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / count)
-    d = [b - t for t, b in zip(theta, behaviour, strict=True)]
-    assert figures["kl/beh_k1"] == pytest.approx(sum(d) / count)
-    assert figures["kl/beh_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
+    weights = [min(math.exp(o - b), 1.2) * math.exp(t - o) for t, o, b in zip(theta, old, behavior, strict=True)]
+    assert metrics["weight/effective"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / count)
+    d = [b - t for t, b in zip(theta, behavior, strict=True)]
+    assert metrics["kl/beh_k1"] == pytest.approx(sum(d) / count)
+    assert metrics["kl/beh_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
     d = [t - r for t, r in zip(theta, reference, strict=True)]
-    assert figures["kl/ref_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
-    capped = sum(math.exp(o - b) > 1.2 for o, b in zip(old, behaviour, strict=True))
-    assert figures["correction/capped"] == pytest.approx(capped / count)
+    assert metrics["kl/ref_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
+    capped = sum(math.exp(o - b) > 1.2 for o, b in zip(old, behavior, strict=True))
+    assert metrics["correction/capped"] == pytest.approx(capped / count)
 
 
-def test_objective_row_mask_drops_whole_rows_and_counts_their_tokens():
+def test_objective_sequence_mask_drops_and_counts_whole_sequences():
     config = AlgorithmConfig(mask=MaskConfig("ratio", low=0.99, high=1.01))
     batch = prepared_batch(config)
     _, gradient, stats = objective(batch, config, WHOLE)
-    learn = batch["loss_mask"]
-    log_ratio = torch.where(learn, batch["prox_logprobs"] - batch["logprobs"], 0.0)
-    mean = log_ratio.sum(-1) / learn.sum(-1).clamp(min=1)
+    trained = batch["loss_mask"]
+    log_ratio = torch.where(trained, batch["prox_logprobs"] - batch["logprobs"], 0.0)
+    mean = log_ratio.sum(-1) / trained.sum(-1).clamp(min=1)
     dropped = (mean.exp() < 0.99) | (mean.exp() > 1.01)
     assert dropped.sum() > 0
     assert gradient[dropped].abs().max() == 0
-    assert stats["correction/masked"] == pytest.approx(float(learn[dropped].sum() / learn.sum()))
+    assert stats["correction/masked"] == pytest.approx(float(trained[dropped].sum() / trained.sum()))
 
 
-def test_objective_entropy_bonus_without_an_entropy_gradient_is_refused():
+def test_objective_entropy_bonus_without_gradient_is_rejected():
     config = AlgorithmConfig(entropy_coef=0.1)
     batch = prepared_batch(config)
     outputs, packed = _outputs(batch, batch["theta"].clone().requires_grad_())
@@ -190,13 +189,13 @@ def test_objective_entropy_bonus_without_an_entropy_gradient_is_refused():
         make_policy_loss(config, minibatches=2)(outputs, packed)
 
 
-def test_effective_fraction_of_a_minibatch_without_weight_is_zero():
-    figures = {"weight/mean": 0.0, "weight/square": 0.0, "loss": 1.0}
-    effective_fraction(figures)
-    assert figures == {"weight/effective": 0.0, "loss": 1.0}
+def test_effective_fraction_zero_weights_give_zero():
+    metrics = {"weight/mean": 0.0, "weight/square": 0.0, "loss": 1.0}
+    effective_fraction(metrics)
+    assert metrics == {"weight/effective": 0.0, "loss": 1.0}
 
 
-def test_try_loss_lets_all_installed_ones_through():
+def test_try_loss_accepts_all_installed_losses():
     kinds = registry.available("rl.policy_losses")
     assert {"clip", "importance", "cispo", "sapo", "reinforce"} <= set(kinds)
     for kind in kinds:
@@ -204,13 +203,16 @@ def test_try_loss_lets_all_installed_ones_through():
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "message"),
     [
-        (lambda terms: (terms.ratio.detach() * terms.advantages, {}), "expected losses with a gradient"),
-        (lambda terms: ((terms.ratio * terms.advantages).sum(), {}), "expected a pair, one number per token"),
-        (lambda terms: terms.ratio, "expected a pair, one number per token"),
+        (lambda terms: (terms.ratio.detach() * terms.advantages, {}), "algorithm.loss: the losses have no gradient"),
+        (
+            lambda terms: ((terms.ratio * terms.advantages).sum(), {}),
+            r"algorithm.loss: .*found tuple with shapes \[\[\]\]",
+        ),
+        (lambda terms: terms.ratio, "algorithm.loss: .*found Tensor"),
     ],
 )
-def test_try_loss_refuses_what_would_train_on_nonsense_or_on_nothing(loss, told):
-    with pytest.raises(ConfigError, match=told):
+def test_try_loss_wrong_shape_or_missing_gradient_is_rejected(loss, message):
+    with pytest.raises(ConfigError, match=message):
         try_loss(loss)

@@ -1,4 +1,4 @@
-"""Each policy loss against numbers computed by hand from its paper's formula, and against finite differences."""
+"""Policy losses against values computed by hand from the papers' formulas, and against finite differences."""
 
 import math
 
@@ -21,7 +21,7 @@ from rl_trainers.algorithms.functional.policy_terms import PolicyTerms, policy_t
 
 
 def _single(loss, ratio, advantage, logprob=-1.0, **constants):
-    """Loss, its derivative by the log-prob, and the marks, of one token."""
+    """Return the loss of one token, its derivative with respect to the log-prob, and the marks."""
     leaf, terms = terms_of([ratio], [advantage], [logprob])
     losses, marks = loss(terms, **constants)
     losses.sum().backward()
@@ -29,7 +29,7 @@ def _single(loss, ratio, advantage, logprob=-1.0, **constants):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "expected", "moves"),
+    ("ratio", "advantage", "expected", "has_gradient"),
     [
         (1.0, 2.0, -2.0, True),
         (1.5, 2.0, -2.56, False),
@@ -38,18 +38,18 @@ def _single(loss, ratio, advantage, logprob=-1.0, **constants):
         (1.5, -2.0, 3.0, True),
     ],
 )
-def test_clip_loss_each_side_of_the_clip_matches_ppo_equation_7(ratio, advantage, expected, moves):
-    found, gradient, marks = _single(clip_loss, ratio, advantage, clip_low=0.2, clip_high=0.28)
-    assert found == pytest.approx(expected)
-    # where it moves, d(-rho A) / d log pi = -rho A
-    assert gradient == pytest.approx(-ratio * advantage if moves else 0.0)
+def test_clip_loss_each_side_of_the_clip_matches_ppo_equation_7(ratio, advantage, expected, has_gradient):
+    value, gradient, marks = _single(clip_loss, ratio, advantage, clip_low=0.2, clip_high=0.28)
+    assert value == pytest.approx(expected)
+    # where the loss is not clipped, d(-rho A) / d log pi = -rho A
+    assert gradient == pytest.approx(-ratio * advantage if has_gradient else 0.0)
     assert marks["clip/high"] == (ratio > 1.28 and advantage > 0)
     assert marks["clip/low"] == (ratio < 0.8 and advantage < 0)
 
 
 def test_clip_loss_dual_clip_bounds_the_loss_of_negative_advantages():
-    found, gradient, marks = _single(clip_loss, 10.0, -1.0, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    assert (found, gradient) == (pytest.approx(3.0), 0.0)
+    value, gradient, marks = _single(clip_loss, 10.0, -1.0, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert (value, gradient) == (pytest.approx(3.0), 0.0)
     assert marks["clip/dual"]
     assert _single(clip_loss, 10.0, 1.0, clip_low=0.2, clip_high=0.2, dual_clip=3.0)[0] == pytest.approx(-1.2)
 
@@ -65,7 +65,7 @@ def test_clip_loss_dual_clip_bounds_the_loss_of_negative_advantages():
         (sapo_loss, {"tau_negative": 0.0}, "tau_positive, tau_negative: expected more than 0"),
     ],
 )
-def test_policy_loss_constant_that_cannot_work_is_refused(loss, constants, message):
+def test_policy_loss_invalid_constant_is_rejected(loss, constants, message):
     with pytest.raises(ConfigError, match=message):
         _single(loss, 1.0, 1.0, **constants)
 
@@ -74,25 +74,25 @@ def test_importance_loss_is_the_surrogate_without_a_clip():
     assert _single(importance_loss, 10.0, -1.5)[:2] == (pytest.approx(15.0), pytest.approx(15.0))
 
 
-def test_reinforce_loss_is_minus_advantage_times_logprob_whatever_the_ratio():
+def test_reinforce_loss_does_not_depend_on_ratio():
     assert _single(reinforce_loss, 7.0, 2.0, logprob=-0.5)[:2] == (pytest.approx(1.0), pytest.approx(-2.0))
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (1.5, 1.5), (9.0, 5.0)])
-def test_cispo_loss_weight_is_clipped_and_the_gradient_stays(ratio, weight):
-    found, gradient, marks = _single(cispo_loss, ratio, 2.0, logprob=-0.5, clip_low=1.0, clip_high=4.0)
+def test_cispo_loss_clips_weight_and_keeps_gradient(ratio, weight):
+    value, gradient, marks = _single(cispo_loss, ratio, 2.0, logprob=-0.5, clip_low=1.0, clip_high=4.0)
     # -sg[min(rho, 5)] A log pi, MiniMax-M1 equation 4; its gradient is -min(rho, 5) A
-    assert found == pytest.approx(-weight * 2.0 * -0.5)
+    assert value == pytest.approx(-weight * 2.0 * -0.5)
     assert gradient == pytest.approx(-weight * 2.0)
     assert marks == {"clip/low": False, "clip/high": ratio > 5}
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (1.7, 2.0, 1.0), (0.4, -1.0, 1.05)])
-def test_sapo_loss_is_the_soft_gate_of_its_paper(ratio, advantage, tau):
-    found, gradient, _ = _single(sapo_loss, ratio, advantage, tau_positive=1.0, tau_negative=1.05)
+def test_sapo_loss_matches_soft_gate_of_paper(ratio, advantage, tau):
+    value, gradient, _ = _single(sapo_loss, ratio, advantage, tau_positive=1.0, tau_negative=1.05)
     p = 1 / (1 + math.exp(-tau * (ratio - 1)))
-    assert found == pytest.approx(-4 / tau * p * advantage)
-    # d/d log pi = -4 p (1 - p) rho A: at rho = 1 that of the unclipped surrogate
+    assert value == pytest.approx(-4 / tau * p * advantage)
+    # d/d log pi = -4 p (1 - p) rho A; at rho = 1 this is the gradient of the unclipped surrogate
     assert gradient == pytest.approx(-4 * p * (1 - p) * ratio * advantage)
 
 
@@ -123,49 +123,49 @@ def test_policy_losses_gradients_match_finite_differences(loss, constants):
     assert torch.autograd.gradcheck(total, ((old + 0.3 * noise).requires_grad_(),))
 
 
-def test_cispo_loss_gradient_matches_finite_differences_of_the_log_prob_alone():
+def test_cispo_loss_gradient_matches_differences_of_log_prob_term():
     generator = torch.Generator().manual_seed(0)
     old, noise, advantages = torch.randn(3, 20, generator=generator, dtype=torch.float64)
-    here = old + 0.3 * noise
-    weight = (here - old).exp()
+    logprobs_now = old + 0.3 * noise
+    weight = (logprobs_now - old).exp()
 
     def total(logprobs):
         terms = PolicyTerms(logprobs, weight, advantages, torch.ones(20, dtype=torch.bool), torch.zeros(20))
         return cispo_loss(terms, clip_low=1.0, clip_high=0.3)[0]
 
-    assert torch.autograd.gradcheck(total, (here.clone().requires_grad_(),))
-    _, gradients = _cispo_gradient(here, old, advantages)
+    assert torch.autograd.gradcheck(total, (logprobs_now.clone().requires_grad_(),))
+    _, gradients = _cispo_gradient(logprobs_now, old, advantages)
     torch.testing.assert_close(gradients, -weight.clamp(max=1.3) * advantages)
 
 
-def _cispo_gradient(here, old, advantages):
-    leaf = here.clone().requires_grad_()
-    terms = policy_terms(leaf, old, advantages, torch.ones(len(here), dtype=torch.bool))
+def _cispo_gradient(logprobs, old, advantages):
+    leaf = logprobs.clone().requires_grad_()
+    terms = policy_terms(leaf, old, advantages, torch.ones(len(logprobs), dtype=torch.bool))
     value = cispo_loss(terms, clip_low=1.0, clip_high=0.3)[0].sum()
     return value, torch.autograd.grad(value, leaf)[0]
 
 
-def test_row_ratio_is_the_geometric_mean_over_trained_tokens_of_gspo_equation_7():
+def test_policy_terms_sequence_ratio_matches_gspo_equation_7():
     batch = make_batch(3, seed=4)
     packed = pack(batch)
     trained = packed["loss_mask"]
     old = packed["logprobs"].double()
-    here = (old + torch.linspace(-0.5, 0.7, len(old), dtype=torch.float64)).requires_grad_()
+    logprobs = (old + torch.linspace(-0.5, 0.7, len(old), dtype=torch.float64)).requires_grad_()
     advantages = packed["rewards"].double()[packed.sequence_of_token] + 0.5
-    terms = policy_terms(here, old, advantages, trained, packed)
+    terms = policy_terms(logprobs, old, advantages, trained, packed)
     for row in range(3):
-        mine = trained & (packed.sequence_of_token == row)
-        expected = (here - old)[mine].mean().exp()
-        torch.testing.assert_close(terms.ratio[mine], expected.expand(int(mine.sum())))
-    # the gradient of mean-over-the-row of -s_t A is that of GSPO's own -s A: -s A / |y| for each token
+        in_sequence = trained & (packed.sequence_of_token == row)
+        expected = (logprobs - old)[in_sequence].mean().exp()
+        torch.testing.assert_close(terms.ratio[in_sequence], expected.expand(int(in_sequence.sum())))
+    # the mean over the sequence of -s_t A has the same gradient as GSPO's -s A: -s A / |y| for each token
     count = packed.sequence_sums(trained.double())[packed.sequence_of_token]
     value = (importance_loss(terms)[0] / count)[trained].sum()
-    (gradient,) = torch.autograd.grad(value, here)
+    (gradient,) = torch.autograd.grad(value, logprobs)
     expected = torch.where(trained, -terms.ratio.detach() * terms.advantages / count, 0.0)
     torch.testing.assert_close(gradient, expected)
 
 
-def test_policy_terms_untrained_token_may_hold_anything():
+def test_policy_terms_untrained_tokens_may_have_any_value():
     logprobs = torch.tensor([0.0, 800.0, -math.inf, math.nan], requires_grad=True)
     trained = torch.tensor([True, False, False, False])
     terms = policy_terms(logprobs, torch.tensor([0.0, -800.0, math.nan, 0.0]), torch.full((4,), math.nan), trained)
@@ -185,7 +185,7 @@ def test_policy_terms_untrained_token_may_hold_anything():
 
 @pytest.mark.parametrize("log_ratio", [100.0, 60.0, -100.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_losses_log_ratio_beyond_float32_has_a_finite_gradient(log_ratio, advantage):
+def test_policy_losses_extreme_log_ratio_has_finite_gradient(log_ratio, advantage):
     old, trained = torch.tensor([-0.5, -0.5 - log_ratio]), torch.ones(2, dtype=torch.bool)
     for loss, constants in (
         (clip_loss, {"clip_low": 0.2, "clip_high": 0.28}),
@@ -201,10 +201,10 @@ def test_losses_log_ratio_beyond_float32_has_a_finite_gradient(log_ratio, advant
         assert leaf.grad[0] != 0, loss
 
 
-def test_kl_k3_is_bounded_far_apart_and_the_formula_elsewhere():
+def test_kl_estimate_k3_is_clipped_for_large_differences():
     d = torch.tensor([0.5, -2.0, -30.0, -100.0, 100.0], requires_grad=True)
-    found = kl_estimate(d, torch.zeros(5), "k3")
-    found.sum().backward()
+    estimate = kl_estimate(d, torch.zeros(5), "k3")
+    estimate.sum().backward()
 
-    assert found.tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.exp(2.0) - 3, 10.0, 10.0, 10.0])
+    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.exp(2.0) - 3, 10.0, 10.0, 10.0])
     assert d.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(2.0), 0.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""Preference pairs: losses by hand, rows from conversations, and a policy that learns to prefer."""
+"""Preference pairs: hand-computed losses, sequences from conversations, and a policy that learns a preference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rl_trainers.learners.supervised import LossEvaluation, LossLearner, shard_s
 
 
 def pair_batch(count: int, seed: int = 0) -> Any:
-    """Pairs of random rows, some with the rejected one first."""
+    """Return pairs of random sequences, every second one with the rejected sequence first."""
     batch = make_batch(2 * count, seed=seed)
     batch[UNIT_KEY] = torch.arange(2 * count) // 2
     first = torch.arange(count) % 2 == 0
@@ -46,16 +46,16 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_bradley_terry_matches_hand_computation_whichever_row_comes_first() -> None:
-    # pair 0: chosen 1.5, rejected 0.5; pair 1 has the rejected row first: rejected 2, chosen -1
+def test_bradley_terry_any_order_in_pair_matches_hand_computation() -> None:
+    # pair 0: chosen 1.5, rejected 0.5; pair 1 has the rejected sequence first: rejected 2, chosen -1
     loss, stats = bradley_terry_loss(torch.tensor([1.5, 0.5, 2.0, -1.0]), packed_pairs())
 
     assert loss.item() == pytest.approx(-math.log(sigmoid(1.0)) - math.log(sigmoid(-3.0)), rel=1e-6)
-    figures = {name: (total / count).item() for name, (total, count) in stats.items()}
-    assert figures == pytest.approx({"pair/accuracy": 0.5, "pair/margin": -1.0, "score/mean": 0.75})
+    metrics = {name: (total / count).item() for name, (total, count) in stats.items()}
+    assert metrics == pytest.approx({"pair/accuracy": 0.5, "pair/margin": -1.0, "score/mean": 0.75})
 
 
-def test_bradley_terry_equal_scores_are_half_right() -> None:
+def test_bradley_terry_equal_scores_count_half_in_accuracy() -> None:
     _, stats = bradley_terry_loss(torch.zeros(4), packed_pairs())
 
     assert stats["pair/accuracy"][0].item() / stats["pair/accuracy"][1].item() == 0.5
@@ -66,13 +66,13 @@ def test_dpo_matches_hand_computation() -> None:
     loss, stats = dpo_loss(torch.tensor([0.4, -0.6, 0.5, 0.1]), packed_pairs(), beta=0.5)
 
     assert loss.item() == pytest.approx(-math.log(sigmoid(0.5)) - math.log(sigmoid(-0.2)), rel=1e-6)
-    figures = {name: (total / count).item() for name, (total, count) in stats.items()}
-    assert figures["reward/chosen"] == pytest.approx(0.5 * (0.4 + 0.1) / 2)
-    assert figures["reward/rejected"] == pytest.approx(0.5 * (-0.6 + 0.5) / 2)
-    assert figures["pair/margin"] == pytest.approx(0.5 * (1.0 - 0.4) / 2)
+    metrics = {name: (total / count).item() for name, (total, count) in stats.items()}
+    assert metrics["reward/chosen"] == pytest.approx(0.5 * (0.4 + 0.1) / 2)
+    assert metrics["reward/rejected"] == pytest.approx(0.5 * (-0.6 + 0.5) / 2)
+    assert metrics["pair/margin"] == pytest.approx(0.5 * (1.0 - 0.4) / 2)
 
 
-def test_dpo_label_smoothing_weighs_both_orders() -> None:
+def test_dpo_label_smoothing_weights_both_orders() -> None:
     loss, _ = dpo_loss(torch.tensor([0.4, -0.6]), packed_pairs(1), beta=1.0, label_smoothing=0.1)
 
     assert loss.item() == pytest.approx(-0.9 * math.log(sigmoid(1.0)) - 0.1 * math.log(sigmoid(-1.0)), rel=1e-6)
@@ -86,8 +86,8 @@ def test_ipo_matches_hand_computation() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ipo", 0.0), ("ipo_sum", (10 / 0.2 - 1 / 0.2) ** 2)])
-def test_ipo_averages_log_ratios_over_the_tokens_of_an_answer(kind: str, expected: float) -> None:
-    # as in AReaL's test: 10 tokens each, whose mean log-ratios are 1 / (2 beta) apart
+def test_ipo_averages_log_ratios_over_tokens_of_completion(kind: str, expected: float) -> None:
+    # as in AReaL's test: 10 tokens each, with mean log-ratios that differ by 1 / (2 beta)
     rows = [{"chosen": talk("hi", "a" * 9), "rejected": talk("hi", "b" * 9)}]
     batch = shard_sequences(preference_rows(rows, Letters(), 99), ParallelContext())
     batch["ref_logprobs"] = torch.zeros_like(batch["logprobs"])
@@ -102,7 +102,7 @@ def test_ipo_averages_log_ratios_over_the_tokens_of_an_answer(kind: str, expecte
 
 
 @pytest.mark.parametrize("name", ["bradley_terry", "dpo", "dpo smoothed", "ipo"])
-def test_gradients_equal_finite_differences(name: str) -> None:
+def test_preference_losses_gradients_match_finite_differences(name: str) -> None:
     packed = packed_pairs(3)
 
     def loss(values: torch.Tensor) -> torch.Tensor:
@@ -118,23 +118,23 @@ def test_gradients_equal_finite_differences(name: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(order=st.permutations(range(8)), cut=st.integers(1, 3))
-def test_pairs_any_order_and_split_gives_the_same_loss_and_statistics(order: list[int], cut: int) -> None:
+def test_preference_loss_any_order_and_split_gives_the_same(order: list[int], cut: int) -> None:
     batch = pair_batch(4)
     batch["ref_logprobs"] = torch.where(batch["loss_mask"], batch["logprobs"] - 0.1, 0.0)
     loss = PolicyPreferenceLoss(PreferenceConfig(beta=0.3))
 
-    def figures(rows: list[int]) -> list[float]:
+    def sums(rows: list[int]) -> list[float]:
         packed = pack(select(batch, rows))
         total, stats = loss(TokenOutputs(packed["logprobs"] * 1.1, packed["logprobs"]), packed)
         return [total.item(), *(value.item() for pair in stats.values() for value in pair)]
 
     shuffled = [row for row in order if row // 2 < cut], [row for row in order if row // 2 >= cut]
-    split = [a + b for a, b in zip(*(figures(rows) for rows in shuffled), strict=True)]
+    split_sums = [a + b for a, b in zip(*(sums(rows) for rows in shuffled), strict=True)]
 
-    assert split == pytest.approx(figures(list(range(8))), abs=1e-4)
+    assert split_sums == pytest.approx(sums(list(range(8))), abs=1e-4)
 
 
-def test_policy_loss_ignores_what_is_not_learned_from() -> None:
+def test_policy_preference_loss_ignores_untrained_tokens() -> None:
     batch = pair_batch(2)
     batch["ref_logprobs"] = torch.full_like(batch["logprobs"], float("nan")).where(~batch["loss_mask"], -1.0)
     packed = pack(batch)
@@ -144,18 +144,18 @@ def test_policy_loss_ignores_what_is_not_learned_from() -> None:
     assert math.isfinite(total.item())
 
 
-def test_reward_model_loss_reads_the_scores_of_the_last_tokens() -> None:
+def test_reward_model_loss_reads_scores_of_last_tokens() -> None:
     packed = packed_pairs()
     values = torch.full((packed.num_tokens,), 99.0)
     values[packed.cu_seqlens[1:].long() - 1] = torch.tensor([1.5, 0.5, 2.0, -1.0])
 
-    found, _ = reward_model_loss(TokenOutputs(values, values, values), packed)
+    loss, _ = reward_model_loss(TokenOutputs(values, values, values), packed)
 
     expected, _ = bradley_terry_loss(torch.tensor([1.5, 0.5, 2.0, -1.0]), packed)
-    assert found.item() == expected.item()
+    assert loss.item() == expected.item()
 
 
-def test_reward_model_loss_on_an_engine_without_scores_says_which_to_make() -> None:
+def test_reward_model_loss_without_scores_raises() -> None:
     packed = packed_pairs()
 
     with pytest.raises(EngineError, match="head=score"):
@@ -166,13 +166,13 @@ def test_reward_model_loss_on_an_engine_without_scores_says_which_to_make() -> N
     ("settings", "name"),
     [({"loss": "kto"}, "loss"), ({"beta": 0}, "beta"), ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing")],
 )
-def test_config_that_cannot_work_is_refused(settings: dict[str, Any], name: str) -> None:
+def test_preference_config_invalid_setting_is_rejected(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"preference.{name}"):
         PreferenceConfig(**settings)
 
 
 class Letters:
-    """A renderer whose tokens are characters; the model writes assistant turns and their ends."""
+    """A renderer whose tokens are characters; assistant turns and the dots that end them are trained."""
 
     def require_rendered(self, messages: Any, tools: Any = None) -> None:
         pass
@@ -190,7 +190,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def test_preference_rows_learn_from_the_last_turn_alone() -> None:
+def test_preference_rows_train_only_the_last_turn() -> None:
     row = {"prompt_id": 7, "chosen": talk("hi", "lo", "ab", "good"), "rejected": talk("hi", "lo", "ab", "bad")}
 
     chosen, rejected = preference_rows([row], Letters(), max_length=100)
@@ -205,41 +205,41 @@ def test_preference_rows_learn_from_the_last_turn_alone() -> None:
 @pytest.mark.parametrize(
     ("rejected", "message"),
     [
-        (talk("hi", "good"), "row 3: chosen and rejected are the same"),
-        (talk("hi"), "row 3: expected `rejected` to end with an assistant turn"),
-        (talk("hi", "x" * 50), r"row 3: `rejected` has 54 tokens, more than data.max_length \(40\)"),
+        (talk("hi", "good"), "row 3: `chosen` and `rejected`"),
+        (talk("hi"), "row 3: expected `rejected` to end"),
+        (talk("hi", "x" * 50), r"row 3: `rejected` has 54 tokens.*data\.max_length=40"),
     ],
 )
-def test_preference_rows_that_teach_nothing_are_refused(rejected: list[dict[str, str]], message: str) -> None:
+def test_preference_rows_invalid_pair_is_rejected(rejected: list[dict[str, str]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         preference_rows([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
 
 
-def test_preference_rows_that_are_cut_lose_the_end_of_the_answer() -> None:
+def test_preference_rows_truncation_removes_end_of_completion() -> None:
     row = {"chosen": talk("hi", "abcdef"), "rejected": talk("hi", "xy")}
 
     chosen, _ = preference_rows([row], Letters(), 6, truncate=True)
 
     assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("abc")
-    with pytest.raises(DataError, match="nothing of the answer of `chosen` is within 3 tokens"):
+    with pytest.raises(DataError, match=r"row 0: .*`chosen`.*data\.max_length=3"):
         preference_rows([row], Letters(), 3, truncate=True)
 
 
-def test_shard_rows_parts_no_pair_and_counts_each_once() -> None:
+def test_shard_sequences_keeps_pairs_together() -> None:
     rows = preference_rows(
         [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99
     )
 
-    shares = [shard_sequences(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
+    shards = [shard_sequences(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
 
-    assert sum(count_pairs(part).item() for part in shares) == 5
-    for part in shares:
-        assert part[UNIT_KEY].bincount().unique().tolist() in ([2], [0, 2])
+    assert sum(count_pairs(shard).item() for shard in shards) == 5
+    for shard in shards:
+        assert shard[UNIT_KEY].bincount().unique().tolist() in ([2], [0, 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -> None:
+def test_loss_learner_learns_to_prefer_chosen_sequences(kind: str, tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model"))
     engine, reference = (ReferenceTrainEngine() for _ in range(2))
     for each in (engine, reference):
@@ -262,7 +262,7 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
     assert after["loss/eval"] < before["loss/eval"]
 
 
-def test_prepare_without_a_reference_adds_nothing() -> None:
+def test_loss_learner_prepare_without_reference_adds_nothing() -> None:
     batch = pair_batch(1)
 
     LossLearner(ReferenceTrainEngine()).prepare(batch)

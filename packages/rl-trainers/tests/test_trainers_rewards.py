@@ -23,17 +23,17 @@ from rl_trainers.algorithms.functional.value_and_preference_losses import (
 
 def test_overlong_penalty_matches_dapo_equation_13():
     lengths = torch.tensor([3, 16, 18, 20, 25])
-    found = overlong_penalty(lengths, maximum=20, cache=4)
-    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    penalty = overlong_penalty(lengths, maximum=20, cache=4)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
-def test_shaped_scales_then_shifts_then_clips():
-    found = shape(torch.tensor([0.0, 1.0, 3.0]), scale=2.0, bias=-1.0, clip=4.0)
-    assert found.tolist() == [-1.0, 1.0, 4.0]
+def test_shape_scales_then_shifts_then_clips():
+    shaped = shape(torch.tensor([0.0, 1.0, 3.0]), scale=2.0, bias=-1.0, clip=4.0)
+    assert shaped.tolist() == [-1.0, 1.0, 4.0]
     assert shape(torch.tensor([3.0]), 2.0, -1.0, 0.0).tolist() == [5.0]
 
 
-def test_normalised_over_the_batch_and_within_groups_match_hand_computation():
+def test_normalize_over_batch_and_groups_matches_hand_computation():
     rewards = torch.tensor([1.0, 3.0, 5.0, 5.0])
     groups, batch = group_by_id(rewards, torch.tensor([0, 0, 1, 1])), group_by_id(rewards)
     # mean 3.5, sample variance (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11 / 3
@@ -45,31 +45,31 @@ def test_normalised_over_the_batch_and_within_groups_match_hand_computation():
     assert normalize(alone, group_by_id(alone), group_by_id(alone)).tolist() == [0.0]
 
 
-def test_terminal_rewards_lie_on_the_last_trained_token_not_on_a_masked_one():
+def test_terminal_rewards_are_on_last_trained_token():
     mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
-    found = terminal_rewards(torch.tensor([2.0, -1.0, 5.0]), mask)
-    assert found.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, -1, 0], [0, 0, 0, 0, 0]]
+    token_rewards = terminal_rewards(torch.tensor([2.0, -1.0, 5.0]), mask)
+    assert token_rewards.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, -1, 0], [0, 0, 0, 0, 0]]
 
 
-def test_to_trained_tokens_moves_each_reward_to_the_last_trained_token_before_it():
+def test_to_trained_tokens_moves_rewards_to_trained_token_before():
     mask = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0]]).bool()
     values = torch.tensor([[1.0, 2.0, 3.0, 0.0, 5.0, 7.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    # what lies before the first trained token goes to it; a row without one keeps nothing
+    # rewards before the first trained token go to that token; a sequence without trained tokens has no rewards
     assert to_trained_tokens(values, mask).tolist() == [[0, 6, 0, 0, 12, 0], [0] * 6]
 
 
 def _recursion(rewards, values, mask, gamma, lam):
-    """GAE of one row, backwards over its trained tokens."""
-    advantage, following, out = 0.0, 0.0, [0.0] * len(mask)
+    """Return GAE of one sequence by the backward recursion over its trained tokens."""
+    advantage, next_value, advantages = 0.0, 0.0, [0.0] * len(mask)
     for t in reversed(range(len(mask))):
         if mask[t]:
-            delta = rewards[t] + gamma * following - values[t]
+            delta = rewards[t] + gamma * next_value - values[t]
             advantage = delta + gamma * lam * advantage
-            following, out[t] = values[t], advantage
-    return out
+            next_value, advantages[t] = values[t], advantage
+    return advantages
 
 
-def test_gae_two_tokens_with_a_masked_one_between_match_hand_computation():
+def test_gae_masked_token_between_matches_hand_computation():
     rewards = torch.tensor([[0.0, 0.0, 9.0, 1.0]])
     values = torch.tensor([[9.0, 0.5, 9.0, 0.8]])
     mask = torch.tensor([[False, True, False, True]])
@@ -94,7 +94,7 @@ def test_gae_any_mask_equals_the_recursion(width, seed, gamma, lam):
     torch.testing.assert_close(returns, torch.where(mask, advantages + values, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_gae_turns_are_steps_with_one_advantage_each():
+def test_gae_turns_have_one_advantage_each():
     mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1]]).bool()
     rewards = torch.tensor([[9.0, 0.25, 0.25, 9.0, 0.0, 0.0, 1.0]])
     values = torch.tensor([[9.0, 0.3, 7.0, 9.0, 0.6, 7.0, 7.0]])
@@ -104,13 +104,13 @@ def test_gae_turns_are_steps_with_one_advantage_each():
     torch.testing.assert_close(returns, torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]]))
 
 
-def test_gae_without_values_is_the_discounted_sum_of_what_follows():
+def test_gae_without_values_is_discounted_sum_of_rewards():
     rewards = torch.tensor([[1.0, 2.0, 4.0]])
     advantages, _ = gae(rewards, torch.zeros(1, 3), torch.ones(1, 3).bool(), gamma=0.5, lam=1.0)
     assert advantages.tolist() == [[3.0, 4.0, 4.0]]
 
 
-def test_reverse_discounted_sum_of_no_columns_or_rows_is_empty():
+def test_reverse_discounted_sum_empty_batch_is_empty():
     assert reverse_discounted_sum(torch.zeros(0, 4), 0.9).shape == (0, 4)
     assert gae(torch.zeros(0, 1), torch.zeros(0, 1), torch.zeros(0, 1).bool(), 1.0, 1.0)[0].shape == (0, 1)
 
@@ -134,7 +134,7 @@ def test_clipped_value_loss_gradient_matches_finite_differences():
     assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, returns, 0.2)[0], (values,))
 
 
-def test_explained_variance_is_one_for_exact_values_and_zero_for_their_mean():
+def test_explained_variance_matches_hand_computation():
     returns, mask = torch.tensor([1.0, 3.0, 5.0]), torch.ones(3).bool()
     assert explained_variance(variance_sums(returns + 7, returns, mask)) == pytest.approx(1.0)
     assert explained_variance(variance_sums(torch.full((3,), 3.0), returns, mask)) == pytest.approx(0.0)

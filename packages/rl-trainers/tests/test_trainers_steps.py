@@ -1,4 +1,4 @@
-"""The optimizer steps of a batch: what cannot be learned from is skipped and counted, what is wrong is said at once."""
+"""The optimizer steps of a batch: empty minibatches are skipped and counted, and invalid components are rejected."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ def _prepared(actor, rows):
     return batch
 
 
-def test_short_last_batch_fewer_rows_than_minibatches_is_learned_from(engine):
+def test_actor_update_fewer_sequences_than_minibatches_is_applied(engine):
     actor = PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("return")), minibatches=4)
     stats = actor.update(_prepared(actor, rows=3))
     assert stats["minibatches/empty"] == 1
@@ -45,28 +45,28 @@ def test_short_last_batch_fewer_rows_than_minibatches_is_learned_from(engine):
 
 
 class FlatCritic(Critic):
-    """A critic that finds nothing worth anything, on an engine without values."""
+    """A critic whose values are all 0, on an engine without a value head."""
 
     def values(self, batch):
         return torch.zeros(batch["input_ids"].shape)
 
 
-def test_short_last_batch_the_critic_skips_what_the_policy_skips(engine, monkeypatch):
-    seen = []
+def test_actor_update_critic_skips_same_minibatches_as_policy(engine, monkeypatch):
+    sizes = []
 
     def train_batch(rows, loss, weigh):
-        seen.append(len(rows))
+        sizes.append(len(rows))
         return {"loss": 0.0, "grad_norm": 0.0, "applied": 1.0}
 
     monkeypatch.setattr(engine, "train_batch", train_batch)
     algorithm = AlgorithmConfig(advantage=AdvantageConfig("gae"))
     actor = PolicyActor(engine, algorithm, minibatches=4, critic=FlatCritic(engine, minibatches=4))
     stats = actor.update(_prepared(actor, rows=3))
-    assert seen == [1] * 6
+    assert sizes == [1] * 6
     assert stats["critic/minibatches/empty"] == 1
 
 
-def test_minibatch_whose_rows_are_all_masked_is_skipped_and_counted(engine):
+def test_actor_update_fully_masked_minibatch_is_skipped_and_counted(engine):
     actor = PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("return")), minibatches=2)
     batch = _prepared(actor, rows=8)
     batch["loss_mask"][batch["minibatch"] == 1] = False
@@ -74,7 +74,7 @@ def test_minibatch_whose_rows_are_all_masked_is_skipped_and_counted(engine):
     assert (stats["minibatches/empty"], stats["applied"], actor.version) == (1, 1.0, 1)
 
 
-def test_batch_with_nothing_to_learn_from_advances_no_version(engine):
+def test_actor_update_without_trained_tokens_keeps_version(engine):
     actor = PolicyActor(engine, AlgorithmConfig(mask=MaskConfig(truncated=True)), minibatches=2)
     batch = shard_batch(make_batch(8).exclude("advantages"), ParallelContext(), 2)
     batch["truncated"][:] = True
@@ -83,31 +83,31 @@ def test_batch_with_nothing_to_learn_from_advances_no_version(engine):
     assert (stats["minibatches/empty"], stats["applied"], actor.version) == (2, 0.0, 0)
 
 
-def test_overlong_filtering_leaves_rows_out_of_loss_and_denominator_but_not_of_their_groups(engine):
+def test_truncated_mask_drops_sequences_but_keeps_them_in_groups(engine):
     actor = PolicyActor(engine, AlgorithmConfig(mask=MaskConfig(truncated=True)))
     batch = shard_batch(make_batch(8).exclude("advantages"), ParallelContext())
-    cut = torch.arange(8) % 4 == 0
-    batch["truncated"] = cut
-    batch["rewards"] = torch.where(cut, 1.0, 0.0)
+    is_truncated = torch.arange(8) % 4 == 0
+    batch["truncated"] = is_truncated
+    batch["rewards"] = torch.where(is_truncated, 1.0, 0.0)
     batch["rewards"][1] = 0.5
     actor.prepare(batch)
-    assert not batch["loss_mask"][cut].any()
-    assert batch["loss_weights"][cut].abs().max() == 0
-    # the others of each group are compared with the answer that is left out
-    learned = batch["loss_mask"] & ~cut[:, None]
-    assert (batch["advantages"][4:][learned[4:]] < 0).all()
+    assert not batch["loss_mask"][is_truncated].any()
+    assert batch["loss_weights"][is_truncated].abs().max() == 0
+    # the other completions of each group are still compared with the dropped one
+    trained = batch["loss_mask"] & ~is_truncated[:, None]
+    assert (batch["advantages"][4:][trained[4:]] < 0).all()
     assert actor.update(batch)["applied"] == 1.0
 
 
 class CountingEngine:
-    """Gives each minibatch its number of rows as a statistic."""
+    """An engine that reports the number of sequences of each minibatch as statistics."""
 
     version, parallel = 0, ParallelContext()
 
     def train_batch(self, batch, loss_fn, loss_weight_fn):
         rows = float(len(batch))
-        top = {"size/max": rows, "applied": 1.0, "grad_norm": rows, "tokens": rows}
-        return {"loss": rows, "rows": rows} | top
+        metrics = {"size/max": rows, "applied": 1.0, "grad_norm": rows, "tokens": rows}
+        return {"loss": rows, "rows": rows} | metrics
 
 
 def test_take_steps_statistics_of_unequal_minibatches_are_weighted():
@@ -119,41 +119,41 @@ def test_take_steps_statistics_of_unequal_minibatches_are_weighted():
     stats = take_steps(CountingEngine(), batch, None, lambda rows: torch.tensor(float(len(rows))), 2)
 
     assert stats["rows"] == pytest.approx((18 * 3 + 3 * 1) / 21)  # by tokens
-    assert stats["loss"] == pytest.approx((3 * 3 + 1 * 1) / 4)  # by what it was divided by
+    assert stats["loss"] == pytest.approx((3 * 3 + 1 * 1) / 4)  # by denominators
     assert (stats["grad_norm"], stats["tokens"], stats["size/max"]) == (2.0, 4.0, 3.0)
 
 
-def test_take_steps_one_minibatch_needs_no_such_entry(engine):
+def test_take_steps_one_minibatch_needs_no_minibatch_entry(engine):
     batch = make_batch(4).exclude("advantages")
     assert take_steps(engine, batch, lambda outputs, packed: (-outputs.logprobs.sum(), {}), trained_tokens)["applied"]
 
 
-def test_step_that_is_not_applied_is_logged_at_once(engine, caplog):
+def test_actor_update_non_finite_minibatch_is_logged(engine, caplog):
     actor = PolicyActor(engine, AlgorithmConfig())
     batch = _prepared(actor, rows=8)
     batch["advantages"][batch["loss_mask"]] = math.nan
     with caplog.at_level(logging.WARNING):
         assert actor.update(batch)["applied"] == 0.0
-    assert "version 0: minibatch 0 was not applied: {'loss': nan" in caplog.text
+    assert "version 0: skipped minibatch 0 with non-finite values: {'loss': nan" in caplog.text
 
 
 def mean_loss(terms):
-    """Forgets the tokens."""
+    """A loss that is averaged over the tokens."""
     return (-terms.ratio * terms.advantages).mean(), {}
 
 
 def column_loss(terms):
-    """A shape that would broadcast to [N, N]."""
+    """A loss with a shape that would broadcast to [N, N]."""
     return (-terms.ratio * terms.advantages)[:, None], {}
 
 
 def bare_loss(terms):
-    """No pair."""
+    """A loss without marks."""
     return -terms.ratio * terms.advantages
 
 
 def odd_mark_loss(terms):
-    """A mark of another shape."""
+    """A loss with a mark of the wrong shape."""
     return -terms.ratio * terms.advantages, {"odd": terms.trained.any()}
 
 
@@ -168,20 +168,20 @@ def one_verdict(off):
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("settings", "message"),
     [
-        ({"loss": LossConfig("here:mean_loss")}, r"algorithm.loss: expected a pair, .*found tuple with \[\[\]\]"),
-        ({"loss": LossConfig("here:column_loss")}, r"algorithm.loss: expected a pair, .*, 1\]\]"),
-        ({"loss": LossConfig("here:bare_loss")}, r"algorithm.loss: expected a pair, .*found Tensor with \[\[\d+\]\]"),
-        ({"loss": LossConfig("here:odd_mark_loss")}, r"algorithm.loss: expected a pair, .*found tuple with .*, \[\]\]"),
-        ({"correction": CorrectionConfig("here:one_weight")}, r"algorithm.correction: expected a pair"),
-        ({"mask": MaskConfig("here:one_verdict")}, r"algorithm.mask: expected"),
+        ({"loss": LossConfig("here:mean_loss")}, r"algorithm\.loss: .*found tuple with shapes \[\[\]\]"),
+        ({"loss": LossConfig("here:column_loss")}, r"algorithm\.loss: .*found tuple with shapes .*, 1\]\]"),
+        ({"loss": LossConfig("here:bare_loss")}, r"algorithm\.loss: .*found Tensor with shapes \[\[\d+\]\]"),
+        ({"loss": LossConfig("here:odd_mark_loss")}, r"algorithm\.loss: .*found tuple with shapes .*, \[\]\]"),
+        ({"correction": CorrectionConfig("here:one_weight")}, r"algorithm\.correction: expected a pair"),
+        ({"mask": MaskConfig("here:one_verdict")}, r"algorithm\.mask: expected"),
     ],
 )
-def test_part_that_gives_the_wrong_shape_is_refused(part, message, monkeypatch):
+def test_objective_component_with_wrong_shape_is_rejected(settings, message, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "here", sys.modules[__name__])
-    config = AlgorithmConfig(**part)
+    config = AlgorithmConfig(**settings)
     with pytest.raises(ConfigError, match=message):
         objective(prepared_batch(config), config, [range(9)])

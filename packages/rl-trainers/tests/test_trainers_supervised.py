@@ -1,4 +1,4 @@
-"""Rows of data sets as trajectories."""
+"""Trajectories from the examples of data sets."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from rl_trainers.learners.supervised import supervised_sequences
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def talk(answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": answer}]
+def talk(completion: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": completion}]
 
 
-def test_rows_with_tools_show_them_in_the_prompt() -> None:
+def test_sequences_of_rows_with_tools_have_them_in_prompt() -> None:
     tokenizer = make_chat_tokenizer("gemma3")
     renderer = ChatRenderer(tokenizer)
 
@@ -29,7 +29,7 @@ def test_rows_with_tools_show_them_in_the_prompt() -> None:
         assert prompt == renderer.render(talk("")[:1], TOOLS)
 
 
-def test_row_that_the_template_does_not_show_whole_is_named() -> None:
+def test_sequences_of_row_with_unrendered_content_are_rejected() -> None:
     renderer = ChatRenderer(make_chat_tokenizer("gemma3"))
     hidden = [
         {"role": "user", "content": "Weather?"},

@@ -331,9 +331,9 @@ class ChatRenderer:
         text = self.text(messages, tools, False)
         if text.startswith(self.text(messages[:index], tools)):
             raise DataError(
-                f"message {index} (assistant): the tokenizer merges the first characters of its text with the end "
-                f"of the generation prompt, so no rollout has these ids. Strip whitespace from the beginning of the "
-                f"text, or from the end of the generation prompt."
+                f"message {index} (assistant): the tokenizer merges the start of its text with the end of the "
+                f"generation prompt, so no rollout has these ids. Strip whitespace from the start of the text or the "
+                f"end of the generation prompt."
             )
         if text.startswith(self.text(messages[:index], tools, False)):
             raise ConfigError(

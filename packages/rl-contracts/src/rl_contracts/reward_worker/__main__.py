@@ -1,10 +1,10 @@
 """Worker process of a reward function: read calls from stdin, write replies to the original stdout.
 
 The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`. The reply
-is `{"ready": true}` or `{"refused": text}`.
+is `{"ready": true}` or `{"import_error": text}`.
 
 Each later frame is a call, `[prompt, completions, prompt_ids, completion_ids, data]`. The reply is `{"value": number,
-"parts": components}` or `{"error": text}`, plus `figures` if the function recorded metrics.
+"components": components}` or `{"error": text}`, plus `metrics` if the function recorded metrics.
 
 `rl_contracts.reward_worker.messages` defines the format of frames. The output and logs (INFO and above) of the function
 go to stderr.
@@ -59,11 +59,13 @@ def main() -> None:
     try:
         function = load("rl.rewards", setup["target"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs arbitrary code; the parent reports it
-        _write(results, number, {"refused": _describe(error)})
+        _write(results, number, {"import_error": _describe(error)})
         return
     if not callable(function):
         _write(
-            results, number, {"refused": f"{setup['target']!r} resolves to {function!r:.200}, which is not callable."}
+            results,
+            number,
+            {"import_error": f"{setup['target']!r} resolves to {function!r:.200}, which is not callable."},
         )
         return
     _write(results, number, {"ready": True})
@@ -97,11 +99,11 @@ def _serve(calls: Iterator[tuple[int, Any]], results: int, function: Callable[..
         with collect(_RewardMetrics()) as metrics:
             try:
                 value = _score(function, *call)
-                reply = {"value": value, "parts": components_of(value)}
+                reply = {"value": value, "components": components_of(value)}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the reply reports any failure of the function
                 reply = {"error": _describe(error, function)}
         if recorded := metrics.to_json():
-            reply["figures"] = recorded
+            reply["metrics"] = recorded
         _write(results, number, reply)
 
 

@@ -96,7 +96,7 @@ class WorkerProcess:
             raise ConfigError(self._exit_message("before its function was imported")) from None
         except ValueError as error:
             raise ConfigError(self._protocol_message(error)) from None
-        if "refused" in reply:
+        if "import_error" in reply:
             raise ConfigError(f"{self._name} cannot be used: {reply['refused']}")
 
     def score(self, call: bytes, timeout: float) -> dict[str, Any]:

@@ -92,10 +92,10 @@ class AsyncRewardWrapper:
             self._calls.put((call, future))
         reply = await asyncio.wrap_future(future)
         record("time/reward", reply["seconds"] / self._total_workers, kind="sum")
-        record_all(Metrics.from_json(reply.get("figures", {})))
+        record_all(Metrics.from_json(reply.get("metrics", {})))
         if "error" in reply:
             raise RewardError(f"reward {self.target!r} raised {reply['error']}")
-        return CompositeReward(**reply["parts"]) if reply["parts"] else float(reply["value"])
+        return CompositeReward(**reply["components"]) if reply["components"] else float(reply["value"])
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.

@@ -357,8 +357,8 @@ def main() -> None:
     give_up_privileges()
     restrict_filesystem(rights)
     install_seccomp_filter()
-    os.write(settings["told"], b"1")
-    os.close(settings["told"])
+    os.write(settings["status_fd"], b"1")
+    os.close(settings["status_fd"])
     sys.argv, sys.path = ["program.py"], [*sys.path, *settings["packages"]]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` defines them, which `-S` leaves out
     module = sys.modules["__main__"] = types.ModuleType("__main__")

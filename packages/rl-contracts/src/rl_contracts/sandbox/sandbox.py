@@ -155,7 +155,7 @@ class Sandbox:
         self, directory: str, status_fd: int, streams: tuple[BinaryIO, BinaryIO, BinaryIO]
     ) -> subprocess.Popen[bytes]:
         settings = asdict(self.limits) | {"readable": self._readable, "packages": self._packages}
-        settings |= {"told": status_fd, "owner": os.getpid()}
+        settings |= {"status_fd": status_fd, "owner": os.getpid()}
         thread_limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return subprocess.Popen(
             [sys.executable, "-ISu", "-X", "utf8", confine.__file__, json.dumps(settings)],

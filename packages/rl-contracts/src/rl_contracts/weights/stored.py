@@ -185,7 +185,7 @@ def _reserve(descriptor: int, path: str | Path, size: int) -> None:
             free = shutil.disk_usage(Path(path).parent).free
             raise WeightUpdateError(
                 f"{path}: expected space for {size / 2**20:.1f} MiB of weights, found {free / 2**20:.1f} MiB: {error}. "
-                "The route keeps two versions, on disk a third temporarily. Free some space, raise the container's "
+                "The route keeps two versions, on disk temporarily three. Free space, raise the container's "
                 "shared memory (docker run --shm-size), or set publish.route=disk or broadcast."
             ) from error
 

@@ -1,9 +1,9 @@
-"""Recover points: everything that a stopped run needs to go on as if it had not been stopped.
+"""Recovery checkpoints: everything that a stopped run needs to resume as if it had not stopped.
 
-A point is taken between two steps: the training thread copies, and a thread of each rank writes the copies beside the
-other points, which is renamed when it is complete. So a process may be killed and a machine may lose its power at any
-moment; older points go after that. What the run wrote after the point that it goes on from is cut off, because those
-steps are taken again.
+A recovery checkpoint is taken between two steps. The training thread copies the state, and a thread of each rank writes
+the copies to a scratch directory, which is renamed when it is complete. Only then are older recovery checkpoints
+removed, so a process may be killed and a machine may lose power at any moment. A resumed run removes what was written
+after its recovery checkpoint, because those steps are taken again.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 log = get_logger("trainers.recover")
 
 COST = 0.02
-"""Fraction of the time, at most, for which training is held by the points that the clock asks for."""
+"""Maximum fraction of time for which recovery checkpoints by `recover.every_minutes` pause training."""
 
 
 class RecoveryCheckpoints:
     """Saves and restores a run; every method is collective.
 
-    One point at a time is written. A step at which the next one is due waits for it (`time/recover` shows that), so
-    that which points there are does not depend on how fast a disk is.
+    One recovery checkpoint is written at a time. If the next one is due earlier, its step waits for the pending one
+    (`time/recover` shows that). The steps of recovery checkpoints therefore do not depend on the speed of the disk.
 
     Args:
-        run_dir: points lie in `recover/step_<n>`.
-        config: when.
-        engines: train engines by name (`actor`, `critic`); the first one's ranks decide who writes.
-        parts: this rank's other parts by name; each saves a state of its own.
-        stop: whether this process was asked to stop, which the run does between two steps.
-        epochs: passes over the data that are over; needed for `recover.every_epochs`.
+        run_dir: run directory; recovery checkpoints are in its `recover/step_<n>`.
+        config: schedule and retention.
+        engines: train engines by name (`actor`, `critic`); the ranks of the first one decide which process writes.
+        parts: this rank's other components by name; each saves its state separately.
+        stop: returns whether this process was asked to stop, which the run does between two steps.
+        epochs: returns the number of completed passes over the data; needed for `recover.every_epochs`.
 
     Raises:
-        ConfigError: points are asked for, and a part cannot be saved.
+        ConfigError: `config` has an interval in steps or epochs, but a component cannot be saved.
     """
 
     def __init__(
@@ -63,69 +63,73 @@ class RecoveryCheckpoints:
         stop: Callable[[], bool] = lambda: False,
         epochs: Callable[[], int] | None = None,
     ) -> None:
-        stateless = {name: part for name, part in parts.items() if not _can_be_saved(part)}
-        for name, part in stateless.items():
+        stateless = {name: component for name, component in parts.items() if not _can_be_saved(component)}
+        for name, component in stateless.items():
             if config.every or config.every_epochs:
                 setting = f"recover.every={config.every}" if config.every else "recover.every_epochs"
                 raise ConfigError(
-                    f"{setting}: {name} ({type(part).__name__}) cannot be saved: it has no "
-                    "state_dict and load_state_dict. Set recover.every=0."
+                    f"{setting}: component {name} ({type(component).__name__}) cannot be saved. Implement state_dict "
+                    "and load_state_dict, or set recover.every=0 and recover.every_epochs=0."
                 )
-            log.warning("no recovery checkpoints: %s (%s) cannot be saved", name, type(part).__name__)
+            log.warning("no recovery checkpoints: component %s (%s) cannot be saved", name, type(component).__name__)
             config = replace(config, every_minutes=0.0)
         self.run_dir, self.config = Path(run_dir), config
         self.directory = self.run_dir / "recover"
         self.engines, self.parts = dict(engines), dict(parts)
         self.parallel = next(iter(self.engines.values())).parallel
-        self._stop, self._stateless, self._due = stop, sorted(stateless), Schedule(config, epochs)
-        self._kept: list[int] = []
-        """Steps of this run's complete points, those before it was resumed included."""
+        self._stop, self._stateless, self._schedule = stop, sorted(stateless), Schedule(config, epochs)
+        self._completed_steps: list[int] = []
+        """Steps of this run's complete recovery checkpoints, including those from before it resumed."""
         self._pending: tuple[int, BackgroundDirectory] | None = None
         self._failures = 0
 
     def resume(self) -> int | None:
-        """Restore the last whole point, and cut off what the run wrote after it.
+        """Restore the newest complete recovery checkpoint, and remove what the run wrote after it.
 
         Returns:
-            its step; None where there is none, or resuming is switched off.
+            its step; None if there is none, or if resuming is disabled.
 
         Raises:
-            ConfigError, EngineError: the point is of another layout or cannot be read, or all points are damaged.
+            ConfigError, EngineError: the recovery checkpoint has another layout or cannot be read, or all are damaged.
         """
         step = 0
-        with self.parallel.agree_on_errors(f"looking for recover points in {self.directory}"):
+        with self.parallel.agree_on_errors(f"finding recovery checkpoints in {self.directory}"):
             if self.parallel.is_main:
                 step = resumed_step(self.run_dir, self.config)
-        step = self.parallel.broadcast_json(step)  # other hosts may see files later
-        point = self.directory / f"step_{step}"
+        step = self.parallel.broadcast_json(step)  # other hosts may see the files later
+        checkpoint = self.directory / f"step_{step}"
         for name, engine in self.engines.items() if step else ():
-            engine.load(SaveLoadMeta(str(point / name), "state"))
-        with self.parallel.agree_on_errors(f"going on after step {step} of {self.run_dir}"):
+            engine.load(SaveLoadMeta(str(checkpoint / name), "state"))
+        with self.parallel.agree_on_errors(f"resuming {self.run_dir} after step {step}"):
             if step:
-                restore_components(point, self.parts, self.parallel)
+                restore_components(checkpoint, self.parts, self.parallel)
             if self.parallel.is_main:
                 truncate_to_checkpoint(self.run_dir, self.config)
-                self._kept = [other for other in recovery_checkpoint_steps(self.run_dir) if step and other <= step]
-        self._kept = self.parallel.broadcast_json(self._kept)
-        self._due.restart()
+                self._completed_steps = [
+                    saved for saved in recovery_checkpoint_steps(self.run_dir) if step and saved <= step
+                ]
+        self._completed_steps = self.parallel.broadcast_json(self._completed_steps)
+        self._schedule.restart()
         if step and self.parallel.is_main:
-            log.info("resumed from %s", point)
+            log.info("resumed from %s", checkpoint)
         return step or None
 
     def stop_requested(self) -> bool:
-        """Whether any rank was (collective)."""
+        """Return whether any rank was asked to stop (collective)."""
         return any(self.parallel.gather_json(self._stop()))
 
     def after_step(self, step: int) -> None:
-        """Begin a point if one is due; save one and wait for it if any rank was asked to stop, unless there is one of
-        this step. Call it when the step has ended everywhere; again where it is waited for the next one's batch.
+        """Start a recovery checkpoint if one is due, and stop the run if any rank was asked to stop.
+
+        Before stopping, save this step and wait for the write, unless the step has a recovery checkpoint. Call this
+        when the step has ended on all ranks, and again if a stop interrupts the wait for the next batch.
 
         Raises:
-            SystemExit: the run was asked to stop, and does so now; the code is a shell's for SIGTERM.
-            EngineError: more points one after the other than allowed could not be written.
+            SystemExit: the run was asked to stop; the exit code is that of a shell for SIGTERM (143).
+            EngineError: more than `recover.max_failures` consecutive recovery checkpoints could not be written.
         """
         status = self._pending[1].status() if self._pending else None
-        replies = self.parallel.gather_json([self._stop(), self._due.is_due(step), status])
+        replies = self.parallel.gather_json([self._stop(), self._schedule.is_due(step), status])
         if self._pending and self._pending[1].merge([peer_status for _, _, peer_status in replies]):
             self._clear_pending()
         if any(stop for stop, _, _ in replies):
@@ -134,119 +138,122 @@ class RecoveryCheckpoints:
             self._attempt(self._start_write, step)
         if self._failures > self.config.max_failures:
             raise EngineError(
-                f"{self._failures} recover points in a row could not be written (recover.max_failures="
-                f"{self.config.max_failures} are allowed); the log says why."
+                f"{self._failures} consecutive recovery checkpoints could not be written, more than "
+                f"recover.max_failures={self.config.max_failures} allows; see the warnings in the log."
             )
 
     def abandon(self, step: int, return_batch: Callable[[], None] | None) -> None:
-        """Stop in the middle of the step after `step`, which was abandoned on every rank.
+        """Stop in the middle of the step after `step`, which every rank has abandoned.
 
         Args:
-            return_batch: takes the abandoned step's batch back, so that a point of `step` is saved; None: the weights
-                have changed, and the newest point counts.
+            return_batch: returns the abandoned step's batch to its source, so that `step` can be saved; None: the
+                weights have changed, and the run resumes from the newest recovery checkpoint.
 
         Raises:
-            SystemExit: always; the code is a shell's for SIGTERM.
+            SystemExit: always; the exit code is that of a shell for SIGTERM (143).
         """
-        why = "it had changed the weights"
+        reason = "its optimizer had already changed the weights"
         if return_batch is not None:
             try:
                 with self.parallel.agree_on_errors("returning the batch of the abandoned step"):
                     return_batch()
-                why = ""
+                reason = ""
             except RLError as error:
-                why = str(error)
-        if why:
-            log.warning("the abandoned step %d leaves no recovery checkpoint: %s", step + 1, why)
-        self._stop_run(step, save=not why)
+                reason = str(error)
+        if reason:
+            log.warning("step %d was abandoned without a recovery checkpoint: %s", step + 1, reason)
+        self._stop_run(step, save=not reason)
 
     def save(self, step: int) -> None:
-        """Save a point, and return when it is complete.
+        """Save a recovery checkpoint, and return when it is complete.
 
         Raises:
-            EngineError: it cannot be written; the points before it are still there.
+            EngineError: it cannot be written; earlier recovery checkpoints remain.
         """
         self._start_write(step)
         self._finish()
-        if step not in self._kept:
-            raise EngineError(f"{self.directory / f'step_{step}'} could not be saved; the log says why.")
+        if step not in self._completed_steps:
+            raise EngineError(f"{self.directory / f'step_{step}'} could not be saved; see the warning in the log.")
 
     def finish(self) -> None:
-        """Wait for the point that is being written, if any; one that does not come counts as failed."""
+        """Wait for the pending recovery checkpoint, if any; one that exceeds the timeout counts as failed."""
         self._attempt(self._finish)
 
     def _steps(self) -> list[int]:
-        """Steps of which there is a point, or will be."""
-        return self._kept + ([self._pending[0]] if self._pending else [])
+        """Return the steps with a complete or pending recovery checkpoint."""
+        return self._completed_steps + ([self._pending[0]] if self._pending else [])
 
     def _start_write(self, step: int) -> None:
-        """Copy what the run is, and have it written."""
-        began = time.monotonic()
+        """Copy the state of the run, and start writing it in the background."""
+        start = time.monotonic()
         self._finish()
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
-        kept = [*self._kept, step][-self.config.keep :]
-        completed = partial(_remove_all_but, self.directory, kept)
+        retained = [*self._completed_steps, step][-self.config.keep :]
+        completed = partial(_remove_all_but, self.directory, retained)
         self._pending = (
             step,
             BackgroundDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed),
         )
-        self._due.least = (time.monotonic() - began) / COST
+        self._schedule.least = (time.monotonic() - start) / COST
 
     def _copy(self, directory: Path) -> list[Snapshot]:
         writers: list[Snapshot] = []
         for name, engine in self.engines.items():
             meta = SaveLoadMeta(str(directory / name), "state")
-            if (written := engine.snapshot(meta)) is not None:
-                writers.append(written)
+            if (snapshot := engine.snapshot(meta)) is not None:
+                writers.append(snapshot)
                 continue
             engine.save(meta)
             if self.parallel.is_main:
                 writers.append(partial(_files, directory / name))
-        states = [ComponentState.describe(name, part) for name, part in self.parts.items()]
+        states = [ComponentState.describe(name, component) for name, component in self.parts.items()]
         writers += [partial(state.write, directory, self.parallel.rank) for state in states]
-        return [*writers, self._keep_records] if self.parallel.is_main else writers
+        return [*writers, self._sync_records] if self.parallel.is_main else writers
 
-    def _keep_records(self) -> list[Path]:
-        """See that no point outlives the records of the steps before it."""
+    def _sync_records(self) -> list[Path]:
+        """Flush the records to disk, so that no recovery checkpoint survives the loss of records before it."""
         fsync_all(file for name in ("metrics.jsonl", GROUPS_FILE) if (file := self.run_dir / name).exists())
         return []
 
     def _finish(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until no write is pending.
 
         Raises:
-            EngineError: it takes longer than allowed.
+            EngineError: the write exceeds the timeout.
         """
         if self._pending and not self._pending[1].wait():
-            raise EngineError(f"{self._pending[1].path} is still being written after recover.timeout.")
+            raise EngineError(
+                f"{self._pending[1].path} is still being written; raise recover.timeout={self.config.timeout:g} or use "
+                "a faster disk."
+            )
         if self._pending:
             self._clear_pending()
 
     def _clear_pending(self) -> None:
-        """What was pending is over."""
+        """Take over the result of the pending write, which has ended."""
         assert self._pending is not None
-        (step, point), self._pending = self._pending, None
-        if point.error:
-            self._failed(f"{point.path}: {point.error}")
+        (step, directory), self._pending = self._pending, None
+        if directory.error:
+            self._failed(f"{directory.path}: {directory.error}")
             return
-        self._kept, self._failures = [*self._kept, step][-self.config.keep :], 0
-        record("time/recover_written", point.took, kind="max")
+        self._completed_steps, self._failures = [*self._completed_steps, step][-self.config.keep :], 0
+        record("time/recover_written", directory.took, kind="max")
 
-    def _attempt(self, what: Callable[..., None], *arguments: Any) -> None:
+    def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            what(*arguments)
+            function(*arguments)
         except (EngineError, OSError) as error:
             self._failed(str(error))
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, reason: str) -> None:
         self._failures += 1
         record("recover/failed", 1, kind="max")
-        last = self._kept[-1] if self._kept else "none"
-        log.warning("a recover point could not be written; the last one is of step %s. %s", last, why)
+        newest = self._completed_steps[-1] if self._completed_steps else "none"
+        log.warning("a recovery checkpoint could not be written (newest: step %s): %s", newest, reason)
 
     def _stop_run(self, step: int, save: bool = True) -> None:
-        """Stop, with a point of this step if there can be one."""
-        left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
+        """Stop the run, with a recovery checkpoint of this step if possible."""
+        outcome = "no recovery checkpoint, because these components cannot be saved: " + ", ".join(self._stateless)
         if not self._stateless:
             try:
                 self._finish()
@@ -254,13 +261,17 @@ class RecoveryCheckpoints:
                     self.save(step)
             except (EngineError, OSError) as error:
                 log.warning("%s", error)
-            left = f"it can be resumed after step {self._kept[-1]}" if self._kept else "there is no recover point"
-        log.warning("stopped after step %d, as asked; %s", step, left)
+            outcome = (
+                f"the run can resume after step {self._completed_steps[-1]}"
+                if self._completed_steps
+                else "there is no recovery checkpoint"
+            )
+        log.warning("stopped after step %d on request; %s", step, outcome)
         raise SystemExit(128 + signal.SIGTERM)
 
 
-def _can_be_saved(part: Any) -> bool:
-    return isinstance(part, Stateful) and getattr(part, "can_be_saved", True)
+def _can_be_saved(component: Any) -> bool:
+    return isinstance(component, Stateful) and getattr(component, "can_be_saved", True)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -268,7 +279,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _remove_all_but(directory: Path, steps: Sequence[int]) -> None:
-    """Remove all other points, and what is left of damaged ones."""
+    """Remove all other recovery checkpoints, and the damaged ones that were set aside."""
     for path in directory.glob(".step_*.damaged"):
         shutil.rmtree(path, ignore_errors=True)
     for step in {*steps_in(directory)} - {*steps}:

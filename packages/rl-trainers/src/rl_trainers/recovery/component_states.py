@@ -1,5 +1,8 @@
-"""What the parts of a run other than its engines say of themselves, in a recover point: of each rank and part the JSON
-file `<part>-<rank>.json`, with its tensors in the safetensors file beside it."""
+"""States of a run's components other than its engines, in a recovery checkpoint.
+
+Each rank writes one JSON file `<component>-<rank>.json` per component; its tensors are in the safetensors file of the
+same name.
+"""
 
 from __future__ import annotations
 
@@ -18,67 +21,67 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
 _TENSOR = "$tensor"
-"""Key under which the JSON of a state names a tensor that lies in the safetensors file beside it."""
+"""Key under which the JSON of a state names a tensor in the safetensors file."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors.
+    """Component of a run that can be saved: its state is nested dicts and lists of JSON values and tensors.
 
-    With another number of ranks a part goes on where its state was the same on all of them, or where it is
+    With another number of ranks, a component resumes if its state was the same on all ranks, or if it is
     `Reshardable`.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """Return the state that `load_state_dict` restores."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state that `state_dict` returned."""
 
 
 @runtime_checkable
 class Reshardable(Stateful, Protocol):
-    """A part whose states differ between ranks, and that another number of them can go on from."""
+    """Component whose states differ between ranks, and that can resume with another number of ranks."""
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from what all ranks said, in order of rank; their number may be this run's, or another."""
+        """Restore the states of all saved ranks, in order of rank; their number may differ from this run's."""
 
 
 @dataclass(frozen=True)
 class ComponentState:
-    """A part's state as it was when it was described; what the part does later does not change it."""
+    """Copy of a component's state; later changes of the component do not affect it."""
 
     name: str
-    """Of the part."""
+    """Name of the component."""
     text: str
-    """JSON, in which tensors are named."""
+    """State as JSON, which refers to tensors by name."""
     tensors: dict[str, torch.Tensor]
-    """Copies, by these names."""
+    """Copies of the tensors, by name."""
 
     @classmethod
-    def describe(cls, name: str, part: Stateful) -> ComponentState:
-        """Describe a part.
+    def describe(cls, name: str, component: Stateful) -> ComponentState:
+        """Copy the state of a component.
 
         Raises:
-            TypeError: its state holds something else than JSON values and tensors.
+            TypeError: the state holds a value that is neither a JSON value nor a tensor.
         """
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
 
-        def named(value: Any) -> dict[str, str]:
+        def store_tensor(value: Any) -> dict[str, str]:
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"{name}: expected JSON values and tensors, found {type(value).__name__}.")
+                raise TypeError(f"{name}.state_dict: expected JSON values and tensors, found {type(value).__name__}.")
             tensors[str(len(tensors))] = value.clone(memory_format=torch.contiguous_format)
             return {_TENSOR: str(len(tensors) - 1)}
 
-        return cls(name, json.dumps(part.state_dict(), default=named), tensors)
+        return cls(name, json.dumps(component.state_dict(), default=store_tensor), tensors)
 
-    def write(self, point: Path, rank: int) -> list[Path]:
-        """Write this rank's files into the directory of a point; which they are."""
+    def write(self, checkpoint: Path, rank: int) -> list[Path]:
+        """Write this rank's files into the directory of a recovery checkpoint, and return them."""
         from safetensors.torch import save_file
 
-        text, tensors = point / f"{self.name}-{rank}.json", point / f"{self.name}-{rank}.safetensors"
+        text, tensors = checkpoint / f"{self.name}-{rank}.json", checkpoint / f"{self.name}-{rank}.safetensors"
         if self.tensors:
             save_file(self.tensors, tensors)
         text.write_text(self.text, encoding="utf-8")
@@ -86,63 +89,66 @@ class ComponentState:
 
 
 class SavedStates(Sequence[dict[str, Any]]):
-    """What all ranks of the saved run said of one part, in order of rank; each state is read where it is asked for.
+    """States of one component on all ranks of the saved run, in order of rank; each is read on access.
 
     Args:
-        point: directory of the point.
-        name: of the part.
+        checkpoint: directory of the recovery checkpoint.
+        name: name of the component.
 
     Raises:
-        EngineError: there is none, or those of some ranks are missing.
+        EngineError: the manifest cannot be read, or the state of a rank is missing.
     """
 
-    def __init__(self, point: Path, name: str) -> None:
-        self._point, self._name = point, name
-        try:  # a host may list another one's files later than it finds them by name
-            self._ranks: int = json.loads((point / MANIFEST).read_text(encoding="utf-8"))["ranks"]
+    def __init__(self, checkpoint: Path, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        try:  # the manifest, not a listing: a host may list files of other hosts late, but opens them by name
+            self._ranks: int = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["ranks"]
         except (OSError, ValueError, KeyError) as error:
-            raise _unreadable(point / MANIFEST, error) from error
+            raise _unreadable(checkpoint / MANIFEST, error) from error
         for rank in range(self._ranks):
-            if not (point / f"{name}-{rank}.json").exists():
-                raise _unreadable(point / f"{name}-{rank}", "it is missing")
+            if not (checkpoint / f"{name}-{rank}.json").exists():
+                raise _unreadable(checkpoint / f"{name}-{rank}", "it is missing")
 
     def __len__(self) -> int:
-        """Ranks of the saved run."""
+        """Return the number of ranks of the saved run."""
         return self._ranks
 
     def __getitem__(self, rank: Any) -> Any:
-        """The state of a rank."""
-        return _read(self._point / f"{self._name}-{range(self._ranks)[rank]}")
+        """Return the state of a rank."""
+        return _read(self._checkpoint / f"{self._name}-{range(self._ranks)[rank]}")
 
     @property
     def differing(self) -> bool:
-        """Whether some rank said something else than rank 0."""
+        """True if the state of any rank differs from that of rank 0."""
         return any(len({path.read_bytes() for path in self._files(kind)}) > 1 for kind in ("json", "safetensors"))
 
     def _files(self, kind: str) -> list[Path]:
-        return [path for rank in range(self._ranks) if (path := self._point / f"{self._name}-{rank}.{kind}").exists()]
+        return [
+            path for rank in range(self._ranks) if (path := self._checkpoint / f"{self._name}-{rank}.{kind}").exists()
+        ]
 
 
-def restore_components(point: Path, parts: Mapping[str, Stateful], parallel: ParallelContext) -> None:
-    """Let the parts of this rank go on from what all ranks said in a point, whatever their number was.
+def restore_components(checkpoint: Path, components: Mapping[str, Stateful], parallel: ParallelContext) -> None:
+    """Restore this rank's components from the states of all saved ranks, whose number may differ.
 
     Raises:
         EngineError: a state cannot be read.
-        ConfigError: the run had another number of ranks, and a part can go on with that number alone.
+        ConfigError: the number of ranks has changed, and a component can resume only with the saved number.
     """
-    for name, part in parts.items():
-        states = SavedStates(point, name)
-        if isinstance(part, Reshardable):
-            part.load_states(states)
+    for name, component in components.items():
+        states = SavedStates(checkpoint, name)
+        if isinstance(component, Reshardable):
+            component.load_states(states)
         elif len(states) == parallel.world_size:
-            part.load_state_dict(states[parallel.rank])
+            component.load_state_dict(states[parallel.rank])
         elif states.differing:
             raise ConfigError(
-                f"{point}: {name} ({type(part).__name__}) has another state on each of {len(states)} trainer processes "
-                f"and no load_states, so that {parallel.world_size} cannot go on from them. Resume with {len(states)}."
+                f"{checkpoint}: component {name} ({type(component).__name__}) saved different states on "
+                f"{len(states)} trainer processes and has no load_states; resume with {len(states)} trainer processes "
+                f"instead of {parallel.world_size}."
             )
         else:
-            part.load_state_dict(states[0])
+            component.load_state_dict(states[0])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -152,14 +158,15 @@ def _read(path: Path) -> dict[str, Any]:
         text = Path(f"{path}.json").read_text(encoding="utf-8")
         tensors = load_file(f"{path}.safetensors") if Path(f"{path}.safetensors").exists() else {}
         result: dict[str, Any] = json.loads(
-            text, object_hook=lambda found: tensors[found[_TENSOR]] if found.keys() == {_TENSOR} else found
+            text, object_hook=lambda value: tensors[value[_TENSOR]] if value.keys() == {_TENSOR} else value
         )
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return result
 
 
-def _unreadable(path: Path, why: object) -> EngineError:
+def _unreadable(path: Path, reason: object) -> EngineError:
     return EngineError(
-        f"{path}: this part of the recover point cannot be read: {why}. Start a new run (recover.resume=false)."
+        f"{path}: this file of the recovery checkpoint cannot be read: {reason}. To start over, set "
+        "recover.resume=false."
     )

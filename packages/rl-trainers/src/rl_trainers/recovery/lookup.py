@@ -1,7 +1,7 @@
-"""Where a run's recover points lie, which of them are whole, and what is cut off where a run goes on.
+"""Find a run's complete recovery checkpoints, and remove what was written after the one that it resumes from.
 
-A point is `recover/step_<n>` with a manifest of its files. Everybody who looks for the point from which a run goes on
-asks `resumed_step`.
+A recovery checkpoint is `recover/step_<n>` with a manifest of its files. Only `resumed_step` decides from which one a
+run resumes.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass
 class RecoverConfig(EveryConfig):
-    """When a run saves recovery checkpoints; where nothing is set, only when it is asked to stop."""
+    """Schedule and retention of recovery checkpoints; with no interval set, only a request to stop saves one."""
 
     setting: ClassVar[str] = "recover"
     every_minutes: float = bounded(10.0, "0 (none) or more minutes", lambda minutes: minutes >= 0)
-    """Minutes between two of them, at the first step after that; 0: the clock does not count. At least 50 times as long
-    as training was held for the last one, so that they cost less than 2 % of the time."""
+    """Minutes between saves; a save follows the first step after that time. 0 disables this interval. At least 50 times
+    as long as the last save paused training, so that saves take less than 2 % of the time."""
     resume: bool = True
-    """Go on from the last whole recover point of the run directory, where there is one."""
-    keep: int = bounded(2, "at least 1", lambda points: points >= 1)
-    """Recover points that stay; older ones go when a new one is on the disk. The one before the last is what a run goes
-    on from where the last one was damaged."""
+    """Resume from the newest complete recovery checkpoint of the run directory, if there is one."""
+    keep: int = bounded(2, "at least 1", lambda number: number >= 1)
+    """Number of recovery checkpoints to keep. Older ones are removed when a new one is on disk. If the newest one is
+    damaged, the run resumes from the one before."""
     max_failures: int = bounded(3, "0 or more", lambda failures: failures >= 0)
-    """Points one after the other that may fail to be written, by a full disk for example; one more ends the run. Older
-    points stay, and the next one that is due is another attempt."""
+    """Consecutive recovery checkpoints that may fail to be written, for example because the disk is full; one more
+    failure ends the run. Earlier ones stay, and the next save tries again."""
     timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a point must be written; a step at which the next one is due, and a stop, wait for it."""
+    """Seconds in which a recovery checkpoint must be written. The next one, and a stop, wait for it."""
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
-    """Step after which a run goes on; 0 where it begins.
+    """Return the step after which a run resumes; 0 if it starts from the beginning.
 
     Raises:
-        ConfigError: there are points, and each of them is damaged.
+        ConfigError: all recovery checkpoints are damaged.
     """
     directory = run_dir / "recover"
     if not config.resume:
@@ -67,22 +67,24 @@ def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
     if steps := recovery_checkpoint_steps(run_dir):
         faults = "; ".join(f"step_{step}: {find_damage(directory / f'step_{step}')}" for step in steps)
         raise ConfigError(
-            f"{directory}: expected a whole recover point, found only damaged ones: {faults}. Choose another run_dir, "
-            "or remove them to begin anew in this one."
+            f"{directory}: expected a complete recovery checkpoint, found only damaged ones: {faults}. Choose another "
+            "run_dir, or remove them to start over."
         )
     return 0
 
 
 def took_no_step(run_dir: Path) -> bool:
-    """Return whether a run wrote records, and none of a step that it finished."""
+    """Return whether a run wrote records but finished no step."""
     records = run_dir / "metrics.jsonl"
     return records.exists() and not re.search(rb'"step": [1-9]', records.read_bytes())
 
 
 def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
-    """Cut off what a stopped run wrote after the point from which it goes on (records, rollouts, saved batches and
-    checkpoints, damaged recover points): all of it, where it was stopped before its first point or step. What it had
-    half written goes as well.
+    """Remove what a stopped run wrote after the recovery checkpoint that it resumes from.
+
+    These are records, rollouts, saved batches, checkpoints, damaged recovery checkpoints and unfinished directories.
+    Everything is removed if there is no recovery checkpoint although `config` schedules and resumes them, or if the run
+    finished no step.
 
     Raises:
         ConfigError: see `resumed_step`.
@@ -95,11 +97,11 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
         return
     last = step or -1
     for lost in (n for n in recovery_checkpoint_steps(run_dir) if n > last):
-        point = run_dir / "recover" / f"step_{lost}"
-        log.warning("%s is damaged, the run goes on after step %d: %s", point, step, find_damage(point))
-        aside = point.with_name(f".step_{lost}.damaged")
+        checkpoint = run_dir / "recover" / f"step_{lost}"
+        log.warning("%s is damaged; the run resumes after step %d: %s", checkpoint, step, find_damage(checkpoint))
+        aside = checkpoint.with_name(f".step_{lost}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
-        point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
+        checkpoint.rename(aside)  # kept for inspection until the next recovery checkpoint
     for file in (run_dir / "metrics.jsonl", run_dir / GROUPS_FILE):
         _truncate_lines(file, last)
     for lost in (n for n in steps_in(run_dir / "checkpoints") if n > last):
@@ -112,20 +114,19 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
 
 
 def _truncate_lines(file: Path, last: int) -> None:
-    """Cut off what a file of JSON lines has of steps after `last`, half a line, and what a loss of power left of
-    others."""
+    """Remove the records of steps after `last` from a file of JSON lines, and all incomplete or damaged lines."""
     if not file.exists():
         return
-    kept, damaged = list[bytes](), 0
-    with file.open("rb") as found:
-        for line in (line for line in found if line.endswith(b"\n")):
+    retained, damaged = list[bytes](), 0
+    with file.open("rb") as stream:
+        for line in (line for line in stream if line.endswith(b"\n")):
             try:
-                kept += [line] if json.loads(line)["step"] <= last else []
+                retained += [line] if json.loads(line)["step"] <= last else []
             except (ValueError, TypeError, KeyError):
                 damaged += 1
     if damaged:
-        log.warning("%s: %d lines cannot be read, and are cut off", file, damaged)
+        log.warning("%s: removing %d lines that cannot be read", file, damaged)
     scratch = file.with_suffix(".partial")
-    scratch.write_bytes(b"".join(kept))
+    scratch.write_bytes(b"".join(retained))
     fsync_all([scratch])
     os.replace(scratch, file)

@@ -1,1 +1,1 @@
-"""What a run writes: metrics, rollouts, checkpoints, evaluations, trackers."""
+"""Output of a run: metrics, rollouts, checkpoints, evaluations, trackers."""

@@ -1,8 +1,8 @@
-"""Directories that are written while training goes on, and appear whole or not at all.
+"""Write directories in the background; each appears under its name only when it is complete.
 
-Beside each training thread one thread writes, in the order in which things were handed to it: what is complete, so is
-everything before it. It takes part in no collective. Each rank leaves a mark when its files are on the disk, and rank 0
-renames when all marks are there; what went wrong on some rank the training threads tell each other when they meet.
+Each training thread has one writer thread, which runs its jobs in order: once a directory is complete, all earlier jobs
+are done. The writer thread takes part in no collective. Each rank leaves a marker file when its files are on disk.
+Rank 0 renames the directory when all markers exist. The training threads exchange errors at their next collective.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 MARKER_PREFIX = ".written-"
-"""First letters of the files by which ranks say that they are done. Who lists what it wrote may see another rank's."""
+"""Prefix of the marker files by which ranks report completion. A writer that lists the directory may see the markers of
+other ranks."""
 POLL_SECONDS = 0.02
-"""Seconds between two looks for the marks of other ranks."""
+"""Seconds between two polls for the markers of other ranks."""
 SYNC_SECONDS = 1.0
-"""Seconds between two times at which ranks that wait tell each other how far they are: a group of processes has a
-timeout of its own."""
+"""Seconds between status exchanges of waiting ranks, so that the timeout of the process group does not expire."""
 
 
 class BackgroundDirectory:
-    """A directory of which each rank writes its files in the background. Made by all ranks at the same time
-    (collective).
+    """Directory whose files each rank writes in the background. All ranks create it at the same time (collective).
 
     Args:
-        path: it appears here when it is whole. One that is there already is replaced.
+        path: final path. The directory appears here when it is complete, and replaces an existing one.
         parallel: the ranks.
-        copy: given the directory to write into, beside the final one: copies what is to be written, and says what
-            writes the copies (collective).
-        seconds: that the ranks may take, one after the other, until rank 0 gives it up.
-        manifest: further entries of the manifest; None: there is none.
-        completed: called on rank 0, in the background, when it is there.
+        copy: called with the scratch directory, a sibling of `path`. Copies the state to write and returns the
+            functions that write the copies (collective).
+        seconds: time that rank 0 waits for the files of other ranks, after its own are written.
+        manifest: further entries of the manifest; None: write no manifest.
+        completed: called on rank 0, in the writer thread, when the directory is complete.
 
     Raises:
-        EngineError: it could not be made, or not be copied, on any rank.
+        EngineError: the directory could not be created or the state not be copied, on any rank.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class BackgroundDirectory:
     ) -> None:
         self.path, self._scratch = path, path.with_name(f".{path.name}.partial")
         self._parallel, self._seconds, self._manifest, self._completed = parallel, seconds, manifest, completed
-        self.error, self._failure, self._began = "", "", time.monotonic()
+        self.error, self._failure, self._start = "", "", time.monotonic()
         self.took = 0.0
         """Seconds from the copy to the rename, on rank 0."""
         with parallel.agree_on_errors(f"preparing {path}"):
@@ -75,52 +74,56 @@ class BackgroundDirectory:
                 shutil.rmtree(self._scratch, ignore_errors=True)
                 self._scratch.mkdir(parents=True)
         try:
-            with parallel.agree_on_errors(f"copying what goes into {path}"):
+            with parallel.agree_on_errors(f"copying the content of {path}"):
                 writers = copy(self._scratch)
         except Exception as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
-        self._written, self._over, self._abandoned = Event(), Event(), Event()
+        self._written, self._finished, self._abandoned = Event(), Event(), Event()
         write_in_background(lambda: self._write(writers))
 
     def status(self) -> list[Any]:
-        """What the other ranks need to hear: whether this one has written its files, whether it is through, and what
-        went wrong."""
-        return [self._written.is_set(), self._over.is_set(), self._failure]
+        """Return this rank's status: whether its files are written, whether its job has finished, and its error."""
+        return [self._written.is_set(), self._finished.is_set(), self._failure]
 
     def merge(self, statuses: Sequence[list[Any]]) -> bool:
-        """Go by the `events` of all ranks: whether the directory is there or was given up, in which case `error` says
-        why."""
+        """Merge the statuses of all ranks, and return whether the directory is complete or abandoned.
+
+        `error` is then the reason why it was abandoned, or empty.
+        """
         failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(statuses) if failure]
         if failures and all(written for written, _, _ in statuses):
-            self._abandoned.set()  # rank 0 waits for nobody any more, and nobody writes into what it removes
-        over = all(written for written, _, _ in statuses) and bool(statuses[0][1])
-        self.error = "; ".join(failures) if over else ""
-        return over
+            self._abandoned.set()  # rank 0 stops waiting; no rank writes into the directory that it removes
+        finished = all(written for written, _, _ in statuses) and bool(statuses[0][1])
+        self.error = "; ".join(failures) if finished else ""
+        return finished
 
     def wait(self) -> bool:
-        """Wait until it is there, or was given up (collective); False if it is neither in twice the time that the ranks
-        may take."""
+        """Wait until the directory is complete or abandoned (collective).
+
+        Returns:
+            False if it is neither after twice `seconds`.
+        """
         deadline = time.monotonic() + 2 * self._seconds
         while True:
-            left = deadline - time.monotonic()
-            (self._over if self._written.is_set() else self._written).wait(max(min(SYNC_SECONDS, left), 0))
-            replies = self._parallel.gather_json([left <= 0, self.status()])
+            remaining = deadline - time.monotonic()
+            (self._finished if self._written.is_set() else self._written).wait(max(min(SYNC_SECONDS, remaining), 0))
+            replies = self._parallel.gather_json([remaining <= 0, self.status()])
             if self.merge([status for _, status in replies]):
                 return True
-            if replies[0][0]:  # one clock counts
+            if replies[0][0]:  # the clock of rank 0 decides
                 return False
 
     def _write(self, writers: Sequence[Snapshot]) -> None:
         try:
-            if not self._scratch.exists():  # this rank is late
-                raise EngineError("given up")
+            if not self._scratch.exists():  # this rank is late, and rank 0 has removed the directory
+                raise EngineError("rank 0 abandoned the write.")
             files = [file for write in writers for file in write() if not file.name.startswith(MARKER_PREFIX)]
             fsync_all(files)
             check_lengths(files)
-            known = {str(file.relative_to(self._scratch)): _size_and_crc(file) for file in files}
-            _write_json(self._mark(self._parallel.rank), known)
-        except Exception as error:  # noqa: BLE001 - told by `events` to all ranks, whose training threads decide
+            entries = {str(file.relative_to(self._scratch)): _size_and_crc(file) for file in files}
+            _write_json(self._marker(self._parallel.rank), entries)
+        except Exception as error:  # noqa: BLE001 - `status` reports it to all ranks; their training threads decide
             self._failure = f"{type(error).__name__}: {error}"
             if self._parallel.world_size == 1:
                 self._abandoned.set()
@@ -131,20 +134,23 @@ class BackgroundDirectory:
         except Exception as error:  # noqa: BLE001 - as above
             self._failure = self._failure or f"{type(error).__name__}: {error}"
             shutil.rmtree(self._scratch, ignore_errors=True)
-        self._over.set()
+        self._finished.set()
 
     def _complete(self) -> None:
-        """Rank 0's: all ranks' marks become the manifest, and the directory gets its name."""
+        """Merge the markers of all ranks into the manifest, and rename the directory (rank 0 only)."""
         deadline = time.monotonic() + self._seconds
-        marks = [self._mark(rank) for rank in range(self._parallel.world_size)]
-        while missing := [mark.name for mark in marks if not mark.exists()]:
+        markers = [self._marker(rank) for rank in range(self._parallel.world_size)]
+        while missing := [marker.name for marker in markers if not marker.exists()]:
             if self._abandoned.wait(POLL_SECONDS):
-                raise EngineError("given up")
+                raise EngineError("abandoned, because a rank failed to write its files.")
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.path}: {missing} of other ranks not there after {self._seconds:g} s.")
-        files = {name: seen for mark in marks for name, seen in json.loads(mark.read_text()).items()}
-        for mark in marks:
-            mark.unlink()
+                raise EngineError(
+                    f"{self.path}: other ranks did not write {missing} within {self._seconds:g} s; raise the timeout "
+                    "or use a faster disk."
+                )
+        files = {name: entry for marker in markers for name, entry in json.loads(marker.read_text()).items()}
+        for marker in markers:
+            marker.unlink()
         if self._manifest is not None:
             _write_json(self._scratch / MANIFEST, self._manifest | {"files": files})
         follow_umask(self._scratch)
@@ -152,20 +158,20 @@ class BackgroundDirectory:
         remove(self.path)
         os.replace(self._scratch, self.path)
         fsync_all([self.path.parent, self.path.parent.parent])
-        self.took = time.monotonic() - self._began
+        self.took = time.monotonic() - self._start
         self._completed()
 
-    def _mark(self, rank: int) -> Path:
+    def _marker(self, rank: int) -> Path:
         return self._scratch / f"{MARKER_PREFIX}{rank}"
 
 
 def write_in_background(job: Callable[[], None]) -> None:
-    """Have the writer thread do something, after what it was given before; what `job` raises is logged."""
+    """Queue a job for the writer thread, after all earlier ones; an error that `job` raises is logged."""
     _jobs(get_ident()).put(job)
 
 
 def wait_for_writes(seconds: float) -> None:
-    """Wait until the writer thread has done what it was given, or for so long."""
+    """Wait until the writer thread has finished all queued jobs, for at most `seconds`."""
     done = Event()
     write_in_background(done.set)
     done.wait(seconds)
@@ -173,31 +179,31 @@ def wait_for_writes(seconds: float) -> None:
 
 @cache
 def _jobs(owner: int) -> SimpleQueue[Callable[[], None]]:
-    """What the thread that writes for a training thread has to do."""
+    """Return the job queue of a training thread, and start its writer thread at the first call."""
     jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def work() -> None:
         while True:
             try:
                 jobs.get()()
-            except Exception:  # what comes after it is written all the same
-                log.exception("something that was to be done beside training failed")
+            except Exception:  # later jobs still run
+                log.exception("a background write or cleanup failed")
 
     Thread(target=work, name="writer", daemon=True).start()
     return jobs
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, which is not there any more at any moment at which it is not whole."""
+    """Remove a directory, so that it never exists in part under its name."""
     scratch = directory.with_name(f".{directory.name}.removed.partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    with suppress(OSError):  # it stays then, which harms nobody
+    with suppress(OSError):  # the complete directory then stays, which is harmless
         directory.rename(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 def fsync_all(paths: Iterable[Path]) -> None:
-    """Return when files, and the entries of directories, would outlive a loss of power."""
+    """Flush files and directory entries to disk, so that they survive a loss of power."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -207,17 +213,19 @@ def fsync_all(paths: Iterable[Path]) -> None:
 
 
 def check_lengths(files: Iterable[Path]) -> None:
-    """Compare safetensors files with what their headers say: over a network, a writer may not hear of a full disk.
+    """Compare the sizes of safetensors files with their headers.
+
+    On a network file system, a writer may not receive the error of a full disk.
 
     Raises:
-        EngineError: one is shorter, or longer.
+        EngineError: a file is shorter or longer than its header says.
     """
     for file in files:
         if file.suffix != ".safetensors":
             continue
-        with file.open("rb") as found:
-            length = int.from_bytes(found.read(8), "little")
-            header = json.loads(found.read(length))
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected, size = 8 + length + max(ends, default=0), file.stat().st_size
         if size != expected:
@@ -225,7 +233,7 @@ def check_lengths(files: Iterable[Path]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a JSON file atomically."""
     scratch = path.with_name(f"{path.name}.partial")
     scratch.write_text(json.dumps(value), encoding="utf-8")
     fsync_all([scratch])

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the model in Hugging Face format, written in the background, and which of them stay."""
+"""Checkpoints of a run: the model in Hugging Face format, written in the background, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ log = get_logger("trainers")
 
 @dataclass
 class CheckpointConfig(EveryConfig):
-    """What is kept of a run. There is a checkpoint after the last step, whatever is set."""
+    """Schedule and retention of checkpoints. A checkpoint always follows the last step."""
 
     setting: ClassVar[str] = "checkpoint"
     save_batches: bool = False
-    """Keep each training batch under `batches/`, for `rl replay`."""
+    """Save each training batch under `batches/`, for `rl replay`."""
     keep_last: int = bounded(0, "0 (all) or more", lambda number: number >= 0)
-    """The newest checkpoints that stay; 0: all stay."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: int = bounded(0, "0 or more", lambda number: number >= 0)
-    """How many stay beside them: those with the best `best_figure`."""
+    """Number of checkpoints with the best `best_figure` to keep; they may be among the newest."""
     best_figure: str = ""
-    """Figure of `metrics.jsonl` by which checkpoints are compared, for example `eval/accuracy`; one whose step has no
-    such figure is not."""
+    """Metric of `metrics.jsonl` that ranks checkpoints, for example `eval/accuracy`. A checkpoint whose step lacks this
+    metric is not ranked."""
     best_mode: str = choice("max", ("max", "min"))
-    """Whether more of it is better, or less."""
+    """Direction of `best_figure`: `max` if higher is better, `min` if lower is better."""
     timeout: float = bounded(240.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a checkpoint must be written; the next one, and the end of the run, wait for it."""
+    """Seconds in which a checkpoint must be written. The next one, and the end of the run, wait for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,16 +52,17 @@ class CheckpointConfig(EveryConfig):
 
 
 class Checkpoints:
-    """Saves an engine under `checkpoints/step_<n>`, one checkpoint at a time; a directory that is there is whole.
+    """Saves an engine under `checkpoints/step_<n>`, one checkpoint at a time.
 
-    One that cannot be written is warned of and counted (`checkpoint/failed`), unless it is the last of the run.
+    A directory of that name is complete. A checkpoint that cannot be written is logged and counted
+    (`checkpoint/failed`); the last one of the run raises an error instead.
 
     Args:
-        engine: what is saved.
+        engine: the engine to save.
         run_dir: the run directory.
-        config: when, and which stay.
-        tokenizer_path: directory whose tokenizer goes into each checkpoint.
-        epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
+        config: schedule and retention.
+        tokenizer_path: directory whose tokenizer is copied into each checkpoint.
+        epochs: returns the number of completed passes over the data; needed for `checkpoint.every_epochs`.
     """
 
     def __init__(
@@ -73,91 +74,97 @@ class Checkpoints:
         epochs: Callable[[], int] | None = None,
     ) -> None:
         self.engine, self.config, self.directory = engine, config, run_dir / "checkpoints"
-        self._tokenizer_path, self._due = tokenizer_path, Schedule(config, epochs)
-        self._passed: dict[str, Any] = {"seconds": 0.0, "passed": 0}  # of rank 0: all ranks say the same of themselves
+        self._tokenizer_path, self._schedule = tokenizer_path, Schedule(config, epochs)
+        self._schedule_state: dict[str, Any] = {
+            "seconds": 0.0,
+            "passed": 0,
+        }  # rank 0's, so that all ranks save the same
         self._rated: dict[int, float] = {}
         self._pending: BackgroundDirectory | None = None
         self._written: Path | None = None
-        """The last one that this process has seen whole."""
+        """Newest checkpoint that this process has seen complete."""
         self._warned = False
         self._names: set[str] = set()
-        """Of the figures that steps had."""
+        """Names of the metrics that steps had."""
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be one after this step (collective); hears of the one that is being written."""
+        """Return whether to save a checkpoint after this step (collective); also checks the pending one."""
         if not (self.config.regular or self._pending):
             return False
         status = self._pending and self._pending.status()
-        replies = self.engine.parallel.gather_json([self._due.is_due(step), self._due.state_dict(), status])
+        replies = self.engine.parallel.gather_json([self._schedule.is_due(step), self._schedule.state_dict(), status])
         if self._pending and self._pending.merge([peer_status for _, _, peer_status in replies]):
             self._clear_pending()
-        self._passed = replies[0][1]
+        self._schedule_state = replies[0][1]
         return bool(replies[0][0])
 
     def start_write(self, step: int) -> None:
-        """Copy the model, and have it written (collective)."""
+        """Copy the model, and start writing it in the background (collective)."""
         try:
             self._finish()
             if self._pending:
-                raise EngineError(f"{self._pending.path} is still being written after checkpoint.timeout.")
+                raise EngineError(
+                    f"{self._pending.path} is still being written; raise checkpoint.timeout="
+                    f"{self.config.timeout:g} or use a faster disk."
+                )
             path = self.directory / f"step_{step}"
             self._pending = BackgroundDirectory(path, self.engine.parallel, self._copy, self.config.timeout)
         except (EngineError, OSError) as error:
             self._failed(str(error))
 
-    def rate(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Note how good the model of this step is, for which a checkpoint was begun or may be."""
+    def rate(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Store the rating of this step's model, whether or not its checkpoint has started."""
         if not self.config.keep_best:
             return
-        self._names |= {name for name, value in figures.items() if value is not None}
-        value = figures.get(self.config.best_figure)
+        self._names |= {name for name, value in metrics.items() if value is not None}
+        value = metrics.get(self.config.best_figure)
         if value is not None and math.isfinite(value):
             self._rated[step] = value
         elif self._pending and self._pending.path.name == f"step_{step}" and not self._warned:
             self._warned = True
             log.warning(
-                "checkpoint.best_figure=%s: step %d has no such figure, so its checkpoint is not compared. Evaluate at "
-                "the steps of checkpoints (evaluation.every).",
+                "checkpoint.best_figure=%s: step %d has no such metric, so its checkpoint is not ranked. Choose "
+                "evaluation.every so that the steps of checkpoints are evaluated.",
                 self.config.best_figure,
                 step,
             )
 
     def finish(self, step: int) -> None:
-        """See that there is a whole one of the last step (collective).
+        """Make sure that the last step has a complete checkpoint (collective).
 
         Raises:
             EngineError: it cannot be written.
         """
         self._finish()
         if self.config.keep_best and self._names and self.config.best_figure not in self._names:
-            near = get_close_matches(self.config.best_figure, self._names, 1)
-            meant = f"; did you mean {near[0]}?" if near else "."
-            log.warning("checkpoint.best_figure=%s: no step had such a figure%s", self.config.best_figure, meant)
+            matches = get_close_matches(self.config.best_figure, self._names, 1)
+            suggestion = f"; did you mean {matches[0]}?" if matches else "."
+            log.warning("checkpoint.best_figure=%s: no step had such a metric%s", self.config.best_figure, suggestion)
         path = self.directory / f"step_{step}"
-        if self._written != path:  # one of that name may be another run's
+        if self._written != path:  # an existing directory of that name may belong to another run
             self.start_write(step)
             self._finish()
             if self._written != path:
-                raise EngineError(f"{path}: the last checkpoint could not be written; the log says why.")
+                raise EngineError(f"{path}: the last checkpoint could not be written; see the warning in the log.")
 
     def state_dict(self) -> dict[str, Any]:
-        """When the last one was, and how good those are that stay."""
-        return {"due": self._passed, "figure": self.config.best_figure, "rated": sorted(self._rated.items())}
+        """Return the state of the schedule and the ratings of steps."""
+        return {"due": self._schedule_state, "figure": self.config.best_figure, "rated": sorted(self._rated.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._passed = state["due"]
-        self._due.load_state_dict(self._passed)
-        if state.get("figure", self.config.best_figure) == self.config.best_figure:  # else they are of something else
+        """Restore a state that `state_dict` returned."""
+        self._schedule_state = state["due"]
+        self._schedule.load_state_dict(self._schedule_state)
+        if state.get("figure", self.config.best_figure) == self.config.best_figure:  # else ratings do not compare
             self._rated = {int(step): float(value) for step, value in state["rated"]}
 
     def _copy(self, directory: Path) -> Sequence[Snapshot]:
         meta = SaveLoadMeta(str(directory), "hf", self._tokenizer_path)
-        if (written := self.engine.snapshot(meta)) is not None:
-            return [written]
-        below = directory / ".saved"
-        self.engine.save(SaveLoadMeta(str(below), "hf", self._tokenizer_path))
-        return [partial(_move_up, below)] if self.engine.parallel.is_main else []
+        if (snapshot := self.engine.snapshot(meta)) is not None:
+            return [snapshot]
+        subdirectory = directory / ".saved"
+        self.engine.save(SaveLoadMeta(str(subdirectory), "hf", self._tokenizer_path))
+        return [partial(_move_up, subdirectory)] if self.engine.parallel.is_main else []
 
     def _finish(self) -> None:
         if self._pending and self._pending.wait():
@@ -165,28 +172,30 @@ class Checkpoints:
 
     def _clear_pending(self) -> None:
         assert self._pending is not None
-        done, self._pending = self._pending, None
-        if done.error:
-            self._failed(f"{done.path}: {done.error}")
+        finished, self._pending = self._pending, None
+        if finished.error:
+            self._failed(f"{finished.path}: {finished.error}")
             return
-        self._written = done.path
+        self._written = finished.path
         if self.engine.parallel.is_main:
-            log.info("checkpoint: %s", done.path)
+            log.info("checkpoint: %s", finished.path)
             if self.config.keep_last:
-                write_in_background(partial(self._prune, int(done.path.name.removeprefix("step_")), dict(self._rated)))
+                write_in_background(
+                    partial(self._prune, int(finished.path.name.removeprefix("step_")), dict(self._rated))
+                )
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, reason: str) -> None:
         record("checkpoint/failed", 1, kind="max")
-        log.warning("a checkpoint could not be written: %s", why)
+        log.warning("a checkpoint could not be written: %s", reason)
 
     def _prune(self, newest: int, rated: Mapping[int, float]) -> None:
-        there = [step for step in steps_in(self.directory) if step <= newest]  # later ones are another run's
-        for step in {*there} - select_retained(there, rated, self.config):
+        steps = [step for step in steps_in(self.directory) if step <= newest]  # later ones belong to another run
+        for step in {*steps} - select_retained(steps, rated, self.config):
             remove(self.directory / f"step_{step}")
 
 
 def select_retained(steps: Collection[int], rated: Mapping[int, float], config: CheckpointConfig) -> set[int]:
-    """Which checkpoints stay: the newest, and the best of those that are rated; of equal ones the later."""
+    """Return the steps whose checkpoints to keep: the newest, and the best rated; of equal ratings, the later."""
     sign = 1 if config.best_mode == "max" else -1
     best = sorted((step for step in steps if step in rated), key=lambda step: (sign * rated[step], step))
     newest = sorted(steps)[-config.keep_last :]
@@ -194,7 +203,7 @@ def select_retained(steps: Collection[int], rated: Mapping[int, float], config: 
 
 
 def _move_up(directory: Path) -> list[Path]:
-    """Move what an engine saved by itself one level up."""
+    """Move the files of an engine without snapshots one level up, and return them."""
     moved = [entry.rename(directory.parent / entry.name) for entry in directory.iterdir()]
     directory.rmdir()
     return [file for entry in moved for file in ([entry] if entry.is_file() else entry.rglob("*")) if file.is_file()]

@@ -1,4 +1,4 @@
-"""Measuring the answers of a model to held-out rows."""
+"""Evaluation of a model's completions on held-out examples."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from rl_trainers.run_log.rollouts import RolloutWriter
 
 Evaluation = Callable[[int], dict[str, float | None]]
-"""`(step) -> figures`, the same on every rank (collective)."""
+"""`(step) -> metrics`, the same on every rank (collective)."""
 
 
 @dataclass
 class HeldOutConfig(Settings):
-    """When held-out rows are looked at."""
+    """Schedule and number of examples of evaluations on held-out data."""
 
     setting: ClassVar[str] = "evaluation"
     every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
     rows: int = bounded(512, "0 (off) or more", lambda rows: rows >= 0)
-    """Held-out rows, a random sample that is the same in every run; 0 switches evaluation off."""
+    """Number of held-out examples: a random sample that is the same in every run. 0 disables evaluation."""
 
 
 @dataclass
 class EvaluationConfig(HeldOutConfig):
-    """When and how held-out rows are answered."""
+    """Schedule and sampling of completions for held-out examples."""
 
-    n: int = bounded(1, "at least 1", lambda answers: answers >= 1)
-    """Answers per row."""
+    n: int = bounded(1, "at least 1", lambda completions: completions >= 1)
+    """Completions per example."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
-    """How they are sampled; greedy unless told otherwise."""
+    """Sampling settings; greedy by default."""
 
 
 class CompletionEvaluation:
-    """Rewards of generated answers; where each is 0 or 1 their mean is the accuracy."""
+    """Evaluation by the rewards of generated completions; if each is 0 or 1, their mean is the accuracy."""
 
     def __init__(
         self,
@@ -53,27 +53,31 @@ class CompletionEvaluation:
         self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, rows, config, parallel, writer
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """`eval/reward`, `eval/length` and, unless a reward is neither 0 nor 1, `eval/accuracy` (collective); None
-        without an answer. Beside them `eval/rows`, and `eval/failed`, answers without a reward, which count as 0 in
-        reward and accuracy."""
+        """Generate and score completions of all examples (collective).
+
+        Returns:
+            `eval/reward`, `eval/length` (generated tokens per sequence), `eval/rows` (examples), `eval/failed`
+            (episodes without a reward) and, only if each reward is 0 or 1, `eval/accuracy`. Failed episodes count as 0
+            in reward and accuracy. Means are None if there is no completion.
+        """
         import torch
 
-        answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
+        trajectories = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
         if self.writer is not None:
-            self.writer.write(f"eval_step_{step}", answers)
-        episodes = {(answer.group_id, answer.episode_id): answer.reward for answer in answers}
+            self.writer.write(f"eval_step_{step}", trajectories)
+        episodes = {(trajectory.group_id, trajectory.episode_id): trajectory.reward for trajectory in trajectories}
         rewards = torch.tensor([*episodes.values()])
-        figures = Metrics()
-        figures.add("eval/accuracy", rewards == 1)
-        figures.add("graded", (rewards != 0) & (rewards != 1), kind="max")
-        figures.add("eval/reward", rewards)
-        figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
-        figures.add("episodes", len(rewards), kind="sum")
-        found = figures.over_replicas(self.parallel).results()
-        if found.pop("graded"):
-            del found["eval/accuracy"]
-        count, asked = found.pop("episodes") or 0.0, len(self.rows) * self.config.n
-        for name in found.keys() & {"eval/accuracy", "eval/reward"} if count else ():
-            found[name] = (found[name] or 0.0) * count / asked
-        failed = asked - count
-        return found | {"eval/rows": float(len(self.rows)), "eval/failed": failed}
+        metrics = Metrics()
+        metrics.add("eval/accuracy", rewards == 1)
+        metrics.add("graded", (rewards != 0) & (rewards != 1), kind="max")
+        metrics.add("eval/reward", rewards)
+        metrics.add("eval/length", torch.tensor([int((trajectory.versions >= 0).sum()) for trajectory in trajectories]))
+        metrics.add("episodes", len(rewards), kind="sum")
+        results = metrics.over_replicas(self.parallel).results()
+        if results.pop("graded"):
+            del results["eval/accuracy"]
+        count, requested = results.pop("episodes") or 0.0, len(self.rows) * self.config.n
+        for name in results.keys() & {"eval/accuracy", "eval/reward"} if count else ():
+            results[name] = (results[name] or 0.0) * count / requested
+        failed = requested - count
+        return results | {"eval/rows": float(len(self.rows)), "eval/failed": failed}

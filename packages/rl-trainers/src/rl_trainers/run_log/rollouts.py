@@ -1,4 +1,4 @@
-"""Every trajectory on disk, readable: what the model was asked, what it wrote, and what became of it."""
+"""Readable log of all trajectories on disk: prompt, completion and outcome."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 LEARNED_KEYS = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages", "prox_logprobs")
-"""Entries of a batch from which it is told what was learned."""
+"""Batch entries that `to_learned_record` reads."""
 
 WAITING_TOKENS = 50_000_000
-"""Tokens that may wait to be written, about 1 GB; where the disk is slower than that, what comes is left out."""
+"""Tokens that may wait to be written, about 1 GB. If the disk is too slow for that, further records are dropped."""
 
 RETRY_SECONDS = 1.0
-"""Seconds until what a full disk refused is tried again."""
+"""Seconds between attempts to write to a full disk."""
 
 CLOSE_SECONDS = 30.0
-"""Time that the writer has to finish at the end."""
+"""Seconds that `destroy` waits for the writer thread."""
 
 
 @dataclass
 class KeptConfig(Settings):
-    """What is kept of the answers of evaluations, under `rollouts/`."""
+    """Content of the completion logs of evaluations, under `rollouts/`."""
 
     setting: ClassVar[str] = "rollouts"
     tokens: bool = True
-    """With the id, log-prob and version of each generated token, which are most of the bytes."""
+    """Include the id, log-prob and version of each generated token. These are most of the bytes."""
 
 
 @dataclass
 class RolloutsConfig(KeptConfig):
-    """What is kept of all answers, under `rollouts/`."""
+    """Content and schedule of the completion logs, under `rollouts/`."""
 
     every: int = bounded(1, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Steps between those whose answers are written; 0: of no training step. Evaluations are always written."""
+    """Steps between training steps whose completions are written; 0: no training step. Evaluations are always
+    written."""
 
 
 class RolloutWriter:
-    """Writes JSON lines into a directory, one file per step and rank, in a thread of its own.
+    """Writes JSON lines into a directory in a separate thread, one file per step and rank.
 
     Args:
-        directory: made if it does not exist.
-        rank: part of the file names.
-        config: what is written.
+        directory: created if it does not exist.
+        rank: used in the file names.
+        config: content and schedule.
     """
 
     def __init__(self, directory: str | Path, rank: int = 0, config: KeptConfig | None = None) -> None:
         self.directory, self.rank, self.config = Path(directory), rank, config or RolloutsConfig()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.left_out = 0
-        """Trajectories that were not written because the disk was too slow."""
+        """Number of records dropped because the disk was too slow."""
         self._waiting: SimpleQueue[tuple[Path, Iterable[dict[str, Any]], int] | None] = SimpleQueue()
         self._waiting_tokens = 0
         self._lock = threading.Lock()
@@ -75,79 +76,85 @@ class RolloutWriter:
         self._thread.start()
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
-        """As `write`, of a training step, if it is one of `config.every`; never where only evaluations are kept."""
+        """Append the trajectories of a training step, if `config.every` selects the step; see `write`.
+
+        Nothing is written if the config covers only evaluations.
+        """
         if self._is_due(step):
             self.write(f"step_{step}", trajectories, rejected)
 
     def write_learned(self, step: int, batch: TensorDict) -> None:
-        """Append what was learned from a training step's rows to `learned_step_<step>-<rank>.jsonl`, soon, one object
-        for each (see `to_learned_record`), if the step is one of `config.every`. Rows may lie on another rank than
-        their answers. Returns at once.
+        """Append one record per trained sequence to `learned_step_<step>-<rank>.jsonl` (see `to_learned_record`).
+
+        Nothing is written if `config.every` does not select the step. A sequence may be on another rank than the record
+        of its trajectory. The writer thread does the work; this call returns at once.
 
         Args:
-            step: that was taken.
-            batch: this replica's rows with their `advantages`, not changed from now on.
+            step: training step that used the batch.
+            batch: sequences of this replica with their `advantages`; must not change after this call.
 
         Raises:
             DataError: see `write`.
         """
         if self._is_due(step):
             columns = {name: batch[name].cpu().numpy() for name in LEARNED_KEYS if name in batch}
-            rows = to_learned_record(columns, self.config.tokens)
-            self._add(f"learned_step_{step}", rows, len(batch), batch["versions"].numel())
+            records = to_learned_record(columns, self.config.tokens)
+            self._add(f"learned_step_{step}", records, len(batch), batch["versions"].numel())
 
     def _is_due(self, step: int) -> bool:
         every = self.config.every if isinstance(self.config, RolloutsConfig) else 0
         return every > 0 and step % every == 0
 
     def write(self, name: str, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
-        """Append trajectories to `<name>-<rank>.jsonl`, one object each, soon. Returns at once, on any thread.
+        """Append trajectories to `<name>-<rank>.jsonl`, one JSON object each.
+
+        The writer thread does the work; this call returns at once. It is safe on any thread.
 
         Args:
-            name: first part of the file's name.
-            trajectories: not changed from now on.
-            rejected: why they are not trained on.
+            name: first part of the file name.
+            trajectories: must not change after this call.
+            rejected: why they are not trained on, or None.
 
         Raises:
-            DataError: something could not be written before.
+            DataError: an earlier write failed.
         """
-        rows = (to_record(row, rejected, self.config.tokens) for row in trajectories)
-        self._add(name, rows, len(trajectories), sum(map(len, trajectories)))
+        records = (to_record(trajectory, rejected, self.config.tokens) for trajectory in trajectories)
+        self._add(name, records, len(trajectories), sum(map(len, trajectories)))
 
-    def _add(self, name: str, rows: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
-        """Have rows written that the thread makes."""
+    def _add(self, name: str, records: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
+        """Queue records for the writer thread, which iterates over them."""
         if self._error is not None:
-            remedy = "Make room" if isinstance(self._error, OSError) else "Correct what the workflow adds to `info`"
+            remedy = "Free disk space" if isinstance(self._error, OSError) else "Store only JSON values in `info`"
             raise DataError(
                 f"rollouts cannot be written to {self.directory}: {self._error!r}. {remedy}, or set rollouts.every=0."
             ) from self._error
         with self._lock:
             if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:
                 self.left_out += count
-                log.warning("rollouts: the disk is too slow; %d answers are not written so far", self.left_out)
+                log.warning("rollouts: the disk is too slow; %d records dropped so far", self.left_out)
                 return
             self._waiting_tokens += tokens
-        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", rows, tokens))
+        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", records, tokens))
 
     def destroy(self) -> None:
-        """Write what waits, and end. Safe to call twice."""
+        """Write the queued records and stop the thread. Safe to call twice."""
         self._waiting.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            log.warning("rollouts: not all answers are written after %g s; the rest is lost", CLOSE_SECONDS)
+            log.warning("rollouts: not all records were written within %g s; the rest is lost", CLOSE_SECONDS)
 
     def _work(self) -> None:
         try:
-            for path, rows, tokens in iter(self._waiting.get, None):
-                lines = "".join(to_json(row) + "\n" for row in rows)
-                self._append(path, lines.encode(errors="replace").decode())  # half characters of a workflow's texts
+            for path, records, tokens in iter(self._waiting.get, None):
+                lines = "".join(to_json(record) + "\n" for record in records)
+                self._append(path, lines.encode(errors="replace").decode())  # texts may hold unpaired surrogates
                 with self._lock:
                     self._waiting_tokens -= tokens
         except Exception as error:  # noqa: BLE001 - the next call of write raises it
             self._error = error
 
     def _append(self, path: Path, lines: str) -> None:
-        """Write lines, as soon as the disk is not full: for those behind them it is a slow one."""
+        """Append lines to a file; retry while the disk is full, so that later records wait."""
         warned = False
         while True:
             try:
@@ -156,59 +163,68 @@ class RolloutWriter:
                 if error.errno not in FOR_A_WHILE:
                     raise
                 if not warned:
-                    log.warning("rollouts: %s cannot be written, and will be again: %s", path, error)
+                    log.warning("rollouts: cannot write %s; retrying: %s", path, error)
             warned = True
             time.sleep(RETRY_SECONDS)
 
 
-def to_record(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
-    """A trajectory as a JSON object: its `info`, its ids and outcome, why it was rejected (null: it was not), and, with
-    `tokens`, per generated token its id, log-prob and version."""
+def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
+    """Return a trajectory as a JSON object.
+
+    It has the trajectory's `info`, ids and outcome, and why it was rejected (null: it was not). With `tokens`, it also
+    has the id, log-prob and version of each generated token.
+    """
     import numpy as np
 
-    generated = row.versions >= 0
-    versions = row.versions[generated]
-    found = {
-        **row.info,
-        "reward": row.reward,
+    generated = trajectory.versions >= 0
+    versions = trajectory.versions[generated]
+    record = {
+        **trajectory.info,
+        "reward": trajectory.reward,
         "rejected": rejected,
-        "truncated": row.truncated,
-        "prompt_id": row.prompt_id,
-        "group_id": row.group_id,
-        "episode_id": row.episode_id,
-        "temperature": row.temperature,
+        "truncated": trajectory.truncated,
+        "prompt_id": trajectory.prompt_id,
+        "group_id": trajectory.group_id,
+        "episode_id": trajectory.episode_id,
+        "temperature": trajectory.temperature,
         "version_first": int(versions.min()) if len(versions) else None,
         "version_last": int(versions.max()) if len(versions) else None,
     }
     if tokens:
-        found["token_ids"] = row.input_ids[generated].tolist()
-        found["logprobs"] = np.round(row.logprobs[generated].astype(np.float64), 5).tolist()
-        found["versions"] = versions.tolist()
-    return found
+        record["token_ids"] = trajectory.input_ids[generated].tolist()
+        record["logprobs"] = np.round(trajectory.logprobs[generated].astype(np.float64), 5).tolist()
+        record["versions"] = versions.tolist()
+    return record
 
 
 def to_learned_record(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
-    """What was learned from each row of a batch as a JSON object: its ids, the number of its generated `tokens`, and
-    their mean `advantage`. With `tokens`, and null where a generated token was not trained: `advantages`, where they
-    differ, and, where it was computed, the log-prob of each by the trainer before the step, `proximal`.
+    """Yield what was learned from each sequence of a batch, as a JSON object.
+
+    It has the sequence's ids, the number of its generated `tokens`, and the mean `advantage` of its trained tokens.
+    With `tokens`, it has up to two lists of one value per generated token (null: not trained). `advantages` is present
+    if the advantages differ. `proximal` has the trainer's log-probs before the step, if they were computed.
 
     Args:
-        columns: entries of the batch by `LEARNED`, [B] or [B, T] each; `prox_logprobs` may be missing.
-        tokens: whether to tell of single tokens.
+        columns: batch entries of `LEARNED_KEYS`, [B] or [B, T] each; `prox_logprobs` may be missing.
+        tokens: whether to include values per token.
     """
     for i, versions in enumerate(columns["versions"]):
         generated, advantages = versions >= 0, columns["advantages"][i]
-        learn = generated & columns["loss_mask"][i]
-        of_learned = advantages[learn]
-        found: dict[str, Any] = {
+        trained = generated & columns["loss_mask"][i]
+        trained_advantages = advantages[trained]
+        record: dict[str, Any] = {
             "group_id": int(columns["group_ids"][i]),
             "episode_id": int(columns["episode_ids"][i]),
             "tokens": int(generated.sum()),
-            "advantage": round(float(of_learned.mean()), 6) if len(of_learned) else None,
+            "advantage": round(float(trained_advantages.mean()), 6) if len(trained_advantages) else None,
         }
-        single = {"advantages": advantages} if len(of_learned) and (of_learned != of_learned[0]).any() else {}
-        single |= {"proximal": columns["prox_logprobs"][i]} if "prox_logprobs" in columns else {}
-        for name, values in single.items() if tokens else ():
-            pairs = zip(values[generated].tolist(), learn[generated].tolist(), strict=True)
-            found[name] = [round(value, 5) if trained else None for value, trained in pairs]
-        yield found
+        per_token = (
+            {"advantages": advantages}
+            if len(trained_advantages) and (trained_advantages != trained_advantages[0]).any()
+            else {}
+        )
+        per_token |= {"proximal": columns["prox_logprobs"][i]} if "prox_logprobs" in columns else {}
+        for name, values in per_token.items() if tokens else ():
+            pairs = zip(values[generated].tolist(), trained[generated].tolist(), strict=True)
+            record[name] = [round(value, 5) if is_trained else None for value, is_trained in pairs]
+        yield record

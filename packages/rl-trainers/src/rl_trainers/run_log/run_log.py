@@ -1,4 +1,4 @@
-"""Keeping the books of a run: metrics, evaluations, saved batches, and when there are checkpoints."""
+"""Run log: metrics, evaluations, saved batches, prompt outcomes and the schedule of checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 RENAMED = {"loss": "loss/policy"}
-"""Names of the engine's and the loss's statistics in `metrics.jsonl`, where they differ."""
+"""Names in `metrics.jsonl` of statistics that the engine or the loss names differently."""
 
 COMPUTED = (
     "advantages",
@@ -43,23 +43,26 @@ COMPUTED = (
 """Entries that a learner adds to a batch."""
 
 OLDEST_GROUPS = 4
-"""Ages of tokens from here on are counted together."""
+"""Age from which tokens are counted together, in versions."""
 
 
 class RunLog:
-    """One per rank; every method is collective. Rank 0 writes.
+    """Log of a run, one per rank. Every method but `fail` is collective; rank 0 writes.
 
     Args:
-        engine: saved as checkpoints.
+        engine: the engine whose checkpoints are saved.
         run_dir: the run directory.
-        config: what is kept.
+        config: schedule and retention of checkpoints and batches.
         evaluations: run before the first step, every `evaluate_every` steps and after the last.
-        counters: figures of the asynchronous side, for example `RolloutRuntime.stats`, or None.
-        tokenizer_path: directory whose tokenizer goes into each checkpoint.
-        renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
-        epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
-        endings: what became of prompts, for example `RolloutRuntime.outcomes`, or None. Kept in `groups.jsonl`.
-        learned: told of each step's batch when it was learned from, for example `RolloutWriter.write_learned`, or None.
+        evaluate_every: steps between evaluations; 0: none between the first step and the last.
+        counters: returns the metrics of the asynchronous side, for example `RolloutRuntime.stats`, or None.
+        tokenizer_path: directory whose tokenizer is copied into each checkpoint.
+        renamed: names in `metrics.jsonl` of statistics that the loss names differently.
+        epochs: returns the number of completed passes over the data; needed for `checkpoint.every_epochs`.
+        outcomes: returns the outcomes of prompts since its last call, for example `RolloutRuntime.outcomes`, or None.
+            They are written to `groups.jsonl`.
+        write_learned: called with each step and its batch after training on it, for example
+            `RolloutWriter.write_learned`, or None.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class RunLog:
         self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
         self.evaluations, self.evaluate_every = evaluations, evaluate_every
         self.checkpoints = Checkpoints(engine, self.run_dir, config, tokenizer_path, epochs)
-        self.counters, self.endings, self.learned = counters, outcomes, write_learned
+        self.counters, self.outcomes, self.write_learned = counters, outcomes, write_learned
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
-        self._figures = Metrics()
+        self._metrics = Metrics()
         self._clashes: set[str] = set()
         self._evaluated = -1
         self._seconds: dict[str, float] = defaultdict(float)
@@ -97,71 +100,75 @@ class RunLog:
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Add the block's seconds to `time/<stage>` of this step, and show it in the run's trace. What is recorded in
-        the block (`rl_contracts.runtime.metrics.record`), by a loss for example, goes into the step's record."""
+        """Add the block's seconds to `time/<stage>` of this step, and a span to the run's trace.
+
+        Metrics that the block records (`rl_contracts.runtime.metrics.record`), for example in a loss, are added to the
+        step's record.
+        """
         begin = time.perf_counter()
         try:
-            with self.trace.span(stage, "step", step=self.step + 1), collect(self._figures):
+            with self.trace.span(stage, "step", step=self.step + 1), collect(self._metrics):
                 yield
         finally:
             self._seconds[stage] += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step, the last evaluation, and what there is to know of checkpoints.
+        """Return the last step, the step of the last evaluation, and the state of the checkpoints.
 
         Raises:
-            OSError: records of the steps so far cannot be written, so that none may go on after them.
+            OSError: records of finished steps cannot be written, so no run may resume after these steps.
         """
         self._flush()
         return {"step": self.step, "evaluated": self._evaluated, "checkpoints": self.checkpoints.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a step."""
+        """Continue after the saved step."""
         self.step, self._evaluated = int(state["step"]), int(state["evaluated"])
-        if "checkpoints" in state:  # points of earlier commits do not have it
+        if "checkpoints" in state:  # recovery checkpoints of earlier versions do not have it
             self.checkpoints.load_state_dict(state["checkpoints"])
 
     def start(self, version: int) -> None:
-        """Before the first step: evaluate what there is, and write it as the record of the step that is done. A run
-        that goes on has done so before."""
-        figures = self._evaluate() if self.step == 0 else {}
-        if figures:
-            self._write({"step": self.step, "version": version, "evaluation": True, **figures})
+        """Evaluate before the first step, and write the record of step 0; skipped in a resumed run."""
+        metrics = self._evaluate() if self.step == 0 else {}
+        if metrics:
+            self._write({"step": self.step, "version": version, "evaluation": True, **metrics})
         self._start_step()
 
     def update_counters(self) -> None:
-        """Read the counters of the asynchronous side for the step's record. Before the step ends there: what begins
-        after that belongs to the next record, however fast it is."""
+        """Read the counters of the asynchronous side into the step's record.
+
+        Call it before the step ends on that side: later counts belong to the next record.
+        """
         if self.counters is not None:
-            self._figures.merge(self.counters())
+            self._metrics.merge(self.counters())
 
     def finish_step(
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
-        """After a step: its record, and what is due with it.
+        """Write a step's record, and its batch, checkpoint and evaluation if they are due.
 
         Raises:
-            RLError: its evaluation failed; all else is done.
+            RLError: the evaluation failed; everything else is done.
         """
         self.step = step
-        of_batch = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
-        record: dict[str, float | None] = {"step": step, "version": version, **of_batch}
+        batch_metrics = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
+        record: dict[str, float | None] = {"step": step, "version": version, **batch_metrics}
         record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["rows"])
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)
-        if self.learned is not None and self.engine.parallel.is_dp_leader:
-            self.learned(step, batch)
-        with collect(self._figures):
-            due = self.checkpoints.is_due(step)
-        if due:
+        if self.write_learned is not None and self.engine.parallel.is_dp_leader:
+            self.write_learned(step, batch)
+        with collect(self._metrics):
+            is_due = self.checkpoints.is_due(step)
+        if is_due:
             with self.time("save"):
                 self.checkpoints.start_write(step)
         seconds = time.perf_counter() - self._step_begin
-        record |= {f"time/{stage}": spent for stage, spent in self._seconds.items()}
+        record |= {f"time/{stage}": elapsed for stage, elapsed in self._seconds.items()}
         record |= {"time/step": seconds, "throughput/trained_tokens_per_s": _rate(record["tokens/trained"], seconds)}
         record |= self.engine.stats()
-        recorded = self._figures.drain().over_replicas(self.engine.parallel).results()
+        recorded = self._metrics.drain().over_replicas(self.engine.parallel).results()
         if self.counters is not None:
             record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), seconds)
         self._add(record, recorded)
@@ -172,42 +179,46 @@ class RunLog:
             except RLError as error:
                 failure = error
         self.checkpoints.rate(step, record)
-        self._add_counters(step)
+        self._write_new_outcomes(step)
         self._write(record)
         self._start_step()
         if failure is not None:
             raise failure
 
     def finish(self) -> None:
-        """After the last step: a last evaluation and checkpoint, unless the step had them; the trace of rank 0."""
-        self._add_counters(self.step + 1)  # whoever goes on after the last step hears of these again
+        """Run the last evaluation and save the last checkpoint, unless the last step did; write the trace of rank 0."""
+        self._write_new_outcomes(self.step + 1)  # a run resumed after the last step reports these outcomes again
         if self._evaluated != self.step:
-            figures = self._evaluate()
-            if figures:
-                self.checkpoints.rate(self.step, figures)
-                self._write({"step": self.step, "version": self.engine.version, "evaluation": True, **figures})
+            metrics = self._evaluate()
+            if metrics:
+                self.checkpoints.rate(self.step, metrics)
+                self._write({"step": self.step, "version": self.engine.version, "evaluation": True, **metrics})
         self.checkpoints.finish(self.step)
         if self.engine.parallel.is_main:
             self._flush()
             self.trace.save(self.run_dir / "trace.json")
 
     def fail(self) -> None:
-        """The run ends by an error: write down which prompts of rank 0 failed or were rejected since the last step, for
-        they may be why. Not collective, since other ranks may be gone; and of no step that is over, so a run that goes
-        on cuts it off."""
-        if self.endings is not None and self.engine.parallel.is_main:
-            with suppress(RLError, OSError):  # which would hide why it ends
-                self._write_outcomes(self.step + 1, [told for told in self.endings() if told["ending"] != "trained"])
+        """Write the outcomes of rank 0's prompts that failed or were rejected since the last step.
 
-    def _add_counters(self, step: int) -> None:
-        """Write down what became of prompts since the last time, one line each."""
-        if self.endings is not None:
-            of_ranks = self.engine.parallel.gather_json(self.endings())
-            self._write_outcomes(step, [ending for of_rank in of_ranks for ending in of_rank])
+        Called when an error ends the run, because these prompts may be the cause. Not collective, since other ranks may
+        be gone. The outcomes belong to an unfinished step, so a resumed run removes them.
+        """
+        if self.outcomes is not None and self.engine.parallel.is_main:
+            with suppress(RLError, OSError):  # these would hide the error that ends the run
+                self._write_outcomes(
+                    self.step + 1, [outcome for outcome in self.outcomes() if outcome["ending"] != "trained"]
+                )
 
-    def _write_outcomes(self, step: int, endings: list[dict[str, Any]]) -> None:
+    def _write_new_outcomes(self, step: int) -> None:
+        """Write the outcomes of all ranks' prompts since the last call, one line each."""
+        if self.outcomes is not None:
+            by_rank = self.engine.parallel.gather_json(self.outcomes())
+            self._write_outcomes(step, [outcome for outcomes in by_rank for outcome in outcomes])
+
+    def _write_outcomes(self, step: int, outcomes: list[dict[str, Any]]) -> None:
         if self._groups is not None:
-            lines = (to_json({"step": step, **ending}) + "\n" for ending in endings)
+            lines = (to_json({"step": step, **outcome}) + "\n" for outcome in outcomes)
             self._groups.write("".join(lines))
 
     def _flush(self) -> None:
@@ -216,34 +227,37 @@ class RunLog:
                 file.flush()
 
     def _evaluate(self) -> dict[str, float | None]:
-        figures: dict[str, float | None] = {}
-        with self.time("evaluate"), collect() as found:
+        metrics: dict[str, float | None] = {}
+        with self.time("evaluate"), collect() as collected:
             for evaluation in self.evaluations:
-                figures |= evaluation(self.step)
+                metrics |= evaluation(self.step)
         self._evaluated = self.step
-        recorded = found.over_replicas(self.engine.parallel).results()
-        self._add(figures, {f"eval/{name}": value for name, value in recorded.items()})
-        return figures
+        recorded = collected.over_replicas(self.engine.parallel).results()
+        self._add(metrics, {f"eval/{name}": value for name, value in recorded.items()})
+        return metrics
 
     def _add(self, record: dict[str, float | None], recorded: dict[str, float | None]) -> None:
-        """Add what was recorded anywhere to what the run says by itself, which wins: it is what its names stand for."""
+        """Add recorded metrics to a record. The record's own metrics win, because their names have a fixed meaning."""
         clashes = record.keys() & recorded.keys()
         if new := clashes - self._clashes:
             self._clashes |= new
-            log.warning("figures %s are the run's own; what was recorded by these names is left out.", sorted(new))
+            log.warning(
+                "metric names %s are reserved for the run log; recorded values are dropped. Choose other names.",
+                sorted(new),
+            )
         record |= {name: value for name, value in recorded.items() if name not in clashes}
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
-        """The whole batch as it left the runtime, without what was computed from it, on rank 0."""
+        """Save the whole batch on rank 0, as it left the runtime, without the entries that learners computed."""
         raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*COMPUTED).items()}  # type: ignore[misc]
-        parts = self.engine.parallel.gather_tensors(raw)
+        shards = self.engine.parallel.gather_tensors(raw)
         if not self.engine.parallel.is_main:
             return
         from tensordict import TensorDict
 
         from rl_contracts.batch.trajectory import concatenate, save_batch
 
-        whole = concatenate([TensorDict(part, batch_size=part["input_ids"].shape[:1]) for part in parts])
+        whole = concatenate([TensorDict(shard, batch_size=shard["input_ids"].shape[:1]) for shard in shards])
         directory = self.run_dir / "batches"
         directory.mkdir(exist_ok=True)
         save_batch(whole, directory / f"step_{self.step}-version_{version}.safetensors")
@@ -253,45 +267,48 @@ class RunLog:
         self._step_begin = time.perf_counter()
 
     def _write(self, record: dict[str, float | None]) -> None:
-        """Write a record, with its `timestamp`."""
+        """Write a record with its `timestamp`."""
         if self._writer is not None:
             self._writer.write({**record, "timestamp": time.time()})
 
 
 def summarise(batch: TensorDict, version: int) -> Metrics:
-    """Figures of one training batch: this rank's part of them.
+    """Return the metrics of this rank's shard of a training batch.
 
     Args:
-        batch: this rank's rows.
+        batch: this rank's sequences.
         version: the trainer's version when the batch left the runtime.
 
     Returns:
-        `rows`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`,
-        `staleness/mean` and `staleness/max` (version minus a row's oldest token's), `staleness/fraction_0` to
-        `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
+        `rows` (sequences), `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`,
+        `staleness/mean` and `staleness/max` (`version` minus the version of a sequence's oldest token),
+        `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
     """
-    figures = Metrics()
+    metrics = Metrics()
     learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
     generated = versions >= 0
-    # the largest int stands for "no generated token", so that such rows do not count
+    # the largest int marks sequences without a generated token, which do not count
     oldest = versions.masked_fill(~generated, 2**31 - 1).amin(-1)
-    age, answered = version - oldest, generated.any(-1)
-    figures.add("rows", rewards.new_ones(len(rewards)), kind="sum")
-    figures.add("tokens/trained", learn, kind="sum")
-    figures.add("reward/mean", rewards)
-    figures.add("reward/square", rewards.square())
-    figures.add("truncated/fraction", batch["truncated"])
-    figures.add("staleness/mean", age, answered)
-    figures.add("staleness/max", age, answered, kind="max")
+    age, has_generated = version - oldest, generated.any(-1)
+    metrics.add("rows", rewards.new_ones(len(rewards)), kind="sum")
+    metrics.add("tokens/trained", learn, kind="sum")
+    metrics.add("reward/mean", rewards)
+    metrics.add("reward/square", rewards.square())
+    metrics.add("truncated/fraction", batch["truncated"])
+    metrics.add("staleness/mean", age, has_generated)
+    metrics.add("staleness/max", age, has_generated, kind="max")
     token_age = (version - versions).clamp(0, OLDEST_GROUPS)
     for old in range(OLDEST_GROUPS + 1):
         name = f"staleness/fraction_{old}" if old < OLDEST_GROUPS else f"staleness/fraction_{OLDEST_GROUPS}_and_more"
-        figures.add(name, token_age == old, learn & generated)
-    return figures
+        metrics.add(name, token_age == old, learn & generated)
+    return metrics
 
 
 def reward_std(mean: float | None, square: float | None, rows: float | None) -> float | None:
-    """Sample standard deviation over rows, from their mean, the mean of their squares, and their number."""
+    """Return the sample standard deviation of rewards from their mean, the mean of their squares, and their number.
+
+    None for fewer than two rewards.
+    """
     if mean is None or square is None or rows is None or rows < 2:
         return None
     return max((square - mean**2) * rows / (rows - 1), 0.0) ** 0.5

@@ -1,4 +1,4 @@
-"""What happened when: the spans of one process in Chrome's trace format, for chrome://tracing and ui.perfetto.dev."""
+"""Spans of one process in Chrome's trace format, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Trace:
 
     Args:
         process: name of this process in the viewer, for example `trainer-0`.
-        capacity: spans that are kept; older ones are dropped and counted.
+        capacity: maximum number of spans; older ones are dropped and counted.
     """
 
     def __init__(self, process: str, capacity: int = 200_000) -> None:
@@ -31,12 +31,12 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, category: str = "", **args: Any) -> Iterator[None]:
-        """Record how long the block takes. An error that ends it is noted in its arguments.
+        """Record the duration of the block, and the class of an error that ends it.
 
         Args:
-            name: what is done, for example `publish`.
-            category: by which the viewer filters, for example `step`.
-            **args: JSON values, shown when the span is selected.
+            name: name of the span, for example `publish`.
+            category: filter of the viewer, for example `step`.
+            **args: JSON values; the viewer shows them when the span is selected.
         """
         begin = time.perf_counter()
         try:
@@ -54,13 +54,13 @@ class Trace:
                 self._recorded += 1
 
     def save(self, path: str | Path) -> Path:
-        """Write what has ended so far to `path`, whole or not at all."""
+        """Write the spans that have ended to `path`, atomically."""
         path = Path(path)
         with self._lock:
             spans, tracks = list(self._spans), dict(self._tracks)
             other = {"wall_clock_us": self._wall_us, "dropped_events": self._recorded - len(spans)}
-        names = [_named("process_name", 0, self.process)]
-        names += [_named("thread_name", track, name) for name, track in tracks.items()]
+        names = [_metadata_event("process_name", 0, self.process)]
+        names += [_metadata_event("thread_name", track, name) for name, track in tracks.items()]
         content = {"traceEvents": [*spans, *names], "displayTimeUnit": "ms", "otherData": other}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -72,5 +72,5 @@ class Trace:
         return path
 
 
-def _named(kind: str, track: int, name: str) -> dict[str, Any]:
+def _metadata_event(kind: str, track: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": os.getpid(), "tid": track, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""The trackers that come with the project; each imports its library when it is opened."""
+"""Trackers included in the project; each imports its library when it is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_contracts.tracker import TrackedRun, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in `trackers/tensorboard` of the run directory: `tensorboard --logdir runs` shows them."""
+    """Event files in `trackers/tensorboard` of the run directory; `tensorboard --logdir runs` shows them."""
 
     library, install, can_rewind = "tensorboard", "rl-apps[tensorboard]", True
 
@@ -21,7 +21,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run.directory))
-        # whoever reads the files drops what earlier ones say of this step and later ones
+        # readers drop the values of this and later steps in earlier files
         self._writer.add_event(Event(step=run.step + 1, session_log=SessionLog(status=SessionLog.START)))
         return run.id or run.name
 
@@ -38,12 +38,12 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases. Files of the run are in its `trackers/wandb`.
+    """Weights & Biases. Its files are in `trackers/wandb` of the run directory.
 
     Args:
-        mode: `online`, `offline` (`wandb sync` sends it later) or `disabled`; None: as WANDB_MODE says, or online.
-        entity: user or team; None: the one who is logged in.
-        group, tags: of the run.
+        mode: `online`, `offline` (`wandb sync` uploads the run later) or `disabled`; None: WANDB_MODE, or `online`.
+        entity: user or team; None: the logged-in user.
+        group, tags: group and tags of the run.
     """
 
     library, install = "wandb", "rl-apps[wandb]"
@@ -56,7 +56,7 @@ class WandbTracker(Tracker):
     def open(self, run: TrackedRun) -> str:
         import wandb
 
-        # silent: wandb would ask for a missing API key in the terminal of the run
+        # silent: otherwise wandb prompts for a missing API key in the terminal of the run
         wandb.setup(wandb.Settings(console="off", silent=True))
         self._run = wandb.init(
             project=run.project,
@@ -77,11 +77,11 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """MLflow.
+    """MLflow run in a tracking server or a directory.
 
     Args:
-        uri: of the tracking server or store; None: as MLFLOW_TRACKING_URI says, or files in `trackers/mlflow` of the
-            run directory, which `mlflow ui --backend-store-uri` shows.
+        uri: URI of the tracking server or store; None: MLFLOW_TRACKING_URI, or files in `trackers/mlflow` of the run
+            directory, which `mlflow ui --backend-store-uri` shows.
     """
 
     library, install = "mlflow", "mlflow-skinny"
@@ -102,8 +102,8 @@ class MlflowTracker(Tracker):
             self._client.update_run(run.id, status="RUNNING")
             self._id, self._names = run.id, MetricNames(self._client.get_run(run.id).data.metrics)
             return run.id
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self._id, self._names = self._client.create_run(experiment, run_name=run.name).info.run_id, MetricNames()
         params = [Param(name, str(value)[:MLFLOW_CHARACTERS]) for name, value in _leaves(run.config)]
         for first in range(0, len(params), MLFLOW_PARAMS):
@@ -114,63 +114,63 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         names = self._names.of(figures)
-        found = [Metric(names[name], value, round(1000 * time), step) for name, value in figures.items()]
-        self._client.log_batch(self._id, metrics=found)
+        metrics = [Metric(names[name], value, round(1000 * time), step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
 class MetricNames:
-    """The names under which MLflow keeps metrics.
+    """Names of metrics in MLflow's store.
 
-    MLflow takes letters, digits and `_-. :/` in a normalized path. Its file store keeps each metric in a file, so that
-    no name may be a folder of another one: `tokens` is `tokens/all`, because there is `tokens/trained`, and `mine/part`
-    is `mine.part` where `mine` is kept already.
+    MLflow accepts letters, digits and `_-. :/` in a normalized path. Its file store has one file per metric, so no name
+    may be a folder of another one. `tokens` becomes `tokens/all`, because `tokens/trained` exists; `a/b` becomes `a.b`
+    if the store already has `a`.
 
     Args:
-        kept: names that are in the store.
+        stored: names that are in the store.
     """
 
-    def __init__(self, kept: Iterable[str] = ()) -> None:
-        self._kept = set(kept)
+    def __init__(self, stored: Iterable[str] = ()) -> None:
+        self._stored = set(stored)
         self._names: dict[str, str] = {}
 
     def of(self, metrics: Iterable[str]) -> dict[str, str]:
-        """Return the name of each metric, the same whenever it is asked for."""
+        """Return the stored name of each metric; it never changes."""
         new = {metric: _normalized(metric) for metric in metrics if metric not in self._names}
         folders = (
-            {folder for name in (*MEANINGS, *self._kept, *new.values()) for folder in _folders(name)} if new else ()
+            {folder for name in (*MEANINGS, *self._stored, *new.values()) for folder in _folders(name)} if new else ()
         )
         for metric, name in new.items():
-            if name not in self._kept and name in folders:
+            if name not in self._stored and name in folders:
                 name = f"{name}/all"
-            elif not self._kept.isdisjoint(_folders(name)):
+            elif not self._stored.isdisjoint(_folders(name)):
                 name = name.replace("/", ".")
             self._names[metric] = name
-            self._kept.add(name)
+            self._stored.add(name)
         return self._names
 
 
 def _normalized(metric: str) -> str:
-    parts = [part for part in re.sub(r"[^\w.\- :/]", "_", metric).split("/") if part not in ("", ".", "..")]
-    return "/".join(parts) or "_"
+    segments = [segment for segment in re.sub(r"[^\w.\- :/]", "_", metric).split("/") if segment not in ("", ".", "..")]
+    return "/".join(segments) or "_"
 
 
 def _folders(name: str) -> list[str]:
-    return [name[:at] for at, letter in enumerate(name) if letter == "/"]
+    return [name[:index] for index, letter in enumerate(name) if letter == "/"]
 
 
 MLFLOW_PARAMS, MLFLOW_CHARACTERS = 100, 500
-"""Parameters that MLflow takes at once, and characters of each that every version and store of it takes."""
+"""Parameters that MLflow accepts per call, and characters per value that all its versions and stores accept."""
 
 
 class TrackioTracker(Tracker):
-    """trackio, in the place that it keeps all runs in (TRACKIO_DIR): `trackio show` shows them.
+    """trackio, which stores all runs in one directory (TRACKIO_DIR); `trackio show` shows them.
 
     Args:
-        space_id: the Hugging Face Space to show the run in; None: this machine.
-        group: of the run.
+        space_id: Hugging Face Space that shows the run; None: this machine.
+        group: group of the run.
     """
 
     library, install = "trackio", "trackio"
@@ -201,12 +201,13 @@ class TrackioTracker(Tracker):
 
 
 class SwanlabTracker(Tracker):
-    """SwanLab. Files of the run are in its `trackers/swanlab`.
+    """SwanLab. Its files are in `trackers/swanlab` of the run directory.
 
     Args:
-        mode: `online`, `offline` (`swanlab sync` sends it later), `local` or `disabled`; None: as its own settings say.
-        workspace: user or team; None: the one who is logged in.
-        group, tags: of the run.
+        mode: `online`, `offline` (`swanlab sync` uploads the run later), `local` or `disabled`; None: the default of
+            SwanLab.
+        workspace: user or team; None: the logged-in user.
+        group, tags: group and tags of the run.
     """
 
     library, install = "swanlab", "swanlab"
@@ -249,9 +250,9 @@ class SwanlabTracker(Tracker):
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted names and values of nested settings."""
-    found: list[tuple[str, Any]] = []
+    """Return the dotted names and values of nested settings."""
+    leaves: list[tuple[str, Any]] = []
     for name, value in settings.items():
-        inner = isinstance(value, Mapping) and value
-        found += _leaves(value, f"{prefix}{name}.") if inner else [(prefix + name, value)]
-    return found
+        is_nested = isinstance(value, Mapping) and value
+        leaves += _leaves(value, f"{prefix}{name}.") if is_nested else [(prefix + name, value)]
+    return leaves

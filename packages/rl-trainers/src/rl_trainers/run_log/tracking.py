@@ -1,7 +1,7 @@
-"""Trackers of a run: one thread of the command for each, which reads `metrics.jsonl` and logs its records.
+"""Trackers of a run: for each, the command has one thread that reads `metrics.jsonl` and logs its records.
 
 The file is the queue: training writes it in any case and never waits for a tracker. `trackers/<name>.json` in the run
-directory keeps the tracker's id of the run and the last record that was sent, as a step and a count within that step.
+directory stores the tracker's id of the run and the last record sent, as a step and a count within that step.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from rl_contracts.tracker import TrackedRun, Tracker
 POLL_SECONDS = 0.5
 """Seconds between two reads of the file."""
 LABELS = ("step", "timestamp", "evaluation")
-"""Entries of a record that are no metrics."""
+"""Entries of a record that are not metrics."""
 
 Position = tuple[int, int]
 """A record of `metrics.jsonl`: its step, and its number among the records of that step, from 1."""
 START: Position = (-1, 0)
-"""Before the first record."""
+"""Position before the first record."""
 
 
 @dataclass
 class TrackersConfig(ComponentConfig):
-    """Where the figures of the run are shown besides its own directory."""
+    """Trackers that show the metrics of a run."""
 
     setting: ClassVar[str] = "trackers"
     group: ClassVar[str] = "rl.trackers"
     kind: str = "none"
-    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, anybody's as a dotted path, several joined by `+`, or
-    `none`. `trackers=NAME` and `trackers=[NAME,NAME]` are short for it."""
+    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, the dotted path of a custom tracker, several joined by
+    `+`, or `none`. `trackers=NAME` and `trackers=[NAME,NAME]` are short forms."""
     project: str = ""
-    """What the run belongs to there; empty: `experiment`."""
+    """Project of the run in the trackers; empty: `experiment`."""
     name: str = ""
-    """Its name there; empty: that of its directory."""
+    """Name of the run in the trackers; empty: the name of the run directory."""
     close_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds that the command waits for trackers at the end of a run; records that they have not sent by then are sent
-    by the next command of the run."""
+    """Seconds that the command waits for trackers at the end of a run. The next command of the run sends the remaining
+    records."""
 
 
 def load_trackers(config: TrackersConfig) -> list[Tracker]:
-    """The trackers of a config, none of them open.
+    """Return the trackers of a config, none of them open.
 
     Raises:
-        ConfigError: one is unknown or its library is missing, or an option is none of theirs.
+        ConfigError: a tracker or an option is unknown, or a library is missing.
     """
     trackers: list[Tracker] = load_components(config)
     for tracker in trackers:
@@ -63,14 +63,14 @@ def load_trackers(config: TrackersConfig) -> list[Tracker]:
 
 
 class Tracking:
-    """The trackers of one command, as a context manager: they start with it, and send the remaining records at its end.
+    """Context manager that runs the trackers of one command, and waits for the remaining records at its end.
 
     Args:
-        config: which trackers.
-        run_dir: directory of the run, whose `metrics.jsonl` they read.
-        project: project of the run, unless `config` has one.
+        config: selects the trackers.
+        run_dir: run directory with `metrics.jsonl`.
+        project: project of the run if `config` has none.
         settings: settings of the run, sent to each tracker.
-        say: called with a warning, in the tracker's thread, when a tracker fails.
+        say: called with a warning when a tracker fails (in its thread) or does not end in time.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class Tracking:
     ) -> None:
         self._config, self._run_dir, self._settings, self._say = config, run_dir, settings, say
         self._project = config.project or project
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Tracking:
         metrics = self._run_dir / "metrics.jsonl"
-        earlier = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        initial_records = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         kinds = self._config.kind.split("+") if self._config.kind != "none" else ()
         for kind, tracker in zip(kinds, load_components(self._config), strict=True):
             name = re.sub(r"\W+", "-", kind)
             run = TrackedRun(
                 self._config.name or self._run_dir.name, self._project, self._directory(name), self._settings
             )
-            thread = _TrackerThread(target=self._follow, args=(tracker, run, earlier), name=name, daemon=True)
+            thread = _TrackerThread(target=self._follow, args=(tracker, run, initial_records), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._finished.set()
         deadline = time.monotonic() + self._config.close_seconds
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
@@ -109,13 +109,13 @@ class Tracking:
     def _directory(self, name: str) -> Path:
         return self._run_dir / "trackers" / name
 
-    def _follow(self, tracker: Tracker, run: TrackedRun, earlier: int) -> None:
+    def _follow(self, tracker: Tracker, run: TrackedRun, initial_records: int) -> None:
         try:
             run.directory.mkdir(parents=True, exist_ok=True)
-            follower = _Follower(tracker, run, self._run_dir / "metrics.jsonl", self._over, earlier)
+            follower = _Follower(tracker, run, self._run_dir / "metrics.jsonl", self._finished, initial_records)
             while not follower.session():
                 pass
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker's library raises, the run continues
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the run continues after any error of a tracker's library
             name = threading.current_thread().name
             cause = f"{type(error).__name__}: {error}"
             self._say(f"warning: tracker {name} failed; the run continues without it: {cause}; {self._remedy()}")
@@ -127,7 +127,7 @@ class Tracking:
 
 
 class _TrackerThread(threading.Thread):
-    """The thread of one tracker."""
+    """Thread of one tracker."""
 
 
 def hanging_trackers() -> list[str]:
@@ -139,35 +139,37 @@ class _Follower:
     """Sends the records of a file to a tracker.
 
     Args:
-        tracker: not open.
+        tracker: tracker that is not open.
         run: passed to the tracker, with its id and last step.
         metrics: file of the records.
-        over: set when no more records will be written.
-        earlier: number of records that the file had when the command began.
+        finished: set when no more records will be written.
+        initial_records: number of records in the file when the command began.
     """
 
-    def __init__(self, tracker: Tracker, run: TrackedRun, metrics: Path, over: threading.Event, earlier: int) -> None:
-        self._tracker, self._run, self._metrics, self._over = tracker, run, metrics, over
-        self._earlier: int | None = earlier
+    def __init__(
+        self, tracker: Tracker, run: TrackedRun, metrics: Path, finished: threading.Event, initial_records: int
+    ) -> None:
+        self._tracker, self._run, self._metrics, self._finished = tracker, run, metrics, finished
+        self._initial_records: int | None = initial_records
         self._state = run.directory.with_name(f"{run.directory.name}.json")
 
     def session(self) -> bool:
-        """Send records until the run is over, or until restarted trainers replace the file, without the lost steps.
+        """Send records until the run ends, or until restarted trainers replace the file to remove lost steps.
 
         Returns:
-            whether the run is over.
+            whether the run has ended.
         """
         run_id, sent = self._read()
         file = _GrowingFile(self._metrics)
         records = list(numbered(file.records()))
-        kept = records[: self._earlier]  # the trainers of this command may have written more already
-        self._earlier = None
-        last = kept[-1][0] if kept else START
+        initial = records[: self._initial_records]  # the trainers of this command may have added further records
+        self._initial_records = None
+        last = initial[-1][0] if initial else START
         if self._tracker.can_rewind:
             sent = min(sent, last)
         run_id = self._tracker.open(replace(self._run, id=run_id, step=last[0]))
         self._write(run_id, sent)
-        over = replaced = False
+        finished = replaced = False
         while True:
             for position, record in records:
                 last = position
@@ -175,13 +177,13 @@ class _Follower:
                     self._tracker.log(metrics_of(record), position[0], record.get("timestamp", time.time()))
                     sent = position
                     self._write(run_id, sent)
-            if over or replaced:
+            if finished or replaced:
                 break
-            over = self._over.wait(POLL_SECONDS)
+            finished = self._finished.wait(POLL_SECONDS)
             replaced = file.replaced()
             records = list(numbered(file.records(), last))
         self._tracker.close()
-        return over and not replaced
+        return finished and not replaced
 
     def _read(self) -> tuple[str, Position]:
         if not self._state.exists():
@@ -207,7 +209,7 @@ class _GrowingFile:
         self._file: BinaryIO | None = None
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of whole lines that were not read yet; lines that are not JSON are skipped."""
+        """Yield the records of complete lines not read yet; skip lines that are not JSON."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
         while self._file is not None:
@@ -220,11 +222,11 @@ class _GrowingFile:
                 yield json.loads(line)
 
     def replaced(self) -> bool:
-        """Whether another file has the path now."""
+        """Return whether the path now names another file."""
         if self._file is None:
             return False
-        there = self._path.stat().st_ino if self._path.exists() else None
-        return there != os.fstat(self._file.fileno()).st_ino
+        inode = self._path.stat().st_ino if self._path.exists() else None
+        return inode != os.fstat(self._file.fileno()).st_ino
 
 
 def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iterator[tuple[Position, dict[str, Any]]]:
@@ -232,7 +234,7 @@ def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iter
 
     Args:
         records: in the order of the file.
-        after: position of the record before them.
+        after: position of the record before the first one.
     """
     step, count = after
     for record in records:
@@ -242,5 +244,5 @@ def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iter
 
 
 def metrics_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record that could be measured."""
+    """Return the metrics of a record, without those that could not be measured."""
     return {name: float(value) for name, value in record.items() if name not in LABELS and value is not None}

@@ -495,11 +495,11 @@ ELSEWHERE = [
             also=also,
         )
         for name, value, also, test in (
-            ("kind", "tensorboard", (), "test_tensorboard_reads_what_the_run_wrote"),
-            ("project", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
-            ("name", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
-            ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_reads_what_the_run_wrote"),
-            ("close_seconds", "1", (), "test_tracker_that_hangs_is_left_after_close_seconds_with_a_warning"),
+            ("kind", "tensorboard", (), "test_tensorboard_reader_returns_logged_metrics"),
+            ("project", "other", (), "test_tracker_receives_project_and_name_of_settings"),
+            ("name", "other", (), "test_tracker_receives_project_and_name_of_settings"),
+            ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_file_has_logged_metrics"),
+            ("close_seconds", "1", (), "test_tracker_hang_is_abandoned_after_close_seconds_with_warning"),
         )
     ),
     Elsewhere(

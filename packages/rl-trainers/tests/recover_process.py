@@ -1,5 +1,7 @@
-"""A run of a toy engine with a recover point after every step, in one process or several, until somebody kills it; the
-engine's whole state is one number, so that a point that mixes two steps shows."""
+"""Run a toy engine with a recovery checkpoint after every step, in one process or several, until a test kills it.
+
+The engine's whole state is one number, so a test can detect a recovery checkpoint that mixes two steps.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from rl_contracts.data import SaveLoadMeta
 from rl_trainers import RecoverConfig, RecoveryCheckpoints
 
 FILES = 20
-"""Files of each rank in a point, so that there is something to be killed in."""
+"""Files per rank in a recovery checkpoint: enough that a kill may fall between two of them."""
 
 
-class Counting:
-    """An engine, and the run's only other part, that know how many steps there were."""
+class CountingEngine:
+    """Engine, and also the only other component of the run, whose state is the number of steps."""
 
     def __init__(self, parallel: ParallelContext) -> None:
         self.parallel, self.steps = parallel, 0
@@ -37,8 +39,8 @@ class Counting:
         return files
 
     def load(self, meta: SaveLoadMeta) -> None:
-        found = {int(n) for f in Path(meta.path).glob(f"{self.parallel.rank}-*") for n in f.read_text().split()}
-        (self.steps,) = found
+        numbers = {int(n) for f in Path(meta.path).glob(f"{self.parallel.rank}-*") for n in f.read_text().split()}
+        (self.steps,) = numbers
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -55,15 +57,15 @@ def main(run_dir: Path, steps: int, **settings: Any) -> None:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
         parallel = ParallelContext(dist.get_rank(), dist.get_world_size(), host_group=group)
-    engine = Counting(parallel)
-    points = RecoveryCheckpoints(run_dir, RecoverConfig(1, **settings), {"actor": engine}, {"part": engine})
-    assert (points.resume() or 0) == engine.steps
+    engine = CountingEngine(parallel)
+    checkpoints = RecoveryCheckpoints(run_dir, RecoverConfig(1, **settings), {"actor": engine}, {"component": engine})
+    assert (checkpoints.resume() or 0) == engine.steps
     print(json.dumps({"resumed": engine.steps}), flush=True)
     while engine.steps < steps:
         engine.steps += 1
-        time.sleep(0.002)  # a step, beside which the point before is written
-        points.after_step(engine.steps)
-    points.finish()
+        time.sleep(0.002)  # a step, during which the previous recovery checkpoint is written
+        checkpoints.after_step(engine.steps)
+    checkpoints.finish()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The MLflow tracker against a double of its client, with MLflow's rule for names and its store of files."""
+"""The MLflow tracker with a fake client that has MLflow's name rules and file store."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rl_trainers.run_log.trackers import MlflowTracker
 Metric = namedtuple("Metric", ["key", "value", "timestamp", "step"])
 
 
-class Client:
-    """Keeps each metric in a file, as `mlflow.MlflowClient` does by default."""
+class FakeClient:
+    """Stores each metric in a file, as `mlflow.MlflowClient` does by default."""
 
     root = Path()
 
@@ -41,7 +41,7 @@ class Client:
         pass
 
     def get_run(self, run_id: str) -> Any:
-        return SimpleNamespace(data=SimpleNamespace(metrics=self.kept()))
+        return SimpleNamespace(data=SimpleNamespace(metrics=self.stored_values()))
 
     def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), params: Sequence[Any] = ()) -> None:
         for metric in metrics:
@@ -54,55 +54,55 @@ class Client:
                 file.write(f"{metric.value}\n")
 
     @classmethod
-    def kept(cls) -> dict[str, list[float]]:
-        """The values of each metric."""
+    def stored_values(cls) -> dict[str, list[float]]:
+        """Return the values of each metric."""
         files = (path for path in cls.root.rglob("*") if path.is_file())
         return {str(path.relative_to(cls.root)): [*map(float, path.read_text().split())] for path in files}
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
     for name, module in (("mlflow", ModuleType("mlflow")), ("mlflow.entities", ModuleType("mlflow.entities"))):
-        vars(module).update(MlflowClient=Client, Metric=Metric, Param=tuple)
+        vars(module).update(MlflowClient=FakeClient, Metric=Metric, Param=tuple)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(Client, "root", tmp_path)
-    return Client
+    monkeypatch.setattr(FakeClient, "root", tmp_path)
+    return FakeClient
 
 
-def opened(directory: Path, run_id: str = "") -> MlflowTracker:
+def open_tracker(directory: Path, run_id: str = "") -> MlflowTracker:
     tracker = MlflowTracker(uri="file:there")
     tracker.open(TrackedRun("run", "project", directory, id=run_id))
     return tracker
 
 
-def test_mlflow_metrics_whose_parts_come_later_keep_their_names(store: type[Client], tmp_path: Path) -> None:
-    tracker = opened(tmp_path)
-    tracker.log({"tokens": 1, "groups/rejected": 1, "mine": 1, "ours/part": 1}, 0, 0.0)
-    later = {"tokens": 2, "tokens/trained": 2, "groups/rejected": 2, "groups/rejected/stale": 2, "mine": 2}
-    tracker.log({**later, "mine/part": 2, "ours": 2, "ours/part": 2}, 1, 0.0)
-    opened(tmp_path, "the-run").log({"tokens": 3, "mine": 3, "mine/part": 3, "ours": 3, "groups/rejected": 3}, 2, 0.0)
-    assert store.kept() == {
+def test_mlflow_metric_that_becomes_prefix_of_another_keeps_name(store: type[FakeClient], tmp_path: Path) -> None:
+    tracker = open_tracker(tmp_path)
+    tracker.log({"tokens": 1, "groups/rejected": 1, "a": 1, "b/x": 1}, 0, 0.0)
+    later = {"tokens": 2, "tokens/trained": 2, "groups/rejected": 2, "groups/rejected/stale": 2, "a": 2}
+    tracker.log({**later, "a/x": 2, "b": 2, "b/x": 2}, 1, 0.0)
+    open_tracker(tmp_path, "the-run").log({"tokens": 3, "a": 3, "a/x": 3, "b": 3, "groups/rejected": 3}, 2, 0.0)
+    assert store.stored_values() == {
         "tokens/all": [1, 2, 3],
         "tokens/trained": [2],
         "groups/rejected/all": [1, 2, 3],
         "groups/rejected/stale": [2],
-        "mine": [1, 2, 3],
-        "mine.part": [2, 3],
-        "ours/part": [1, 2],
-        "ours/all": [2, 3],
+        "a": [1, 2, 3],
+        "a.x": [2, 3],
+        "b/x": [1, 2],
+        "b/all": [2, 3],
     }
 
 
-def test_mlflow_takes_all_metrics_of_the_project_in_any_order(store: type[Client], tmp_path: Path) -> None:
+def test_mlflow_accepts_all_project_metrics_in_any_order(store: type[FakeClient], tmp_path: Path) -> None:
     names = [re.sub(r"<(\w+)>", r"a \1", name) for name in MEANINGS]
-    tracker = opened(tmp_path)
+    tracker = open_tracker(tmp_path)
     for name in names:
         tracker.log({name: 1.0}, 0, 0.0)
     tracker.log(dict.fromkeys(reversed(names), 2.0), 1, 0.0)
-    assert list(store.kept().values()) == [[1.0, 2.0]] * len(names)
+    assert list(store.stored_values().values()) == [[1.0, 2.0]] * len(names)
 
 
 @pytest.mark.parametrize("name", ["reward/my (fn)", "agent/../x", "/a//b", "a/.", "..", "a=b;c", "\ud800"])
-def test_mlflow_metric_with_a_name_that_it_rejects_is_kept(name: str, store: type[Client], tmp_path: Path) -> None:
-    opened(tmp_path).log({name: 1.0}, 0, 0.0)
-    assert [*store.kept().values()] == [[1.0]]
+def test_mlflow_metric_with_invalid_name_is_stored(name: str, store: type[FakeClient], tmp_path: Path) -> None:
+    open_tracker(tmp_path).log({name: 1.0}, 0, 0.0)
+    assert [*store.stored_values().values()] == [[1.0]]

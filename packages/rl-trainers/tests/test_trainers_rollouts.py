@@ -1,4 +1,4 @@
-"""The writer of answers: what it writes, where, and what happens when the disk does not keep up."""
+"""The rollout writer: content and place of its files, and slow or full disks; evaluation by rewards."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ from rl_trainers.run_log.rollouts import RolloutsConfig
 from rl_trainers.run_log.run_log import reward_std
 
 
-def _answer(tokens=4, **values):
+def _trajectory(tokens=4, **values):
     versions = np.arange(tokens, dtype=np.int32) - 1
     logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
     return Trajectory(np.arange(tokens), versions >= 0, logprobs, versions, info={"completion": "é"}, **values)
@@ -31,12 +31,12 @@ def _lines(path):
     return list(json_lines(path))
 
 
-def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer(tmp_path):
+def test_write_training_scheduled_steps_have_completions_and_outcomes(tmp_path):
     writer = RolloutWriter(tmp_path, rank=3, config=RolloutsConfig(every=2))
     for step in (1, 2, 3, 4):
-        writer.write_training(step, [_answer(reward=0.5, prompt_id=step)])
-        writer.write_training(step, [_answer(reward=1.0)], "filter")
-    writer.write("eval_step_3", [_answer()])
+        writer.write_training(step, [_trajectory(reward=0.5, prompt_id=step)])
+        writer.write_training(step, [_trajectory(reward=1.0)], "filter")
+    writer.write("eval_step_3", [_trajectory()])
     writer.destroy()
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -53,11 +53,11 @@ def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer
     assert trained["versions"] == [0, 1, 2]
 
 
-def test_rollouts_numbers_that_are_not_finite_are_null(tmp_path):
-    answer = _answer(reward=float("inf"))
-    answer.logprobs[2], answer.info["score"] = np.nan, {"mean": np.float64("-inf")}
+def test_rollout_writer_writes_non_finite_numbers_as_null(tmp_path):
+    trajectory = _trajectory(reward=float("inf"))
+    trajectory.logprobs[2], trajectory.info["score"] = np.nan, {"mean": np.float64("-inf")}
     writer = RolloutWriter(tmp_path)
-    writer.write_training(1, [answer])
+    writer.write_training(1, [trajectory])
     writer.write_learned(1, _batch(advantages=torch.full((2, 4), torch.nan)))
     writer.destroy()
 
@@ -68,9 +68,9 @@ def test_rollouts_numbers_that_are_not_finite_are_null(tmp_path):
     assert (line["reward"], line["logprobs"], line["score"]) == (None, [-0.66667, None, 0.0], {"mean": None})
 
 
-def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):
+def test_rollout_writer_without_tokens_keeps_text_and_outcome(tmp_path):
     writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=False))
-    writer.write_training(1, [_answer(reward=1.0)])
+    writer.write_training(1, [_trajectory(reward=1.0)])
     writer.destroy()
     writer.destroy()
 
@@ -80,14 +80,14 @@ def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):
 
 
 def _batch(**values):
-    """Two rows of four tokens, of which the first is the prompt's, and the last one of row 1 is not trained."""
+    """Two sequences of four tokens. The first token is the prompt; the last one of sequence 1 is not trained."""
     versions = torch.tensor([[-1, 0, 0, 1], [-1, 2, 2, 2]], dtype=torch.int32)
-    learn = (versions >= 0) & torch.tensor([[True] * 4, [True] * 3 + [False]])
+    trained = (versions >= 0) & torch.tensor([[True] * 4, [True] * 3 + [False]])
     ids = {"group_ids": torch.tensor([7, 7]), "episode_ids": torch.tensor([0, 1])}
-    return TensorDict({"versions": versions, "loss_mask": learn, **ids, **values}, batch_size=2)
+    return TensorDict({"versions": versions, "loss_mask": trained, **ids, **values}, batch_size=2)
 
 
-def test_what_was_learned_from_rows_is_written_of_steps_that_are_due(tmp_path):
+def test_write_learned_scheduled_steps_have_a_record_per_sequence(tmp_path):
     writer = RolloutWriter(tmp_path, rank=1, config=RolloutsConfig(every=2))
     for step in (1, 2):
         writer.write_learned(step, _batch(advantages=torch.tensor([[0.0, 0.5, 0.5, 0.5], [0.0, 1.0, 2.0, 0.0]])))
@@ -101,16 +101,16 @@ def test_what_was_learned_from_rows_is_written_of_steps_that_are_due(tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_log_probs_of_the_trainer_are_written_where_they_are_known_and_asked_for(tmp_path, tokens):
+def test_write_learned_with_tokens_has_trainer_logprobs(tmp_path, tokens):
     writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=tokens))
     writer.write_learned(1, _batch(advantages=torch.zeros(2, 4), prox_logprobs=torch.tensor([[0.0, -1, -2, -3]] * 2)))
     writer.destroy()
 
-    found = [line.get("proximal") for line in _lines(tmp_path / "learned_step_1-0.jsonl")]
-    assert found == ([[-1.0, -2.0, -3.0], [-1.0, -2.0, None]] if tokens else [None, None])
+    logprobs = [line.get("proximal") for line in _lines(tmp_path / "learned_step_1-0.jsonl")]
+    assert logprobs == ([[-1.0, -2.0, -3.0], [-1.0, -2.0, None]] if tokens else [None, None])
 
 
-def test_row_of_which_nothing_is_trained_has_no_advantage(tmp_path):
+def test_write_learned_untrained_sequence_has_no_advantage(tmp_path):
     batch = _batch(advantages=torch.zeros(2, 4))
     batch["loss_mask"][0] = False
     writer = RolloutWriter(tmp_path)
@@ -120,134 +120,139 @@ def test_row_of_which_nothing_is_trained_has_no_advantage(tmp_path):
     assert [line["advantage"] for line in _lines(tmp_path / "learned_step_1-0.jsonl")] == [None, 0.0]
 
 
-def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path, monkeypatch, caplog):
-    released, started, writers = threading.Event(), threading.Event(), []
-    as_json = module.to_record
+def test_rollout_writer_with_slow_disk_drops_records_without_blocking(tmp_path, monkeypatch, caplog):
+    may_write, started, thread_names = threading.Event(), threading.Event(), []
+    to_record = module.to_record
 
-    def slow(*given):
-        writers.append(threading.current_thread().name)
+    def to_record_when_allowed(*arguments):
+        thread_names.append(threading.current_thread().name)
         started.set()
-        assert released.wait(60)
-        return as_json(*given)
+        assert may_write.wait(60)
+        return to_record(*arguments)
 
-    monkeypatch.setattr(module, "to_record", slow)
+    monkeypatch.setattr(module, "to_record", to_record_when_allowed)
     monkeypatch.setattr(module, "WAITING_TOKENS", 12)
     writer = RolloutWriter(tmp_path)
-    writer.write_training(1, [_answer(tokens=40)])  # one more than may wait is written where nothing else waits
+    writer.write_training(1, [_trajectory(tokens=40)])  # above the limit, but accepted since nothing else waits
     assert started.wait(60)
     for step in (2, 3):
-        writer.write_training(step, [_answer(), _answer()])
+        writer.write_training(step, [_trajectory(), _trajectory()])
     assert writer.left_out == 4
-    assert "the disk is too slow; 4 answers are not written" in caplog.text
-    released.set()
+    assert caplog.records[-1].args == (4,)
+    may_write.set()
     writer.destroy()
-    assert set(writers) == {"rollout-writer"}
+    assert set(thread_names) == {"rollout-writer"}
     assert [path.name for path in tmp_path.iterdir()] == ["step_1-0.jsonl"]
 
 
-def test_answers_for_which_the_disk_has_no_room_are_written_when_it_has(tmp_path, monkeypatch, caplog):
+def test_rollout_writer_with_full_disk_retries_until_it_has_room(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
     writer = RolloutWriter(tmp_path)
     file = tmp_path / "step_1-0.jsonl"
     file.symlink_to("/dev/full")
-    writer.write_training(1, [_answer()])
-    while "cannot be written, and will be again" not in caplog.text:
+    writer.write_training(1, [_trajectory()])
+    while "retrying" not in caplog.text:
         assert writer._thread.is_alive()
         time.sleep(0.01)
     file.unlink()
-    writer.write_training(2, [_answer()])
+    writer.write_training(2, [_trajectory()])
     writer.destroy()
     assert [len(path.read_text().splitlines()) for path in (file, tmp_path / "step_2-0.jsonl")] == [1, 1]
-    assert caplog.text.count("will be again") == 1
+    assert caplog.text.count("retrying") == 1
 
 
-def test_answers_that_cannot_be_written_end_the_run_with_the_reason(tmp_path):
+def test_rollout_write_error_is_raised_by_next_write(tmp_path):
     writer = RolloutWriter(tmp_path / "rollouts")
     (tmp_path / "rollouts" / "step_1-0.jsonl").mkdir()
-    writer.write_training(1, [_answer()])
+    writer.write_training(1, [_trajectory()])
     writer._thread.join(60)
-    with pytest.raises(DataError, match=r"cannot be written to .*rollouts: IsADirectoryError.*rollouts\.every=0"):
-        writer.write_training(2, [_answer()])
+    with pytest.raises(DataError, match=r"rollouts: IsADirectoryError.*rollouts\.every=0"):
+        writer.write_training(2, [_trajectory()])
     writer.destroy()
 
 
-def test_every_that_is_no_number_of_steps_is_refused():
+def test_rollouts_every_negative_is_rejected():
     with pytest.raises(ConfigError, match=r"rollouts.every"):
         RolloutsConfig(every=-1)
 
 
-def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_path):
+def test_evaluation_returns_means_and_none_without_completions(tmp_path):
     class Rollout:
         def evaluate(self, rows, generation, n):
             return [
-                _answer(reward=row["reward"], group_id=i) for i, row in enumerate(rows) if row["reward"] is not None
+                _trajectory(reward=row["reward"], group_id=i) for i, row in enumerate(rows) if row["reward"] is not None
             ]
 
-    def figures(rewards):
+    def evaluate(rewards):
         rows = [{"reward": reward} for reward in rewards]
         return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
 
-    of_four = {"eval/length": 3.0, "eval/rows": 4.0, "eval/failed": 0.0}
-    assert figures([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **of_four}
-    assert figures([1.0, 0.0, None, 1.0]) == {"eval/accuracy": 0.5, "eval/reward": 0.5, **of_four, "eval/failed": 1.0}
+    four_examples = {"eval/length": 3.0, "eval/rows": 4.0, "eval/failed": 0.0}
+    assert evaluate([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **four_examples}
+    assert evaluate([1.0, 0.0, None, 1.0]) == {
+        "eval/accuracy": 0.5,
+        "eval/reward": 0.5,
+        **four_examples,
+        "eval/failed": 1.0,
+    }
     none = dict.fromkeys(("eval/accuracy", "eval/reward", "eval/length"))
-    assert figures([]) == {**none, "eval/rows": 0.0, "eval/failed": 0.0}
+    assert evaluate([]) == {**none, "eval/rows": 0.0, "eval/failed": 0.0}
     assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
 
 
-def test_answer_evaluation_counts_an_episode_of_several_rows_once():
+def test_evaluation_counts_episode_of_several_sequences_once():
     class Rollout:
         def evaluate(self, rows, generation, n):
-            return [_answer(reward=1.0, group_id=0) for _ in range(3)]
+            return [_trajectory(reward=1.0, group_id=0) for _ in range(3)]
 
-    figures = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
+    metrics = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
 
-    assert (figures["eval/accuracy"], figures["eval/failed"]) == (0.5, 1.0)
+    assert (metrics["eval/accuracy"], metrics["eval/failed"]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [122.0], [-1.0, 1.0]])
-def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
+def test_evaluation_with_graded_rewards_has_no_accuracy(rewards):
     class Rollout:
         def evaluate(self, rows, generation, n):
-            return [_answer(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
+            return [_trajectory(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
 
-    figures = CompletionEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
+    metrics = CompletionEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
 
-    assert "eval/accuracy" not in figures
-    assert figures["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert "eval/accuracy" not in metrics
+    assert metrics["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-def test_reward_std_is_the_sample_deviation_whatever_the_split():
+def test_reward_std_equals_sample_deviation_for_any_split():
     rewards = np.random.default_rng(0).normal(2.0, 3.0, 100)
-    parts = [Metrics() for _ in range(3)]
+    shards = [Metrics() for _ in range(3)]
     for number, reward in enumerate(rewards):
-        parts[number % 3].add("mean", reward)
-        parts[number % 3].add("square", reward**2)
-        parts[number % 3].add("rows", 1, kind="sum")
-    for part in parts[1:]:
-        parts[0].merge(part)
-    found = parts[0].results()
-    assert reward_std(found["mean"], found["square"], found["rows"]) == pytest.approx(rewards.std(ddof=1))
+        shards[number % 3].add("mean", reward)
+        shards[number % 3].add("square", reward**2)
+        shards[number % 3].add("rows", 1, kind="sum")
+    for shard in shards[1:]:
+        shards[0].merge(shard)
+    results = shards[0].results()
+    assert reward_std(results["mean"], results["square"], results["rows"]) == pytest.approx(rewards.std(ddof=1))
     assert reward_std(1.0, 1.0, 1.0) is None
 
 
-def test_answers_that_json_cannot_hold_name_another_remedy_than_a_disk(tmp_path):
+def test_rollout_value_that_json_rejects_raises_error_naming_info(tmp_path):
     writer = RolloutWriter(tmp_path)
-    answer = _answer()
-    answer.info["note"] = {"a set"}
-    writer.write_training(1, [answer])
+    trajectory = _trajectory()
+    trajectory.info["note"] = {"a set"}
+    writer.write_training(1, [trajectory])
     writer._thread.join(60)
     with pytest.raises(DataError, match="`info`"):
-        writer.write_training(2, [_answer()])
+        writer.write_training(2, [_trajectory()])
 
 
-def test_writer_of_half_a_character_replaces_it(tmp_path):
+def test_rollout_writer_replaces_unpaired_surrogates(tmp_path):
     writer = RolloutWriter(tmp_path)
-    answer = _answer()
-    answer.info["note"] = "half \ud83d"
+    trajectory = _trajectory()
+    trajectory.info["note"] = "half \ud83d"
 
-    writer.write_training(1, [answer])
+    writer.write_training(1, [trajectory])
     writer.destroy()
 
-    (row,) = _lines(tmp_path / "step_1-0.jsonl")
-    assert row["note"] == "half ?"
+    (line,) = _lines(tmp_path / "step_1-0.jsonl")
+    assert line["note"] == "half ?"

@@ -1,4 +1,4 @@
-"""Traces: what the viewers accept, tracks that nest, bounded memory."""
+"""Traces: format of the viewers, nested tracks, bounded memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REQUIRED = {
     "X": {"name", "ts", "dur", "pid", "tid"},
     "M": {"name", "pid", "args"},
 }
-"""Keys that the trace event format asks for, by phase."""
+"""Keys that the trace event format requires, by phase."""
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    content = json.loads(path.read_text(), parse_constant=refuse)
+    content = json.loads(path.read_text(), parse_constant=reject)
     for event in content["traceEvents"]:
         assert REQUIRED[event["ph"]] <= event.keys()
     return content["traceEvents"]
@@ -33,7 +33,7 @@ def _spans(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _assert_tracks_nest(events: list[dict[str, Any]]) -> None:
-    """On one track a span lies within another or beside it, which is all that a viewer can draw."""
+    """Check that two spans of a track are nested or disjoint, as viewers require."""
     by_track: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -49,7 +49,7 @@ def _assert_tracks_nest(events: list[dict[str, Any]]) -> None:
             enclosing.append(span)
 
 
-def test_save_file_is_what_viewers_accept(tmp_path: Path) -> None:
+def test_save_writes_format_of_viewers(tmp_path: Path) -> None:
     trace = Trace(process="actor/0")
     with trace.span("step", "train", step=3), trace.span("forward", "train"):
         pass
@@ -66,15 +66,15 @@ def test_save_file_is_what_viewers_accept(tmp_path: Path) -> None:
     assert labels == [("process_name", "actor/0"), ("thread_name", threading.current_thread().name)]
 
 
-def test_span_that_raises_is_recorded_with_its_error(tmp_path: Path) -> None:
+def test_span_with_error_records_error_class(tmp_path: Path) -> None:
     trace = Trace("actor/0")
-    with pytest.raises(KeyError), trace.span("reward", answer=7):
+    with pytest.raises(KeyError), trace.span("reward", number=7):
         raise KeyError("x")
 
-    assert _spans(_load(trace.save(tmp_path / "t.json")))["reward"]["args"] == {"answer": 7, "error": "KeyError"}
+    assert _spans(_load(trace.save(tmp_path / "t.json")))["reward"]["args"] == {"number": 7, "error": "KeyError"}
 
 
-def test_ring_full_keeps_the_latest_and_counts_the_dropped(tmp_path: Path) -> None:
+def test_trace_beyond_capacity_keeps_newest_and_counts_dropped(tmp_path: Path) -> None:
     trace = Trace("actor/0", capacity=10)
     for index in range(25):
         with trace.span(str(index)):
@@ -86,7 +86,7 @@ def test_ring_full_keeps_the_latest_and_counts_the_dropped(tmp_path: Path) -> No
     assert json.loads(path.read_text())["otherData"]["dropped_events"] == 15
 
 
-def test_threads_have_tracks_of_their_own_and_lose_no_event(tmp_path: Path) -> None:
+def test_threads_have_separate_tracks_and_lose_no_event(tmp_path: Path) -> None:
     trace = Trace("actor/0")
 
     def work() -> None:
@@ -107,7 +107,7 @@ def test_threads_have_tracks_of_their_own_and_lose_no_event(tmp_path: Path) -> N
     _assert_tracks_nest(events)
 
 
-def test_save_leaves_no_temporary_file_and_replaces_the_old_one(tmp_path: Path) -> None:
+def test_save_replaces_old_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("old")
 

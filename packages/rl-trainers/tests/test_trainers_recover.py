@@ -162,27 +162,27 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_resume_after_stop_at_any_step_is_bitwise_identical(
     kind: str, stop_at: int, model: str, batches: list[Path], tmp_path: Path
 ) -> None:
-    expected = run(kind, model, batches, tmp_path / "whole")
+    expected = run(kind, model, batches, tmp_path / "uninterrupted")
     with pytest.raises(KilledError):
-        run(kind, model, batches, tmp_path / "cut", stop_at)
+        run(kind, model, batches, tmp_path / "interrupted", stop_at)
 
-    weights = run(kind, model, batches, tmp_path / "cut")
+    weights = run(kind, model, batches, tmp_path / "interrupted")
 
     assert weights.keys() == expected.keys()
     for name in expected:
         assert torch.equal(weights[name], expected[name]), name
-    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
-    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step_3", "step_6"]
+    assert metrics_of(tmp_path / "interrupted") == metrics_of(tmp_path / "uninterrupted")
+    assert sorted(p.name for p in (tmp_path / "interrupted" / "checkpoints").iterdir()) == ["step_3", "step_6"]
 
 
 @pytest.mark.slow
 def test_resume_twice_is_bitwise_identical(model: str, batches: list[Path], tmp_path: Path) -> None:
-    expected = run("sft", model, batches, tmp_path / "whole")
+    expected = run("sft", model, batches, tmp_path / "uninterrupted")
     for stop_at in (4, 6):
         with pytest.raises(KilledError):
-            run("sft", model, batches, tmp_path / "cut", stop_at)
+            run("sft", model, batches, tmp_path / "interrupted", stop_at)
 
-    weights = run("sft", model, batches, tmp_path / "cut")
+    weights = run("sft", model, batches, tmp_path / "interrupted")
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
@@ -196,13 +196,13 @@ def test_retention_keeps_last_two_checkpoints(model: str, batches: list[Path], t
 
 @pytest.mark.slow
 def test_resume_ignores_unfinished_checkpoint(model: str, batches: list[Path], tmp_path: Path) -> None:
-    expected = run("sft", model, batches, tmp_path / "whole")
+    expected = run("sft", model, batches, tmp_path / "uninterrupted")
     with pytest.raises(KilledError):
-        run("sft", model, batches, tmp_path / "cut", 4)
-    (tmp_path / "cut" / "recover" / ".step_3.partial").mkdir()  # as after a kill during a save
+        run("sft", model, batches, tmp_path / "interrupted", 4)
+    (tmp_path / "interrupted" / "recover" / ".step_3.partial").mkdir()  # as after a kill during a save
 
-    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 2
-    weights = run("sft", model, batches, tmp_path / "cut")
+    assert last_recovery_checkpoint(tmp_path / "interrupted" / "recover") == 2
+    weights = run("sft", model, batches, tmp_path / "interrupted")
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
@@ -299,24 +299,24 @@ def test_checkpoint_is_synced_before_older_ones_are_removed(
 
 @pytest.mark.parametrize("every", [0, 4])
 def test_stop_request_saves_checkpoint_after_step(every: int, model: str, batches: list[Path], tmp_path: Path) -> None:
-    expected = run("sft", model, batches, tmp_path / "whole", every=every)
+    expected = run("sft", model, batches, tmp_path / "uninterrupted", every=every)
     stop_requests = iter([False, False, True])
     with pytest.raises(SystemExit) as stopped:
-        run("sft", model, batches, tmp_path / "cut", every=every, stop=lambda: next(stop_requests))
+        run("sft", model, batches, tmp_path / "interrupted", every=every, stop=lambda: next(stop_requests))
     assert stopped.value.code == 143
-    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 3
+    assert last_recovery_checkpoint(tmp_path / "interrupted" / "recover") == 3
 
-    weights = run("sft", model, batches, tmp_path / "cut", every=every)
+    weights = run("sft", model, batches, tmp_path / "interrupted", every=every)
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "interrupted") == metrics_of(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_stop_while_waiting_for_batch_saves_previous_step(
     every: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run("replay", model, batches, tmp_path / "whole", every=0)
+    expected = run("replay", model, batches, tmp_path / "uninterrupted", every=0)
     stop_requested, saved, start_write = Event(), list[int](), RecoveryCheckpoints._start_write
 
     def interrupted(source: StoppingReplay) -> Any:
@@ -334,14 +334,14 @@ def test_stop_while_waiting_for_batch_saves_previous_step(
         patch.setattr(StoppingReplay, "next_batch", interrupted)
         patch.setattr(RecoveryCheckpoints, "_start_write", record_step)
         with pytest.raises(SystemExit) as stopped:
-            run("replay", model, batches, tmp_path / "cut", every=every, stop=stop_requested.is_set)
+            run("replay", model, batches, tmp_path / "interrupted", every=every, stop=stop_requested.is_set)
     assert stopped.value.code == 143
     assert saved == [3]
 
-    weights = run("replay", model, batches, tmp_path / "cut", every=every)
+    weights = run("replay", model, batches, tmp_path / "interrupted", every=every)
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "interrupted") == metrics_of(tmp_path / "uninterrupted")
 
 
 def abandon_at(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,18 +362,18 @@ def abandon_at(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_abandoned_step_saves_previous_step(
     kind: str, micro_batch: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run(kind, model, batches, tmp_path / "whole", every=0)
+    expected = run(kind, model, batches, tmp_path / "uninterrupted", every=0)
     with monkeypatch.context() as patch:
         abandon_at(micro_batch, patch)
         with pytest.raises(SystemExit) as stopped:
-            run(kind, model, batches, tmp_path / "cut", every=0)
+            run(kind, model, batches, tmp_path / "interrupted", every=0)
     assert stopped.value.code == 143
-    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 2
+    assert last_recovery_checkpoint(tmp_path / "interrupted" / "recover") == 2
 
-    weights = run(kind, model, batches, tmp_path / "cut", every=0)
+    weights = run(kind, model, batches, tmp_path / "interrupted", every=0)
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "interrupted") == metrics_of(tmp_path / "uninterrupted")
 
 
 def test_step_abandoned_between_optimizer_steps_saves_nothing(
@@ -401,24 +401,24 @@ class StoppedPublisher:
 
 
 def test_stop_during_server_shutdown_saves_unpublished_step(model: str, batches: list[Path], tmp_path: Path) -> None:
-    expected, stop_requested = run("replay", model, batches, tmp_path / "whole", every=0), Event()
+    expected, stop_requested = run("replay", model, batches, tmp_path / "uninterrupted", every=0), Event()
     with pytest.raises(SystemExit) as stopped:
         run(
             "replay",
             model,
             batches,
-            tmp_path / "cut",
+            tmp_path / "interrupted",
             every=0,
             stop=stop_requested.is_set,
             publisher=StoppedPublisher(stop_requested, 3),
         )
     assert stopped.value.code == 143
-    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == 3
+    assert last_recovery_checkpoint(tmp_path / "interrupted" / "recover") == 3
 
-    weights = run("replay", model, batches, tmp_path / "cut", every=0)
+    weights = run("replay", model, batches, tmp_path / "interrupted", every=0)
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "interrupted") == metrics_of(tmp_path / "uninterrupted")
 
 
 class StoppedEvaluation:
@@ -441,14 +441,22 @@ def test_stop_during_evaluation_saves_step_and_its_record(
     step: int, model: str, batches: list[Path], tmp_path: Path
 ) -> None:
     uninterrupted, evaluation = StoppedEvaluation(Event(), -1), StoppedEvaluation(stop_requested := Event(), step)
-    expected = run("replay", model, batches, tmp_path / "whole", every=0, evaluation=uninterrupted)
+    expected = run("replay", model, batches, tmp_path / "uninterrupted", every=0, evaluation=uninterrupted)
     with pytest.raises(SystemExit) as stopped:
-        run("replay", model, batches, tmp_path / "cut", every=0, stop=stop_requested.is_set, evaluation=evaluation)
+        run(
+            "replay",
+            model,
+            batches,
+            tmp_path / "interrupted",
+            every=0,
+            stop=stop_requested.is_set,
+            evaluation=evaluation,
+        )
     assert stopped.value.code == 143
-    assert last_recovery_checkpoint(tmp_path / "cut" / "recover") == step
-    assert metrics_of(tmp_path / "cut")[-1]["step"] == step
+    assert last_recovery_checkpoint(tmp_path / "interrupted" / "recover") == step
+    assert metrics_of(tmp_path / "interrupted")[-1]["step"] == step
 
-    weights = run("replay", model, batches, tmp_path / "cut", every=0, evaluation=evaluation)
+    weights = run("replay", model, batches, tmp_path / "interrupted", every=0, evaluation=evaluation)
 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert evaluation.finished_steps == [done for done in uninterrupted.finished_steps if done != step or done == STEPS]

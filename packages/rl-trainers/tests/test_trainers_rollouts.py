@@ -1,4 +1,4 @@
-"""The rollout writer: content and place of its files, and slow or full disks; evaluation by rewards."""
+"""The rollout writer: its files, and slow or full disks; and the evaluation by rewards."""
 
 import json
 import threading

@@ -1,9 +1,9 @@
 """Recovery checkpoints: everything that a stopped run needs to resume as if it had not stopped.
 
 A recovery checkpoint is taken between two steps. The training thread copies the state, and a thread of each rank writes
-the copies to a scratch directory, which is renamed when it is complete. Only then are older recovery checkpoints
-removed, so a process may be killed and a machine may lose power at any moment. A resumed run removes what was written
-after its recovery checkpoint, because those steps are taken again.
+the copies to a scratch directory. It is renamed when it is complete, and only then are older recovery checkpoints
+removed. A process may therefore be killed, and a machine may lose power, at any moment. A resumed run removes what was
+written after its recovery checkpoint, because those steps are taken again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COST = 0.02
 
 
 class RecoveryCheckpoints:
-    """Saves and restores a run; every method is collective.
+    """Writer and reader of a run's recovery checkpoints; every method is collective.
 
     One recovery checkpoint is written at a time. If the next one is due earlier, its step waits for the pending one
     (`time/recover` shows that). The steps of recovery checkpoints therefore do not depend on the speed of the disk.

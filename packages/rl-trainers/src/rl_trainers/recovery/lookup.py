@@ -50,7 +50,7 @@ class RecoverConfig(EveryConfig):
     """Consecutive recovery checkpoints that may fail to be written, for example because the disk is full; one more
     failure ends the run. Earlier ones stay, and the next save tries again."""
     timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a recovery checkpoint must be written. The next one, and a stop, wait for it."""
+    """Seconds in which a recovery checkpoint must be written. The next one and a request to stop wait for it."""
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:

@@ -42,7 +42,7 @@ class CheckpointConfig(EveryConfig):
     best_mode: str = choice("max", ("max", "min"))
     """Direction of `best_figure`: `max` if higher is better, `min` if lower is better."""
     timeout: float = bounded(240.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a checkpoint must be written. The next one, and the end of the run, wait for it."""
+    """Seconds in which a checkpoint must be written. The next one and the end of the run wait for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class CheckpointConfig(EveryConfig):
 
 
 class Checkpoints:
-    """Saves an engine under `checkpoints/step_<n>`, one checkpoint at a time.
+    """Writer of an engine's checkpoints under `checkpoints/step_<n>`, one at a time.
 
     A directory of that name is complete. A checkpoint that cannot be written is logged and counted
     (`checkpoint/failed`); the last one of the run raises an error instead.
@@ -78,7 +78,7 @@ class Checkpoints:
         self._schedule_state: dict[str, Any] = {
             "seconds": 0.0,
             "passed": 0,
-        }  # rank 0's, so that all ranks save the same
+        }  # of rank 0, so that the states of all ranks are equal
         self._rated: dict[int, float] = {}
         self._pending: BackgroundDirectory | None = None
         self._written: Path | None = None
@@ -155,7 +155,9 @@ class Checkpoints:
         """Restore a state that `state_dict` returned."""
         self._schedule_state = state["due"]
         self._schedule.load_state_dict(self._schedule_state)
-        if state.get("figure", self.config.best_figure) == self.config.best_figure:  # else ratings do not compare
+        if (
+            state.get("figure", self.config.best_figure) == self.config.best_figure
+        ):  # otherwise the ratings are of another metric
             self._rated = {int(step): float(value) for step, value in state["rated"]}
 
     def _copy(self, directory: Path) -> Sequence[Snapshot]:

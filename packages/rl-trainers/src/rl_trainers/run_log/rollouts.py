@@ -55,7 +55,7 @@ class RolloutsConfig(KeptConfig):
 
 
 class RolloutWriter:
-    """Writes JSON lines into a directory in a separate thread, one file per step and rank.
+    """Writer of JSON lines in a separate thread, with one file per step and rank.
 
     Args:
         directory: created if it does not exist.

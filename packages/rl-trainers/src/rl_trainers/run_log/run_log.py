@@ -124,7 +124,7 @@ class RunLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the saved step."""
         self.step, self._evaluated = int(state["step"]), int(state["evaluated"])
-        if "checkpoints" in state:  # recovery checkpoints of earlier versions do not have it
+        if "checkpoints" in state:  # missing in recovery checkpoints of earlier releases
             self.checkpoints.load_state_dict(state["checkpoints"])
 
     def start(self, version: int) -> None:
@@ -248,7 +248,7 @@ class RunLog:
         record |= {name: value for name, value in recorded.items() if name not in clashes}
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
-        """Save the whole batch on rank 0, as it left the runtime, without the entries that learners computed."""
+        """Save the full batch on rank 0, as it left the runtime, without the entries that learners computed."""
         raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*COMPUTED).items()}  # type: ignore[misc]
         shards = self.engine.parallel.gather_tensors(raw)
         if not self.engine.parallel.is_main:
@@ -257,10 +257,10 @@ class RunLog:
 
         from rl_contracts.batch.trajectory import concatenate, save_batch
 
-        whole = concatenate([TensorDict(shard, batch_size=shard["input_ids"].shape[:1]) for shard in shards])
+        combined = concatenate([TensorDict(shard, batch_size=shard["input_ids"].shape[:1]) for shard in shards])
         directory = self.run_dir / "batches"
         directory.mkdir(exist_ok=True)
-        save_batch(whole, directory / f"step_{self.step}-version_{version}.safetensors")
+        save_batch(combined, directory / f"step_{self.step}-version_{version}.safetensors")
 
     def _start_step(self) -> None:
         self._seconds.clear()
@@ -280,27 +280,29 @@ def summarise(batch: TensorDict, version: int) -> Metrics:
         version: the trainer's version when the batch left the runtime.
 
     Returns:
-        `rows` (sequences), `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`,
-        `staleness/mean` and `staleness/max` (`version` minus the version of a sequence's oldest token),
-        `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
+        `rows` (sequences), `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`.
+        `staleness/mean` and `staleness/max`: `version` minus the version of a sequence's oldest token.
+        `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more`: trained tokens by age.
     """
     metrics = Metrics()
-    learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
+    trained, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
     generated = versions >= 0
     # the largest int marks sequences without a generated token, which do not count
     oldest = versions.masked_fill(~generated, 2**31 - 1).amin(-1)
     age, has_generated = version - oldest, generated.any(-1)
     metrics.add("rows", rewards.new_ones(len(rewards)), kind="sum")
-    metrics.add("tokens/trained", learn, kind="sum")
+    metrics.add("tokens/trained", trained, kind="sum")
     metrics.add("reward/mean", rewards)
     metrics.add("reward/square", rewards.square())
     metrics.add("truncated/fraction", batch["truncated"])
     metrics.add("staleness/mean", age, has_generated)
     metrics.add("staleness/max", age, has_generated, kind="max")
     token_age = (version - versions).clamp(0, OLDEST_GROUPS)
-    for old in range(OLDEST_GROUPS + 1):
-        name = f"staleness/fraction_{old}" if old < OLDEST_GROUPS else f"staleness/fraction_{OLDEST_GROUPS}_and_more"
-        metrics.add(name, token_age == old, learn & generated)
+    for bucket in range(OLDEST_GROUPS + 1):
+        name = (
+            f"staleness/fraction_{bucket}" if bucket < OLDEST_GROUPS else f"staleness/fraction_{OLDEST_GROUPS}_and_more"
+        )
+        metrics.add(name, token_age == bucket, trained & generated)
     return metrics
 
 

@@ -30,7 +30,7 @@ class EveryConfig(Settings):
 
 
 class Schedule:
-    """Decides after which steps a save is due. Every rank calls it, and rank 0's result counts, because clocks differ.
+    """Schedule of saves. Every rank evaluates it, but only the result of rank 0 counts, because clocks differ.
 
     Args:
         config: the intervals.

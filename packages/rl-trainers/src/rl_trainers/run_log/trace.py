@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Trace:
-    """Records spans, from any thread.
+    """Recorder of spans, from any thread.
 
     Args:
         process: name of this process in the viewer, for example `trainer-0`.

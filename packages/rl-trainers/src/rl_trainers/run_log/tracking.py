@@ -1,7 +1,8 @@
 """Trackers of a run: for each, the command has one thread that reads `metrics.jsonl` and logs its records.
 
 The file is the queue: training writes it in any case and never waits for a tracker. `trackers/<name>.json` in the run
-directory stores the tracker's id of the run and the last record sent, as a step and a count within that step.
+directory stores the tracker's id of the run and the last record sent. A record is identified by its step and its count
+within that step.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def hanging_trackers() -> list[str]:
 
 
 class _Follower:
-    """Sends the records of a file to a tracker.
+    """Reader of a metrics file that sends the records to a tracker.
 
     Args:
         tracker: tracker that is not open.
@@ -198,10 +199,10 @@ class _Follower:
 
 
 class _GrowingFile:
-    """Reads a file of JSON lines while it grows.
+    """Reader of a growing file of JSON lines.
 
     Args:
-        path: need not exist yet.
+        path: path of the file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:

@@ -64,10 +64,10 @@ def run(tmp_path_factory, fault_file):
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("one behind", "its scores of 383 tokens .* those of the version before"),
-        ("weights not sent", "its scores of 383 tokens .* other weights than were sent"),
-        ("stale copy", "its scores of 383 tokens .* other weights than were sent"),
-        ("stale prefix", "its scores are right, but .* its prefix cache"),
+        ("one behind", "its scores of 383 tokens .* match the previous version"),
+        ("weights not sent", "its scores of 383 tokens .* does not serve the sent weights"),
+        ("stale copy", "its scores of 383 tokens .* does not serve the sent weights"),
+        ("stale prefix", "its scores are correct, but .* its prefix cache"),
     ],
 )
 def test_publish_fault_of_a_real_server_is_named_by_the_canary(run, fault_file, fault, named):

@@ -85,7 +85,7 @@ def test_gap_weights_not_sent_is_named(run, fault_file):
     fault_file.write_text("weights not sent")
     message = _alarm(_steps, run, 1)
     assert "Likely cause: weights not received" in message
-    assert "its scores are those of the version before" in message
+    assert "its scores match the previous version" in message
 
 
 def test_gap_one_tensor_wrong_after_the_receipt_is_named(run, fault_file):
@@ -116,7 +116,7 @@ def test_gap_stale_prefix_cache_is_named(run, fault_file):
     fault_file.write_text("stale prefix")
     message = _alarm(_steps, run, 4)
     assert "Likely cause: stale prefix cache" in message
-    assert "one to a new prompt is right" in message
+    assert "those of new prompts are correct" in message
 
 
 def _learn_from_answers_made_a_step_before(run, clean, steps=2):
@@ -202,7 +202,7 @@ def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_
         fault_file.write_text("one behind")
         message = _alarm(_steps, run, 3 * count)
         run.close()
-    assert f"the scores of {addresses[1]}, nearer to those before the update than to those after it" in message
+    assert f"the scores of {addresses[1]}, closer to the log-probs before the update" in message
     assert "Likely cause: weights not received" in message
 
 

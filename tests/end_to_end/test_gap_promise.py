@@ -152,7 +152,7 @@ def _named(run, most, record_property):
 def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, dtype, most, late, record_property):
     run = Run(model, loop, dtype, 1e-6, late=late, mixed=False)
     message = _named(run, most, record_property)
-    assert f"scores of http://server-{late}, nearer to those before the update than to those" in message
+    assert f"scores of http://server-{late}, closer to the log-probs before the update" in message
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_bfloat16_server_that_stays_at_its_version_is_named_whatever_kernels_the
 ):
     run = Run(model, loop, "bfloat16", 1e-6, late=late, stays=True, count=count)
     message = _named(run, 3, record_property)
-    assert f"scores of http://server-{late}, to the last bit its own before the update" in message
+    assert f"scores of http://server-{late}, bitwise identical" in message
     assert "Likely cause: weights not received" in message
 
 

@@ -119,7 +119,7 @@ def test_temperature_changed_on_the_server_is_named_by_the_gap_gate(fleet):
         fleet.plant("temperature", 0)
         message = alarm(run, 3)
 
-    assert "the recorded log-probs of tokens that the trainer's version made" in message
+    assert "the recorded log-probs of tokens of the current version" in message
     assert "Likely cause: temperature" in message
     assert "at temperature 0.7 instead" in message
 
@@ -130,14 +130,14 @@ def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
         message = alarm(run, 4)
 
     assert "Likely cause: stale prefix cache" in message
-    assert "one to a new prompt is right" in message
+    assert "those of new prompts are correct" in message
 
 
 @pytest.mark.parametrize(
     ("faults", "cause"),
     [
-        ("not loaded, unseen", "weights not received: these are the scores of the version before"),
-        ("stale head, unseen", "one tensor may be wrong, a fused copy stale"),
+        ("not loaded, unseen", "weights not received: the scores match the previous version"),
+        ("stale head, unseen", "weights or architecture: no experiment explains the gap"),
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
 )
@@ -157,16 +157,16 @@ def test_one_server_of_two_behind_is_named_by_the_gap_gate(fleet):
         message = alarm(run, 1)
 
     assert f"the scores of {fleet.servers[1].address}" in message
-    assert "weights not received: these are the scores of the version before" in message
+    assert "weights not received: the scores match the previous version" in message
 
 
 @pytest.mark.parametrize(
     ("faults", "named"),
     [
-        ("not loaded, unseen", "and they are those of the version before: it serves other weights than were sent"),
-        ("stale head, unseen", "it serves other weights than were sent. Does it load them, all of them (a tied head"),
-        ("cache kept", "its scores are right, but the log-probs of the 16 tokens that it generated after them are"),
-        ("one behind", "and they are those of the version before: it serves other weights than were sent"),
+        ("not loaded, unseen", "match the previous version. The server does not serve the sent weights"),
+        ("stale head, unseen", "does not serve the sent weights; check that it loads every tensor, including a tied"),
+        ("cache kept", "its scores are correct, but the log-probs of its 16 generated tokens"),
+        ("one behind", "match the previous version. The server does not serve the sent weights"),
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept", "one_of_two_behind"],
 )

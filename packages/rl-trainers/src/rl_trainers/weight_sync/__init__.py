@@ -1,1 +1,1 @@
-"""Weights from the trainer to the servers, and the checks that they arrived."""
+"""Publish weights from the trainer to the servers and verify that they arrived."""

@@ -1,9 +1,11 @@
-"""The canary: what servers without checksums serve after an update, compared with the trainer's own forward before they
-get requests again.
+"""Canary check: compare what servers compute after an update with the trainer's own forward pass.
 
-Each server scores a prompt that it has served before the update, and generates a few greedy tokens after it. Scores
-that are off speak of the weights. Scores that are right and generated tokens that are off speak of what was computed
-before the update: a server may pass by its prefix cache where it scores, so scores alone never see a stale one.
+The check runs before the servers get requests again. It is meant for servers without checksums.
+
+Each server scores a prompt that it has already served before the update, and generates a few greedy tokens after it.
+Wrong scores mean wrong weights. Correct scores with wrong generated tokens mean that results computed before the
+update are still in use. A server may bypass its prefix cache when it scores, so scores alone never reveal a stale
+cache.
 """
 
 from __future__ import annotations
@@ -26,136 +28,141 @@ if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
 
 TOKENS = 16
-"""Greedy tokens after the prompt."""
+"""Greedy tokens to generate after the prompt."""
 VOCABULARY = range(3, 100)
-"""Token ids of the prompt; every vocabulary has them."""
-NEARER = 3.0
-"""How many times nearer to the version before scores must be to be called its. Noise alone makes them equally near."""
-DECODING = 10.0
-"""How many times further off generated tokens may be than scores, which another kernel computes."""
+"""Token ids of the prompt, present in every vocabulary."""
+CLOSER_FACTOR = 3.0
+"""Ratio of distances above which scores count as those of other weights. Noise alone gives a ratio of about 1."""
+DECODING_FACTOR = 10.0
+"""Allowed error of generated tokens, as a multiple of the error of the scores. Decoding uses another kernel."""
 NOISE = 1e-3
-"""Nats within which generated tokens are never off."""
+"""Error of generated tokens, in nats, that is always accepted."""
 
 
 @dataclass(frozen=True)
 class ExpectedCompletion:
-    """What the trainer says of the canary at a version."""
+    """Log-probs that the trainer computes for the canary at one version."""
 
     version: int
     scores: list[float]
     """Log-probs of the prompt's tokens; entry 0 is 0."""
-    answers: dict[tuple[int, ...], list[float]]
-    """Log-probs of tokens after it, by the tokens."""
+    completion_logprobs: dict[tuple[int, ...], list[float]]
+    """Log-probs of each completion that a server generated, by its token ids."""
     base: list[float] | None = None
-    """As `scores`, of the base weights without the adapter; None: none is trained."""
+    """Scores with the base weights alone, or None where no adapter is trained."""
 
     def logprobs(self, output_ids: Sequence[int]) -> list[float]:
-        """Of the beginning of an answer that is also the beginning of a known one: of as much as there is."""
+        """Return the log-probs of the longest prefix of a completion that is also the prefix of a scored one."""
         best: list[float] = []
-        for known, logprobs in self.answers.items():
-            pairs = enumerate(zip(known, output_ids, strict=False))
-            same = next((n for n, (ours, theirs) in pairs if ours != theirs), min(len(known), len(output_ids)))
+        for scored_ids, logprobs in self.completion_logprobs.items():
+            pairs = enumerate(zip(scored_ids, output_ids, strict=False))
+            same = next((n for n, (scored, output) in pairs if scored != output), min(len(scored_ids), len(output_ids)))
             best = max(best, logprobs[:same], key=len)
         return best
 
     @staticmethod
-    def _is_nearer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
-        """Whether scores are so much nearer to others than `to_tokens` that noise is no reason."""
-        return _rms(_differences(other[1:], scores[1:])) * NEARER < spread
+    def _is_closer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
+        """Whether the scores are closer to `other` than `spread`, by more than noise explains."""
+        return _rms(_differences(other[1:], scores[1:])) * CLOSER_FACTOR < spread
 
-    def fault(self, answer: CanaryCompletion, before: ExpectedCompletion | None, tolerance: float) -> str | None:
-        """What is wrong with what a server showed; None: nothing.
+    def fault(self, completion: CanaryCompletion, previous: ExpectedCompletion | None, tolerance: float) -> str | None:
+        """Return a description of what is wrong with a server's completion, or None.
 
         Args:
-            before: of the version before this one, where it is known.
-            tolerance: mean absolute difference, in nats, above which log-probs are off.
+            completion: what the server computed.
+            previous: expectation at the previous version, where it is known.
+            tolerance: largest accepted mean absolute difference of log-probs, in nats.
         """
-        scored = _differences(self.scores[1:], answer.scores[1:])
-        off, spread = _mean(scored), _rms(scored)
-        moved = before is not None and self._is_nearer(before.scores, answer.scores, spread)
-        unapplied = self.base is not None and self._is_nearer(self.base, answer.scores, spread)
-        if moved or unapplied or not off <= tolerance:  # nan is off
-            what = ", and they are those of the version before" if moved else ""
-            what = ", and they are those of the base weights: the adapter is not applied" if unapplied else what
+        score_errors = _differences(self.scores[1:], completion.scores[1:])
+        error, spread = _mean(score_errors), _rms(score_errors)
+        is_previous = previous is not None and self._is_closer(previous.scores, completion.scores, spread)
+        is_base = self.base is not None and self._is_closer(self.base, completion.scores, spread)
+        if is_previous or is_base or not error <= tolerance:  # nan is a fault
+            match = " and match the previous version" if is_previous else ""
+            match = " and match the base weights (the adapter is not applied)" if is_base else match
             return (
-                f"its scores of {len(scored)} tokens are {off:.3g} nats off the trainer's on average (at most "
-                f"{tolerance:g}){what}: it serves other weights than were sent. Does it load them, all of them (a tied "
-                "head too), and into what it computes with?"
+                f"its scores of {len(score_errors)} tokens differ from the trainer's by {error:.3g} nats on average "
+                f"(limit {tolerance:g}){match}. The server does not serve the sent weights; check that it loads every "
+                "tensor, including a tied lm_head."
             )
-        made = _differences(self.logprobs(answer.output_ids), answer.logprobs)
-        limit, off = min(tolerance, max(DECODING * spread, NOISE)), _mean(made)
-        if not off <= limit:
+        token_errors = _differences(self.logprobs(completion.output_ids), completion.logprobs)
+        limit, error = min(tolerance, max(DECODING_FACTOR * spread, NOISE)), _mean(token_errors)
+        if not error <= limit:
             return (
-                f"its scores are right, but the log-probs of the {len(made)} tokens that it generated after them are "
-                f"{off:.3g} nats off the trainer's on average (at most {limit:.3g}): its prefix cache or its decode "
-                "path still has what was computed with the weights before."
+                f"its scores are correct, but the log-probs of its {len(token_errors)} generated tokens differ from "
+                f"the trainer's by {error:.3g} nats on average (limit {limit:.3g}): its prefix cache or its decode "
+                "path still uses results of the previous weights."
             )
         return None
 
 
 class CanaryCheck:
-    """Takes part in the commits of a publisher. All ranks have one and make the same calls.
+    """Check of the servers during a commit of a publisher. All ranks have one and make the same calls.
 
     Args:
-        engine: the trainer, with the weights that are published.
-        route: on which they travel, for errors.
-        tokens: of the prompt.
-        tolerance: mean absolute difference, in nats, above which log-probs are off.
+        engine: the trainer, which holds the weights that are published.
+        route: name of the publish route, for error messages.
+        tokens: length of the prompt.
+        tolerance: largest accepted mean absolute difference of log-probs, in nats.
     """
 
     def __init__(self, engine: TrainEngine, route: str, tokens: int, tolerance: float) -> None:
         self.engine, self.route, self.tolerance = engine, route, tolerance
         self.prompt = random.Random(0).choices(VOCABULARY, k=tokens)
-        self._right: ExpectedCompletion | None = None
-        self._before: ExpectedCompletion | None = None
+        self._expected: ExpectedCompletion | None = None
+        self._previous: ExpectedCompletion | None = None
         self._base: list[float] | None = None
-        self._asked: Future[list[CanaryCompletion]] = Future()
+        self._completions: Future[list[CanaryCompletion]] = Future()
         self._verdict: Future[None] = Future()
 
     def prepare(self) -> Canary:
-        """What a commit is to be given; for the rank that speaks to the servers."""
-        self._asked, self._verdict = Future(), Future()
+        """Return the canary for a commit; only the rank that talks to the servers calls this."""
+        self._completions, self._verdict = Future(), Future()
         return Canary(self.prompt, TOKENS, self._raise_on_mismatch)
 
     def compare(self, version: int, committing: Future[Any] | None, timeout: float) -> None:
-        """Compare what the servers show while a commit waits for it (collective).
+        """Compare the servers' completions with the trainer while the commit waits (collective).
 
         Args:
-            version: what is committed, and what the engine holds.
-            committing: the commit, on rank 0; its error is left to whoever waits for it.
-            timeout: seconds until the servers have shown it.
+            version: the version being committed, whose weights the engine holds.
+            committing: the running commit, on rank 0. The caller that waits for it handles its error.
+            timeout: seconds to wait for the completions.
         """
-        parallel, shown = self.engine.parallel, None
+        parallel, completions = self.engine.parallel, None
         if committing is not None:
-            wait({self._asked, committing}, timeout, FIRST_COMPLETED)
-            # whoever is asked from now on comes too late
-            shown = None if self._asked.cancel() else [asdict(answer) for answer in self._asked.result()]
-        shown = parallel.broadcast_json(shown)
-        if shown is None:
+            wait({self._completions, committing}, timeout, FIRST_COMPLETED)
+            # a cancelled future makes a later call of the judge fail instead of waiting for a verdict
+            completions = (
+                None
+                if self._completions.cancel()
+                else [asdict(completion) for completion in self._completions.result()]
+            )
+        completions = parallel.broadcast_json(completions)
+        if completions is None:
             return
         try:
-            right = self._ask_trainer(version, [CanaryCompletion(**answer) for answer in shown])
+            expected = self._compute_expected(version, [CanaryCompletion(**completion) for completion in completions])
         except BaseException as error:
-            self._decide(WeightUpdateError(f"the trainer could not compute the canary: {error!r}"))
+            self._decide(WeightUpdateError(f"the trainer could not compute the canary's log-probs: {error!r}"))
             raise
-        if self._right is None or self._right.version != version:
-            self._before = self._right
-        self._right = right
-        self._decide(self._fault(right, [CanaryCompletion(**answer) for answer in shown]))
+        if self._expected is None or self._expected.version != version:
+            self._previous = self._expected
+        self._expected = expected
+        self._decide(self._fault(expected, [CanaryCompletion(**completion) for completion in completions]))
 
     def _decide(self, error: WeightUpdateError | None) -> None:
-        with suppress(InvalidStateError):  # the commit does not wait any more
+        with suppress(InvalidStateError):  # the commit no longer waits
             self._verdict.set_result(None) if error is None else self._verdict.set_exception(error)
 
-    def _ask_trainer(self, version: int, answers: list[CanaryCompletion]) -> ExpectedCompletion:
-        """The trainer's log-probs of the prompt and of what was generated after it (collective)."""
+    def _compute_expected(self, version: int, completions: list[CanaryCompletion]) -> ExpectedCompletion:
+        """Compute the trainer's log-probs of the prompt and of the servers' completions (collective)."""
         import numpy as np
 
         from rl_contracts.batch.trajectory import Trajectory, stack
 
-        outputs = sorted({tuple(answer.output_ids) for answer in answers})
+        outputs = sorted({tuple(completion.output_ids) for completion in completions})
         length = len(self.prompt) + len(outputs[0])
-        rows = stack(
+        sequences = stack(
             [
                 Trajectory(
                     np.array([*self.prompt, *output], dtype=np.int64),
@@ -166,38 +173,44 @@ class CanaryCheck:
                 for output in outputs
             ]
         )
-        found, prompt, base = self._logprobs(rows), len(self.prompt), self.engine.without_adapter()
-        after = {o: row[prompt:] for o, row in zip(outputs, found, strict=True)}
-        if base is not None and self._base is None:  # which no step changes
+        logprobs, prompt, base = self._logprobs(sequences), len(self.prompt), self.engine.without_adapter()
+        completion_logprobs = {o: values[prompt:] for o, values in zip(outputs, logprobs, strict=True)}
+        if base is not None and self._base is None:  # training never changes the base weights
             with base:
-                self._base = self._logprobs(rows[:1])[0][:prompt]
-        return ExpectedCompletion(version, found[0][:prompt], after, self._base)
+                self._base = self._logprobs(sequences[:1])[0][:prompt]
+        return ExpectedCompletion(version, logprobs[0][:prompt], completion_logprobs, self._base)
 
-    def _logprobs(self, rows: TensorDict) -> list[list[float]]:
-        found: list[list[float]] = self.engine.forward(rows, lambda outputs, _: outputs.logprobs).tolist()
-        return found
+    def _logprobs(self, sequences: TensorDict) -> list[list[float]]:
+        logprobs: list[list[float]] = self.engine.forward(sequences, lambda outputs, _: outputs.logprobs).tolist()
+        return logprobs
 
-    def _fault(self, right: ExpectedCompletion, answers: list[CanaryCompletion]) -> WeightUpdateError | None:
-        faults = [(answer.server, right.fault(answer, self._before, self.tolerance)) for answer in answers]
-        where = f"route {self.route}, version {right.version}"
-        wrong = [f"{where}, {server}: {fault}" for server, fault in faults if fault is not None]
-        return WeightUpdateError(" ".join(wrong)) if wrong else None
+    def _fault(self, expected: ExpectedCompletion, completions: list[CanaryCompletion]) -> WeightUpdateError | None:
+        faults = [
+            (completion.server, expected.fault(completion, self._previous, self.tolerance))
+            for completion in completions
+        ]
+        where = f"route {self.route}, version {expected.version}"
+        messages = [f"{where}, {server}: {fault}" for server, fault in faults if fault is not None]
+        return WeightUpdateError(" ".join(messages)) if messages else None
 
-    async def _raise_on_mismatch(self, version: int, answers: list[CanaryCompletion]) -> None:
-        """`Canary.judge`: in a commit the trainer is asked, and the commit waits for it; a server that comes back later
-        is compared with what it said then."""
-        right = self._right
-        if right is not None and right.version == version and self._asked.done():
-            error = self._fault(right, answers)
+    async def _raise_on_mismatch(self, version: int, completions: list[CanaryCompletion]) -> None:
+        """Implement `Canary.judge`.
+
+        During a commit, hand the completions to `compare` and wait for its verdict. A server that rejoins later is
+        compared with the log-probs that the trainer computed in that commit.
+        """
+        expected = self._expected
+        if expected is not None and expected.version == version and self._completions.done():
+            error = self._fault(expected, completions)
             if error is not None:
                 raise error
             return
-        if self._asked.done():
+        if self._completions.done():
             raise WeightUpdateError(
-                f"{', '.join(answer.server for answer in answers)}: version {version} was never compared with the "
-                "trainer's; the next update will be."
+                f"{', '.join(completion.server for completion in completions)}: version {version} was never compared "
+                "with the trainer; the next update will be compared."
             )
-        self._asked.set_result(answers)
+        self._completions.set_result(completions)
         await asyncio.wrap_future(self._verdict)
 
 
@@ -206,7 +219,7 @@ def _differences(trainer: Sequence[float], server: Sequence[float]) -> list[floa
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of the absolute values; nan without any."""
+    """Return the mean absolute value, or nan without values."""
     return math.fsum(map(abs, values)) / len(values) if values else math.nan
 
 

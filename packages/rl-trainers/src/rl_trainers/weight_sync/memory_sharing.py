@@ -1,4 +1,4 @@
-"""Servers and trainer that have the same memory, in turn: the servers sleep while the trainer learns."""
+"""Share GPU memory between servers and trainer: the servers sleep while the trainer learns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ GIB = 2**30
 
 
 class MemorySharing:
-    """Puts the servers to sleep until weights are committed (collective: every rank of the engine has one). Answers
-    that are under way go on when they are awake. Servers that cannot sleep are left alone.
+    """Puts the servers to sleep until weights are committed (collective: every rank of the engine has one).
+
+    Unfinished completions continue when the servers wake. Servers that cannot sleep are left alone.
 
     Args:
-        engine: what learns meanwhile.
-        inference: the client of the servers; that of rank 0 speaks to them.
-        loop: on which it runs.
-        timeout: seconds for each of the two.
+        engine: the trainer, which uses the memory meanwhile.
+        inference: client of the servers; only rank 0 uses it.
+        loop: thread that runs the client's coroutines.
+        timeout: seconds for each call of `sleep` and `wake`.
     """
 
     def __init__(self, engine: TrainEngine, inference: InferenceEngine, loop: LoopThread, timeout: float) -> None:
@@ -33,13 +34,14 @@ class MemorySharing:
         return self.engine.parallel.is_main and self.inference.capabilities.sleeps
 
     def sleep(self) -> dict[str, float]:
-        """Give the servers' memory back.
+        """Release the servers' memory.
 
         Returns:
-            `sharing/freed_gib`: how much of it; on a GPU what it has more for all, else what the servers say.
+            `sharing/freed_gib`: the released memory. On a GPU it is the increase in free memory as CUDA reports it;
+            where that is 0, what the servers report.
 
         Raises:
-            EngineError, StalledError: they did not; on every rank.
+            EngineError, StalledError: the servers did not sleep; raised on every rank.
         """
         freed = 0.0
         with self.engine.parallel.agree_on_errors("putting the servers to sleep"):
@@ -50,10 +52,10 @@ class MemorySharing:
         return {"sharing/freed_gib": freed / GIB}
 
     def wake(self) -> None:
-        """Undo `sleep` where nothing is published; a commit does so by itself.
+        """Undo `sleep` where no weights are published; a commit wakes the servers automatically.
 
         Raises:
-            EngineError, StalledError: they did not wake; on every rank.
+            EngineError, StalledError: the servers did not wake; raised on every rank.
         """
         with self.engine.parallel.agree_on_errors("waking the servers"):
             if self._is_client_rank:
@@ -61,7 +63,7 @@ class MemorySharing:
 
     @contextmanager
     def servers_awake(self) -> Iterator[None]:
-        """Wake the servers for a block, and put them to sleep after it, also when it raises (collective)."""
+        """Wake the servers for a block and put them to sleep after it, even if it raises (collective)."""
         self.wake()
         try:
             yield
@@ -69,7 +71,7 @@ class MemorySharing:
             self.sleep()
 
     def _free(self) -> float:
-        """Bytes that a GPU has for anybody; 0 of a CPU."""
+        """Return the free bytes of the GPU over all processes, or 0 on a CPU."""
         import torch
 
         device = self.engine.parallel.device

@@ -1,17 +1,17 @@
-"""Publishing weights: the one state machine for every route, seen from the trainer.
+"""Publish weights from the trainer to the servers: one state machine for every route.
 
-    begin -> send -> receipts compared -> pause, swap, commit, resume -> record
+    begin -> send -> compare receipts -> pause, swap, commit, resume -> record
 
-Invariant: nothing is served from version v before every live server has shown, by its receipt, that it holds what the
-trainer sent as v; and when a server generates again, all live ones serve v. `publish` returns at the commit. Servers
-that give no checksums show it by a canary (`rl_trainers.weight_sync.canary`), after the swap and before they get
-requests again.
+Invariant: no server serves version v before every live server has shown, by its receipt, that it holds what the trainer
+sent as v. When a server generates again, all live servers serve v. `publish` returns at the commit. Servers without
+checksums prove it by a canary (`rl_trainers.weight_sync.canary`) instead, after the swap and before they get requests
+again.
 
-Each rank that `TrainEngine.full_parameters` gives something to sends that part of the version; all others take part in
-the gathers. Rank 0 alone speaks to the servers: over a route that meets its receivers they stage while the ranks send,
-over the others afterwards. An error on any rank is agreed on and raised on all of them, and so all ranks go through
-the same states. The record (`rl_contracts.weights.committed_record`) lets a server that starts again load the version
-by itself.
+Each rank for which `TrainEngine.full_parameters` yields parameters sends its part of the version. All other ranks take
+part in the gathers. Only rank 0 talks to the servers. On a route with a rendezvous they stage while the ranks send; on
+the other routes they stage afterwards. All ranks raise an error that occurs on any of them, and so all go through the
+same states. The record (`rl_contracts.weights.committed_record`) lets a restarted server load the version
+automatically.
 """
 
 from __future__ import annotations
@@ -42,69 +42,69 @@ logger = get_logger("publish")
 
 LOOPBACK = "127.0.0.1"
 STEP_SECONDS = 60.0
-"""Longest that one step of a broadcast may take: to connect, to move one piece."""
+"""Largest timeout, in seconds, of one step of a broadcast: to connect, or to transfer one chunk."""
 MAX_ATTEMPTS = 3
-"""How often a version is sent while servers are lost in the middle."""
+"""Number of attempts to send a version when servers are lost during the transfer."""
 SHUTDOWN_SECONDS = 10.0
-"""How long to wait for what the servers say about a transfer that broke."""
+"""Seconds to wait for the servers' result after a failed transfer."""
 
 
 @dataclass
 class PublishConfig(Settings):
-    """How new weights reach the servers."""
+    """Route and deadlines for publishing weights to the servers."""
 
     setting: ClassVar[str] = "publish"
     route: str = choice("auto", ("auto", *ROUTES))
-    """`shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to memory, over the network) or
-    `ipc` (trainer and server on one GPU). `auto`: `shm` where all are on one machine, else `broadcast`, but `disk`
-    for an only server, which could not come back otherwise; the commands know where that is, and without them it is
-    `shm`."""
+    """Transport of the weights: `shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to
+    memory, over the network) or `ipc` (trainer and server on one GPU). `auto` takes `shm` if all are on one machine.
+    Otherwise it takes `broadcast`, but `disk` for a single server, which could not rejoin after a restart otherwise.
+    The commands choose the route; in a program without them `auto` is `shm`."""
     host: str = ""
-    """Of `broadcast`: address on which rank 0 listens; empty: that at which the ranks meet (`MASTER_ADDR`), which is
-    loopback on one machine."""
+    """Address on which rank 0 listens for `broadcast`. Empty: the rendezvous address of the ranks (`MASTER_ADDR`),
+    which is loopback on one machine."""
     adapter: str = choice("auto", ("auto", "always", "never"))
-    """Where low-rank adapters are trained: `auto` sends them alone if all servers can add them to their base weights,
-    `always` refuses servers that cannot, `never` sends the merged weights whole."""
+    """Policy for low-rank adapters. `auto`: send them alone if all servers can add them to their base weights, else the
+    full merged weights. `always`: reject servers that cannot. `never`: send the full merged weights."""
     timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for staging, and again for the commit, on all servers."""
     drain_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """With `rollout.interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server
-    that makes no tokens is lost much earlier."""
+    """Seconds, in addition to `timeout`, to wait for unfinished completions with `rollout.interrupt=wait`. A server
+    that generates no tokens is evicted much earlier."""
 
     canary: str = choice("auto", ("auto", "always"))
-    """`auto`: servers that give no checksums show by a canary what they serve, before they get requests again.
-    `always`: all do, which also finds prefix caches and packed weights that an update left as they were."""
+    """Servers that must pass the canary check after an update, before they get requests again. `auto`: those without
+    checksums. `always`: all, which also finds prefix caches and packed weights that an update left unchanged."""
     canary_tokens: int = bounded(384, "at least 2", lambda tokens: tokens >= 2)
-    """Tokens of the canary's prompt. Several hundred, so that it lies in prefix caches; with 16 more it must fit into
-    the servers' context."""
+    """Tokens of the canary's prompt. Several hundred, so that prefix caches hold it; with 16 more it must fit into the
+    servers' context."""
     canary_tolerance: float = bounded(0.0, "0 (by the dtype) or more nats", lambda nats: nats >= 0)
-    """Mean difference between the servers' and the trainer's log-probs of the canary, in nats, above which the run
-    stops. 0: 0.01 where both compute in float32, else 0.2."""
+    """Mean absolute difference between the servers' and the trainer's log-probs of the canary, in nats, above which the
+    run stops. 0: 0.01 if both compute in float32, else 0.2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             not self.host or self.route in ("auto", "broadcast"),
             "publish.host",
-            f"nothing where publish.route={self.route}, which does not listen",
+            f"empty with publish.route={self.route}, which does not listen",
             self.host,
         )
 
 
 class WeightPublisher:
-    """Carries each version from the engine to the servers (collective: every rank of the engine has one).
+    """Publishes each version from the engine to the servers (collective: every rank of the engine has one).
 
     Args:
-        engine: whose weights are published.
-        inference: the client of the servers. Ranks that are no data-parallel heads do not use theirs.
-        loop: on which that client runs.
+        engine: the trainer, whose weights are published.
+        inference: client of the servers. Ranks that are not data-parallel leaders do not use theirs.
+        loop: thread that runs the client's coroutines.
         config: route and deadlines.
-        directory: where `shm` and `disk` keep their files, and where the record of what was committed lies.
-        interrupt: what happens to unfinished answers, see `InferenceEngine.commit_weights`.
-        dtype: in which the engine computes.
+        directory: directory of the record of committed weights, and of the files of `shm` and `disk`.
+        interrupt: how to treat unfinished completions, see `InferenceEngine.commit_weights`.
+        dtype: dtype in which the engine computes.
 
     Raises:
-        WeightUpdateError, EngineError: the route cannot work here; on every rank.
+        WeightUpdateError, EngineError: the route cannot work here; raised on every rank.
     """
 
     def __init__(
@@ -122,21 +122,21 @@ class WeightPublisher:
         self.engine, self.inference, self.loop, self.config = engine, inference, loop, replace(config, route=route)
         self.directory, self.interrupt = directory, interrupt
         self.receipt: WeightReceipt | None = None
-        """The trainer's own, of the last version that was sent; complete on rank 0."""
+        """The trainer's receipt of the last version that was sent; complete on rank 0."""
         self._canary = self._open_canary()
         self._adapter_alone = self._choose_adapter()
         self._specs = engine.adapter_specs() if self._adapter_alone else engine.param_specs()
         self._sender = self._open_sender()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Put `version` on all servers and return once it is committed (collective).
+        """Load `version` on all servers and return once it is committed (collective).
 
         Returns:
-            `time/stage` and `time/paused` in seconds; on ranks other than 0 they are 0.
+            `time/stage` and `time/paused` in seconds; 0 on ranks other than 0.
 
         Raises:
-            WeightUpdateError: a receipt differs, or no server acknowledged. Nothing was committed then. With several
-                ranks an EngineError, which names the error of each and has this rank's own as its cause.
+            WeightUpdateError: a receipt differs, or no server acknowledged; nothing was committed. With several ranks
+                it is an `EngineError` that names the error of each rank and has this rank's own as its cause.
         """
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -148,13 +148,13 @@ class WeightPublisher:
             sums, error = self._send()
             sent = time.perf_counter()
             error = _transfer_error(error, staging)
-            # rank 0 alone knows
+            # only rank 0 knows the servers' errors
             if not parallel.broadcast_json(isinstance(error, ReceiversLostError) and attempt < MAX_ATTEMPTS):
                 break
-            logger.warning("version %d is sent again: %s", version, error)
+            logger.warning("sending version %d again: %s", version, error)
         parallel.agree(error, doing)
-        parts = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
-        self.receipt = WeightReceipt("trainer", version, {name: s for part in parts for name, s in part.items()})
+        rank_sums = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
+        self.receipt = WeightReceipt("trainer", version, {name: s for part in rank_sums for name, s in part.items()})
         times, committing = {"time/stage": 0.0, "time/paused": 0.0}, None
         with parallel.agree_on_errors(doing):
             if parallel.is_main:
@@ -174,17 +174,17 @@ class WeightPublisher:
         return times
 
     def destroy(self) -> None:
-        """Free what the route holds. Safe to call twice."""
+        """Release the resources of the route. Safe to call twice."""
         if self._sender is not None:
             self._sender.close()
 
     def _open_canary(self) -> CanaryCheck | None:
-        """The check of servers whose receipts are not enough (collective); rank 0 knows what they can do."""
+        """Return the check for servers whose receipts are not enough, or None (collective)."""
         parallel, config, tolerance = self.engine.parallel, self.config, None
         with parallel.agree_on_errors(f"opening the route {config.route}"):
             if parallel.is_main:
                 able = self.inference.capabilities
-                expected = f"one of {', '.join(able.routes)}, which these servers can take"
+                expected = f"one of {', '.join(able.routes)}, which these servers support"
                 require(config.route in able.routes, "publish.route", expected, config.route)
                 if self.config.canary == "always" or not able.checksums:
                     exact = self.dtype == self.inference.served_dtype == "float32"
@@ -194,21 +194,23 @@ class WeightPublisher:
         return tolerance and CanaryCheck(self.engine, config.route, config.canary_tokens, tolerance)
 
     def _choose_adapter(self) -> bool:
-        """Whether adapters are sent alone (collective)."""
-        parallel, wanted, alone = self.engine.parallel, self.config.adapter, False
-        if wanted == "never":
+        """Whether to send adapters alone (collective)."""
+        parallel, setting, alone = self.engine.parallel, self.config.adapter, False
+        if setting == "never":
             return False
         trained = self.engine.adapter() is not None
-        with parallel.agree_on_errors("choosing what is published"):
+        with parallel.agree_on_errors("choosing between adapters and full weights"):
             if parallel.is_main:
                 able = self.inference.capabilities.lora
                 alone = trained and able
-                found = f"{wanted}, and " + ("these servers take whole weights alone" if trained else "there is none")
-                require(alone or wanted == "auto", "publish.adapter", "auto or never", found)
+                actual = f"{setting}, but " + (
+                    "these servers accept only full weights" if trained else "no adapter is trained"
+                )
+                require(alone or setting == "auto", "publish.adapter", "auto or never", actual)
         return bool(parallel.broadcast_json(alone))
 
     def _open_sender(self) -> WeightSender | None:
-        """The end of the route on this rank: on rank 0, and wherever there is something to send (collective)."""
+        """Return this rank's end of the route, or None if it has nothing to send and is not rank 0 (collective)."""
         from rl_contracts.weights import open_sender
 
         parallel, config = self.engine.parallel, self.config
@@ -223,31 +225,37 @@ class WeightPublisher:
         location = parallel.broadcast_json("" if sender is None else sender.location)
         names = [name for part in parallel.gather_json([spec.name for spec in self._specs]) for name in part]
         with parallel.agree_on_errors(doing):
-            twice = sorted(name for name, count in Counter(names).items() if count > 1)
-            if twice:
+            duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+            if duplicates:
                 raise WeightUpdateError(
                     f"full_parameters of {type(self.engine).__name__}: expected each parameter on one rank, found "
-                    f"{twice[:3]} on several."
+                    f"{duplicates[:3]} on several."
                 )
             if self._specs and sender is None:
                 sender = open_sender(config.route, location, parallel.rank, parallel.device)
         return sender
 
     def _gather_meta(self, version: int, doing: str) -> WeightUpdateMeta:
-        """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""
+        """Return the update's description for the servers, with the parts of all ranks that send.
+
+        Collective; complete on rank 0.
+        """
         parallel, metas = self.engine.parallel, list[WeightUpdateMeta]()
         adapter = self.engine.adapter() if self._adapter_alone else None
         with parallel.agree_on_errors(doing):
             if self._sender is not None:
                 metas = [self._sender.begin(version, self._specs)]
-        others = parallel.gather_json([] if parallel.is_main else [meta.to_json() for meta in metas])
-        metas += [WeightUpdateMeta.from_json(value) for values in others for value in values]
+        rank_metas = parallel.gather_json([] if parallel.is_main else [meta.to_json() for meta in metas])
+        metas += [WeightUpdateMeta.from_json(value) for values in rank_metas for value in values]
         parts = tuple(part for meta in metas for part in meta.parts if part.params)
         return WeightUpdateMeta(self.config.route, version, parts, adapter)
 
     def _send(self) -> tuple[dict[str, int], Exception | None]:
-        """Gather with the other ranks and send what is this rank's (collective): checksums of it, and what went
-        wrong."""
+        """Gather the parameters with the other ranks and send this rank's part (collective).
+
+        Returns:
+            the checksums of this rank's part, and the error if sending failed.
+        """
         engine, sums = self.engine, dict[str, int]()
         tensors = engine.adapter_parameters() if self._adapter_alone else engine.full_parameters()
         try:
@@ -255,27 +263,27 @@ class WeightPublisher:
                 if self._sender is not None and self._specs:
                     sums = self._sender.send(tensors)
             finally:
-                deque(tensors, maxlen=0)  # the gathers of the other ranks need this one, whatever happened here
+                deque(tensors, maxlen=0)  # the gathers of the other ranks need this one even after an error
         except Exception as error:  # noqa: BLE001 - handed to every rank by agree, which raises it
             return sums, error
         return sums, None
 
     async def _stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Stage on all servers. Where they do not, whoever waits for them on the route is told."""
+        """Stage the version on all servers. If that fails, cancel the transfer."""
         assert self._sender is not None
         try:
             return await asyncio.wait_for(self.inference.stage_weights(meta), self.config.timeout)
         except BaseException as error:
-            await asyncio.to_thread(self._sender.cancel, f"the servers do not stage it: {error}")
+            await asyncio.to_thread(self._sender.cancel, f"the servers failed to stage the version: {error}")
             if isinstance(error, TimeoutError):
-                what = f"staging version {meta.version} on the servers"
-                raise StalledError(f"{what} did not finish within {self.config.timeout:g} s.") from error
+                doing = f"staging version {meta.version} on the servers"
+                raise StalledError(f"{doing} did not finish within {self.config.timeout:g} s.") from error
             raise
 
     def _commit(
         self, meta: WeightUpdateMeta, sent_receipt: WeightReceipt, staging: Future[list[WeightReceipt]]
     ) -> Future[float]:
-        """Begin the commit once every server has shown what it holds, where it can show it before."""
+        """Start the commit once the staged receipts of all servers are verified, if they have checksums."""
         for receipt in staging.result():
             if self.inference.capabilities.checksums:
                 verify_receipt(sent_receipt, receipt, meta.route)
@@ -284,7 +292,7 @@ class WeightPublisher:
         return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt, self._canary.prepare()))
 
     def _end_commit(self, meta: WeightUpdateMeta, sent_receipt: WeightReceipt, committing: Future[float]) -> float:
-        """Wait for it, and leave the record; for how many seconds servers did not generate."""
+        """Wait for the commit and write the record; return the seconds in which servers did not generate."""
         paused = self.loop.wait(committing, f"committing version {meta.version}", self._commit_timeout)
         write_committed(self.directory, meta, sent_receipt)  # before the next version is written over the last but one
         return paused
@@ -295,20 +303,22 @@ class WeightPublisher:
 
 
 def _transfer_error(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
-    """What broke a transfer, seen from both sides; waits for the servers where they stage beside it.
+    """Return the error of a transfer, combined from both sides.
 
-    Lost servers count first, because the others can be sent the version again; then whatever went wrong first.
+    Waits for the servers if they stage during the transfer.
+    Lost servers take precedence, because the version can be sent to the others again. Otherwise it is the error that
+    came first.
     """
     if staging is None:
         return error
     servers_first = staging.done()
     try:
         staging.result(None if error is None else SHUTDOWN_SECONDS)
-    except Exception as servers:  # noqa: BLE001 - returned, or noted on what is
+    except Exception as server_error:  # noqa: BLE001 - returned, or noted on the returned error
         if error is None:
-            return servers
-        if servers_first or isinstance(servers, ReceiversLostError):
-            servers.add_note(f"the trainer's side: {error!r}")
-            return servers
-        error.add_note(f"the servers' side: {servers!r}")
+            return server_error
+        if servers_first or isinstance(server_error, ReceiversLostError):
+            server_error.add_note(f"error on the trainer's side: {error!r}")
+            return server_error
+        error.add_note(f"error on the servers' side: {server_error!r}")
     return error

@@ -1,5 +1,5 @@
-"""The gap gate: do servers and trainer compute the same log-probs from the weights that both should hold?
+"""Log-prob gap gate: check that servers and trainer compute the same log-probs from the same weights.
 
-`gate` compares at every step, `experiments` are the measurements, `divergence` the sums that they give, `diagnosis`
-turns them into causes.
+`gate` compares at every step, `experiments` makes the measurements, `divergence` summarizes the differences and
+`diagnosis` infers the cause.
 """

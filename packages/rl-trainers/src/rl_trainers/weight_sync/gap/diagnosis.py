@@ -1,4 +1,4 @@
-"""Why servers and trainer disagree: from evidence to the likeliest cause. Nothing here measures; `experiments` does."""
+"""Infer the likeliest cause of a log-prob gap from evidence. `experiments` makes the measurements."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ if TYPE_CHECKING:
     from rl_contracts.data import WeightReceipt
 
 DTYPE = "dtype"
-"""The one cause that is no fault: both sides compute the same, with other rounding."""
+"""Name of the one cause that is no fault: both sides compute the same with different rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipts:
-    """A server's live tensors against what the trainer sent."""
+    """Comparison of a server's live tensors with the trainer's receipt."""
 
     holder: str
-    """The server."""
+    """Name of the server."""
     total: int
-    """Parameters compared."""
+    """Number of parameters compared."""
     differing: Sequence[str] = ()
-    """Names of those whose checksum differs."""
+    """Names of the parameters whose checksums differ."""
     older: bool = False
-    """Whether something differs, and all are as they were sent for the version before."""
+    """Whether checksums differ and all of them are those of the previous version."""
 
     @classmethod
-    def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, before: WeightReceipt | None) -> Receipts:
-        """From the server's receipt and the trainer's."""
-        wrong = [name for name, value in sent.checksums.items() if live.checksums.get(name) != value]
-        older = bool(wrong) and before is not None and live.checksums == before.checksums
-        return cls(live.holder, len(sent.checksums), wrong, older)
+    def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, previous: WeightReceipt | None) -> Receipts:
+        """Compare a server's receipt with the trainer's receipts of this version and the previous one."""
+        differing = [name for name, value in sent.checksums.items() if live.checksums.get(name) != value]
+        older = bool(differing) and previous is not None and live.checksums == previous.checksums
+        return cls(live.holder, len(sent.checksums), differing, older)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one comparison: of the servers' scores, or of recorded log-probs. None: not measured, or not
-    measurable with these servers."""
+    """Measurements for one comparison, of either the servers' scores or recorded log-probs.
+
+    None means not measured, or not measurable with these servers.
+    """
 
     tolerance: float
-    """Mean |d| up to which two computations count as the same."""
+    """Largest mean |d|, in nats, at which two computations count as equal."""
     low_precision: bool
-    """Whether one of the sides computes in less than float32."""
+    """Whether the trainer or the servers compute in less than float32."""
     gap: LogprobGap
-    """What was found."""
+    """Log-prob gap to explain."""
     recorded: bool = False
-    """Whether it is about recorded log-probs, of tokens whose whole prefix carries the trainer's version, while the
-    servers' scores are right."""
+    """Whether the gap concerns recorded log-probs of tokens of the current version, while scores are correct."""
     behind: bool = False
-    """Whether scores are nearer to the log-probs before the update than to those after it, or the server's own of then
-    (`lag.LagTest`)."""
+    """Whether `lag.LagTest` found that the scores belong to the weights before the update."""
     receipts: Receipts | None = None
-    """Taken from the live tensors now."""
+    """Comparison of checksums, taken from the live tensors now."""
     older: LogprobGap | None = None
-    """How far they are from what the version before gives."""
+    """Gap to the log-probs of the previous version."""
     base: LogprobGap | None = None
-    """How far they are from what the base weights give, where low-rank adapters are trained."""
+    """Gap to the log-probs of the base weights, where low-rank adapters are trained."""
     temperature: tuple[float, LogprobGap] | None = None
-    """The temperature at which the trainer is nearest to them, and how near."""
+    """Temperature at which the trainer comes closest, and the remaining gap."""
     seen_prompt: LogprobGap | None = None
-    """What is recorded for answers made now, to prompts that were answered before."""
+    """Gap of completions generated now for prompts that the servers have already seen."""
     new_prompt: LogprobGap | None = None
-    """The same for prompts that no server has seen."""
+    """Gap of completions generated now for prompts that no server has seen."""
 
     @property
     def certain(self) -> bool:
@@ -73,131 +73,133 @@ class Evidence:
         return self.behind or (self.receipts is not None and bool(self.receipts.differing))
 
     def explained_by(self, other: LogprobGap | None) -> bool:
-        """Whether a hypothesis makes the gap (nearly) disappear."""
+        """Whether a hypothesis reduces the gap to the tolerance and to a quarter of its size."""
         return other is not None and other.mean_abs <= min(self.tolerance, self.gap.mean_abs / 4)
 
 
 class Cause(NamedTuple):
-    """The likeliest cause."""
+    """Likeliest cause of a log-prob gap."""
 
     name: str
-    """Short: `temperature`, `weights not received`, ..."""
+    """Short name, such as `temperature` or `weights not received`."""
     why: str
-    """What was found that speaks for it, and what to look at."""
+    """Evidence for the cause, and what to check."""
 
 
 def diagnose(evidence: Evidence) -> Cause | None:
-    """The likeliest cause; None where nothing is off."""
+    """Return the likeliest cause, or None if nothing is wrong."""
     receipts, gap, older = evidence.receipts, evidence.gap, evidence.behind or evidence.explained_by(evidence.older)
     if not evidence.certain and gap.mean_abs <= evidence.tolerance:
         return None
     if receipts is not None and receipts.differing:
         return _wrong_tensors(receipts, older)
-    what = "recorded log-probs" if evidence.recorded else "scores"
+    subject = "recorded log-probs" if evidence.recorded else "scores"
     if evidence.explained_by(evidence.base):
         return Cause(
             "adapter not applied",
-            f"the {what} are those of the base weights without the adapter: the servers acknowledged it, and do not "
-            "add it to what they compute with",
+            f"the {subject} match the base weights without the adapter: the servers acknowledged the adapter but do "
+            "not compute with it",
         )
     if evidence.temperature is not None and evidence.explained_by(evidence.temperature[1]):
         return Cause(
             "temperature",
-            f"the {what} agree with the trainer's at temperature {evidence.temperature[0]:.3g} instead of the rows' "
-            "own; the sampler does not use the temperature that it is told, or the batch does not say the one that was "
-            "used",
+            f"the {subject} match the trainer's at temperature {evidence.temperature[0]:.3g} instead of the batch's: "
+            "either the sampler ignores the requested temperature, or the batch records another one than was used",
         )
-    found = None if older else _of_many_kinds(evidence, what)
-    return found or (_of_generation(evidence, older) if evidence.recorded else _of_computation(receipts, older))
+    cause = None if older else _common_cause(evidence, subject)
+    return cause or (_generation_cause(evidence, older) if evidence.recorded else _scoring_cause(receipts, older))
 
 
 def _wrong_tensors(receipts: Receipts, older: bool) -> Cause:
-    wrong, total = len(receipts.differing), receipts.total
-    if older or receipts.older or 2 * wrong > total:
-        are = ", but those of the version before" if receipts.older else ""
-        are += "; its scores are those of the version before" if older else ""
+    differing, total = len(receipts.differing), receipts.total
+    if older or receipts.older or 2 * differing > total:
+        details = " and match the previous version" if receipts.older else ""
+        details += "; its scores match the previous version" if older else ""
         return Cause(
             "weights not received",
-            f"{wrong} of {total} live tensors of {receipts.holder} are not those that were sent{are}: it acknowledged "
-            "the commit and serves other weights",
+            f"{differing} of {total} live tensors of {receipts.holder} differ from what was sent{details}: it "
+            "acknowledged the commit but serves other weights",
         )
     names = ", ".join(receipts.differing[:3])
     return Cause(
-        "one tensor wrong" if wrong == 1 else "tensors wrong",
-        f"{wrong} of {total} live tensors of {receipts.holder} changed after the receipt: {names}",
+        "one tensor wrong" if differing == 1 else "tensors wrong",
+        f"{differing} of {total} live tensors of {receipts.holder} changed after the receipt: {names}",
     )
 
 
-def _of_many_kinds(evidence: Evidence, what: str) -> Cause | None:
-    """Causes that look alike in scores and in recorded log-probs."""
+def _common_cause(evidence: Evidence, subject: str) -> Cause | None:
+    """Return a cause that shows the same pattern in scores and in recorded log-probs, or None."""
     gap, limit = evidence.gap, evidence.tolerance
     if 0 < gap.far <= 0.15 and gap.near_mean <= limit:
         return Cause(
             "tokenizer or special tokens",
-            f"the {what} of {gap.far:.1%} of the tokens are far off ({gap.max_abs:.3g} nats at most) and the others "
-            "agree: single ids are treated differently, such as added, masked or banned tokens",
+            f"the {subject} of {gap.far:.1%} of the tokens are far off (max {gap.max_abs:.3g} nats) and the rest "
+            "match: check for token ids that one side adds, masks or bans",
         )
-    one_sided = 0.5 + 2 / math.sqrt(gap.tokens)  # few tokens lean to one side by chance
+    one_sided = 0.5 + 2 / math.sqrt(gap.tokens)  # with few tokens, chance alone gives a bias
     small = gap.mean_abs <= 5 * limit and gap.far <= 0.01 and abs(gap.bias) <= one_sided * gap.mean_abs
     if evidence.low_precision and small:
         return Cause(
             DTYPE,
-            f"the {what} are off a little, everywhere and to both sides, as rounding to 16 bits does; compute in "
-            "float32 on both sides, or raise gap.warn",
+            f"the {subject} differ slightly on all tokens and in both directions, as rounding to 16 bits does; "
+            "compute in float32 on both sides, or raise gap.warn",
         )
     return None
 
 
-def _of_computation(receipts: Receipts | None, older: bool) -> Cause:
-    """The scores are wrong, and no tensor is known to be."""
+def _scoring_cause(receipts: Receipts | None, older: bool) -> Cause:
+    """Return the cause of wrong scores when no tensor is known to be wrong."""
     if receipts is not None:
-        what = "the scores are those of the version before" if older else "what is computed with them is wrong"
+        symptom = "the scores match the previous version" if older else "the scores are wrong"
         return Cause(
             "stale fused copy",
-            f"all {receipts.total} tensors are as sent, yet {what}: a fused, quantised or captured copy was made "
-            "before the commit and not renewed, or the servers run another architecture",
+            f"all {receipts.total} tensors are as sent, but {symptom}: the server computes with a fused, quantized or "
+            "captured copy from before the commit, or runs another architecture",
         )
     if older:
         return Cause(
             "weights not received",
-            "these are the scores of the version before: the new weights were not taken, or a copy of the old ones "
-            "computes",
+            "the scores match the previous version: the server did not load the new weights, or computes with a copy "
+            "of the old ones",
         )
     return Cause(
         "weights or architecture",
-        "no experiment explains it and these servers give no checksums of live tensors: one tensor may be wrong, a "
-        "fused copy stale, or the model another one",
+        "no experiment explains the gap, and these servers give no checksums of live tensors; check for one wrong "
+        "tensor, a stale fused copy, or another model",
     )
 
 
-def _of_generation(evidence: Evidence, older: bool) -> Cause:
-    """Scoring is right and generating wrong: the stamp, the sampler, or the cache, which scoring does not use."""
+def _generation_cause(evidence: Evidence, older: bool) -> Cause:
+    """Return the cause of wrong generation when scoring is correct.
+
+    Candidates are the version stamp, the sampler, and the cache, which scoring does not use.
+    """
     gap, seen, new, limit = evidence.gap, evidence.seen_prompt, evidence.new_prompt, evidence.tolerance
     if older:
         return Cause(
             "version stamped late",
-            "the recorded log-probs are those of the version before: tokens are stamped with the version that was "
-            "served when the answer was read, not when they were sampled",
+            "the recorded log-probs match the previous version: tokens carry the version served when the response was "
+            "read instead of the version that sampled them",
         )
-    if gap.ours_higher <= 0.02 and gap.bias <= -0.9 * gap.mean_abs:
+    if gap.trainer_higher <= 0.02 and gap.bias <= -0.9 * gap.mean_abs:
         return Cause(
             "truncated sampling",
-            "the recorded log-probs are never below the trainer's: they were normalised over the tokens that top-p, "
-            "top-k or min-p left; record those of the full distribution",
+            "the recorded log-probs are never below the trainer's: they are normalized over the tokens that top-p, "
+            "top-k or min-p kept; record log-probs of the full distribution",
         )
     if new is not None and not new.mean_abs <= limit:
         return Cause(
             "decode path",
-            "what is generated now is off whatever the prompt, though scores are right: look at the KV cache, the "
-            "captured graphs and the sampler",
+            "generation is wrong for every prompt although scores are correct: check the KV cache, the captured graphs "
+            "and the sampler",
         )
-    why = "scores, which use no cache, are right: keys and values of a prompt were kept from other weights"
+    why = "scores, which use no cache, are correct: the cache holds keys and values of a prompt from other weights"
     if seen is not None and new is not None:
         why = (
-            "what is generated now is right; the cache that was wrong is gone, or the tokens were made by weights "
-            "other than their stamps say"
+            "generation is correct now: the wrong cache entries are gone, or the tokens were sampled from another "
+            "version than they carry"
             if seen.mean_abs <= limit
-            else "an answer to a prompt that the servers know is wrong, one to a new prompt is right: keys and values "
-            "of shared prefixes outlive the commit"
+            else "completions of prompts that the servers have seen are wrong, those of new prompts are correct: "
+            "cached keys and values of shared prefixes survive the commit"
         )
     return Cause("stale prefix cache", why)

@@ -1,4 +1,4 @@
-"""How far two sets of log-probs of the same tokens are apart."""
+"""Summary of the differences between two sets of log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ if TYPE_CHECKING:
     import torch
 
 FAR_THRESHOLD = 1.0
-"""Nats beyond which a token counts as far off."""
+"""Difference, in nats, above which a token counts as far off."""
 NOISE = 1e-3
-"""Nats within which two log-probs count as equal where only the sign of their difference matters."""
+"""Difference, in nats, below which `trainer_higher` ignores the sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Two computations that ought to agree, with d = the trainer's log-prob - the other's, in nats."""
+    """Log-prob gap between two computations that should agree.
+
+    The difference of a token is d = the trainer's log-prob - the other log-prob, in nats.
+    """
 
     tokens: int
-    """Tokens compared; more than 0."""
+    """Number of tokens compared, more than 0."""
     mean_abs: float
     """Mean of |d|."""
     max_abs: float
@@ -30,16 +33,16 @@ class LogprobGap:
     """Mean of `k3` of d, the estimate of KL(trainer || other) that is never negative."""
     bias: float = 0.0
     """Mean of d."""
-    ours_higher: float = 0.5
-    """Share of tokens that the trainer rates higher (d > NOISE)."""
+    trainer_higher: float = 0.5
+    """Fraction of tokens that the trainer rates higher (d > `NOISE`)."""
     far: float = 0.0
-    """Share of tokens that are far off (|d| > FAR)."""
+    """Fraction of tokens that are far off (|d| > `FAR_THRESHOLD`)."""
     near_mean: float = 0.0
-    """Mean of |d| of the others."""
+    """Mean of |d| over the tokens that are not far off."""
 
     @classmethod
     def from_differences(cls, d: torch.Tensor) -> LogprobGap | None:
-        """From the differences of all tokens, float64 [N]; None without tokens."""
+        """Return the gap of the differences of all tokens, float64 [N], or None without tokens."""
         if not len(d):
             return None
         size = d.abs()
@@ -51,11 +54,14 @@ class LogprobGap:
 
 
 def current_version_mask(versions: torch.Tensor, version: int) -> torch.Tensor:
-    """Generated tokens that carry `version`, as do all generated tokens before them in their row: what a trainer at
-    that version must rate as the sampler did.
+    """Return the mask of tokens of the current version.
+
+    A token counts if it and all generated tokens before it in its sequence carry `version`. A trainer at that version
+    must give these tokens the log-probs that the sampler recorded.
 
     Args:
         versions: int32 [B, T], -1 where not generated.
+        version: the current version.
 
     Returns:
         bool [B, T].

@@ -1,7 +1,8 @@
-"""The measurements of the gap gate: what it compares at every step, and what it tries out when something is off.
+"""Measurements of the log-prob gap gate: the comparisons of every step, and the experiments that look for a cause.
 
-Everything here is collective: all ranks make the same calls, and get the same answers. The head of each replica asks
-the servers and tells the other ranks of its replica, so that they cannot disagree.
+Everything here is collective: all ranks make the same calls and get the same results. The data-parallel leader sends
+the requests to the servers and shares the replies with the other ranks of its replica, so that the ranks cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -34,32 +35,34 @@ if TYPE_CHECKING:
 log = get_logger("trainers.gap")
 
 Tensors = dict[str, torch.Tensor]
-type Asked = Future[list[Any]] | None
-"""Questions to the servers, of the head of a replica; None on its other ranks."""
+type PendingReplies = Future[list[Any]] | None
+"""Replies to requests sent by a data-parallel leader, or None on the other ranks of its replica."""
 Score = Callable[[list[int], float], Awaitable[list[float]]]
 """`(token ids, temperature) -> log-probs`: a client's `score` or `score_previous_weights`."""
-FAILED = (RLError, TimeoutError)
-"""What a measurement that cannot be made raises, on every rank."""
+MEASUREMENT_ERRORS = (RLError, TimeoutError)
+"""Errors that a measurement raises, on every rank, if it cannot be made."""
 
 ROUNDS, POINTS = 6, 9
-"""The search for another temperature: each round tries so many between the neighbours of the best one so far."""
+"""Rounds of the temperature search, and temperatures that each tries between the neighbors of the best one so far."""
 COMPLETION_TOKENS = 16
-"""Tokens of an answer that the gate asks for itself."""
+"""Largest number of tokens of a completion that the gate requests."""
 
 
 class LogprobChange(NamedTuple):
-    """How an update changed log-probs."""
+    """Change of log-probs by an update."""
 
     share: float = 0.0
-    """Of the tokens: those whose log-prob changed at all."""
+    """Fraction of the tokens whose log-prob changed at all."""
     nats: float = 0.0
-    """Root mean square of the changes."""
+    """Root mean square of the changes, in nats."""
 
     @property
     def is_clear(self) -> bool:
-        """Whether a 16-bit server that gave every token the same log-prob to the last bit cannot have received the
-        update. Where log-probs of a small random model changed by 2.5e-6 in float32, 0.05 of those in bfloat16 did by
-        the one kernel and 0.29 by another, and all from 1e-4 on."""
+        """Whether a 16-bit server whose log-probs all stayed bitwise identical cannot have received the update.
+
+        Measured on a small random model: changes of 2.5e-6 in float32 changed a fraction of 0.05 of the bfloat16
+        log-probs with one kernel, and 0.29 with another. Changes of 1e-4 and above changed all of them.
+        """
         return self.share >= 0.5 and self.nats >= 1e-4
 
 
@@ -68,179 +71,201 @@ class Experiments:
     """Comparisons between a trainer and its servers."""
 
     engine: TrainEngine
-    """The trainer; its weights are those that the servers should hold."""
+    """The trainer, with the weights that the servers should hold."""
     inference: InferenceEngine
     """Client of the servers."""
     loop: LoopThread
-    """Runs the client's coroutines."""
+    """Thread that runs the client's coroutines."""
     timeout: float
-    """Seconds for one question to the servers."""
+    """Seconds to wait for the replies to one batch of requests."""
 
     @staticmethod
-    def compared(rows: TensorDict) -> torch.Tensor:
-        """[..., T]: tokens that were generated; of rows that nobody sampled (supervised ones) those learned from."""
-        generated = rows["versions"] >= 0
-        return generated | (rows["loss_mask"] & ~generated.any(-1, keepdim=True))
+    def compared(sequences: TensorDict) -> torch.Tensor:
+        """Return the mask of the tokens to compare, bool [..., T].
 
-    def trainer_logprobs(self, rows: TensorDict) -> torch.Tensor:
-        """The trainer's log-probs at the rows' temperatures, [B, T]."""
-        return self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
+        These are the generated tokens. For sequences without any, as in supervised training, they are the tokens in
+        the loss.
+        """
+        generated = sequences["versions"] >= 0
+        return generated | (sequences["loss_mask"] & ~generated.any(-1, keepdim=True))
 
-    def unadapted(self, rows: TensorDict) -> torch.Tensor | None:
-        """The same with the base weights alone; None where no adapter is trained."""
-        return self._within(self.engine.without_adapter(), rows)
+    def trainer_logprobs(self, sequences: TensorDict) -> torch.Tensor:
+        """Return the trainer's log-probs at the sequences' temperatures, [B, T]."""
+        return self.engine.forward(sequences, lambda outputs, _: outputs.logprobs)
 
-    def as_served(self, rows: TensorDict) -> torch.Tensor | None:
-        """The same with the weights as they are published; None where the trainer cannot, or always does."""
-        return self._within(self.engine.as_served(), rows)
+    def unadapted(self, sequences: TensorDict) -> torch.Tensor | None:
+        """Return the trainer's log-probs with the base weights alone, or None if no adapter is trained."""
+        return self._within(self.engine.without_adapter(), sequences)
 
-    def _within(self, block: AbstractContextManager[None] | None, rows: TensorDict) -> torch.Tensor | None:
+    def as_served(self, sequences: TensorDict) -> torch.Tensor | None:
+        """Return the trainer's log-probs with the weights as they are published.
+
+        None if the trainer cannot compute with them, or always does.
+        """
+        return self._within(self.engine.as_served(), sequences)
+
+    def _within(self, block: AbstractContextManager[None] | None, sequences: TensorDict) -> torch.Tensor | None:
         if block is None:
             return None
         with block:
-            return self.trainer_logprobs(rows)
+            return self.trainer_logprobs(sequences)
 
     def compare(self, trainer: torch.Tensor, server: torch.Tensor | None, mask: torch.Tensor) -> LogprobGap | None:
-        """Over all replicas; None without tokens, or where there are none of theirs."""
+        """Return the log-prob gap over all replicas, or None without tokens or without server log-probs."""
         if server is None:
             return None
         gap = LogprobGap.from_differences(
-            torch.cat([part["d"] for part in self._from_leaders({"d": (trainer - server)[mask].double()})])
+            torch.cat([tensors["d"] for tensors in self._from_leaders({"d": (trainer - server)[mask].double()})])
         )
-        # rank 0's, so that not even rounding can make two ranks decide differently
-        told = self.engine.parallel.broadcast_json(gap and asdict(gap))
-        return told and LogprobGap(**told)
+        # all ranks use rank 0's result, so that not even rounding can make two ranks decide differently
+        fields = self.engine.parallel.broadcast_json(gap and asdict(gap))
+        return fields and LogprobGap(**fields)
 
     def lag_statistics(
-        self, rows: TensorDict, server_logprobs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
+        self, sequences: TensorDict, server_logprobs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
     ) -> list[list[float]]:
-        """What `lag.LagTest.look` takes, over the generated tokens of the rows of all replicas."""
-        pairs, generated = ((server_logprobs, after), (server_logprobs, before), (after, before)), self.compared(rows)
-        sums = torch.stack([((x - y).double().square() * generated).sum(-1) for x, y in pairs], -1)
-        parts = self._from_leaders({"groups": rows["group_ids"], "sums": sums})
-        names, place = torch.unique(torch.cat([part["groups"] for part in parts]), return_inverse=True)
+        """Return the argument of `lag.LagTest.add`, over the compared tokens of the sequences of all replicas."""
+        pairs, mask = ((server_logprobs, after), (server_logprobs, before), (after, before)), self.compared(sequences)
+        sums = torch.stack([((x - y).double().square() * mask).sum(-1) for x, y in pairs], -1)
+        shards = self._from_leaders({"groups": sequences["group_ids"], "sums": sums})
+        names, index = torch.unique(torch.cat([shard["groups"] for shard in shards]), return_inverse=True)
         total = torch.zeros(len(names), len(pairs), dtype=torch.float64)
-        return total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
+        return total.index_add(0, index, torch.cat([shard["sums"] for shard in shards])).tolist()
 
     def logprob_change(
-        self, rows: TensorDict, before: torch.Tensor | None, after: torch.Tensor | None
+        self, sequences: TensorDict, before: torch.Tensor | None, after: torch.Tensor | None
     ) -> LogprobChange:
-        """What changed of the generated tokens' log-probs, over all replicas: rank 0's figures; nothing, where there
-        are none."""
+        """Return how the log-probs of the compared tokens changed, over all replicas.
+
+        All ranks return rank 0's result. Without log-probs or tokens it is no change.
+        """
         if before is None or after is None:
             return LogprobChange()
-        parts = self._from_leaders({"d": (after - before)[self.compared(rows)].double()})
-        d = torch.cat([part["d"] for part in parts])
-        found = (
+        shards = self._from_leaders({"d": (after - before)[self.compared(sequences)].double()})
+        d = torch.cat([shard["d"] for shard in shards])
+        change = (
             LogprobChange((d != 0).double().mean().item(), d.square().mean().sqrt().item())
             if len(d)
             else LogprobChange()
         )
-        return LogprobChange(*self.engine.parallel.broadcast_json(found))
+        return LogprobChange(*self.engine.parallel.broadcast_json(change))
 
-    def ask_scores(self, rows: TensorDict, score: Score) -> Asked:
-        """Ask the servers what they say of the rows' tokens, without waiting for it: `scores` does."""
-        told = zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True)
-        return self._request_on_leader(score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
+    def ask_scores(self, sequences: TensorDict, score: Score) -> PendingReplies:
+        """Request the servers' log-probs of the sequences without waiting; `scores` waits for them."""
+        inputs = zip(sequences["input_ids"], lengths(sequences), sequences["temperature"], strict=True)
+        return self._request_on_leader(score(ids[:size].tolist(), float(heat)) for ids, size, heat in inputs)
 
-    def scores(self, rows: TensorDict, score: Score, asked: Asked = None) -> torch.Tensor:
-        """What the servers say of the rows' tokens, [B, T].
+    def scores(self, sequences: TensorDict, score: Score, pending: PendingReplies = None) -> torch.Tensor:
+        """Return the servers' log-probs of the sequences, [B, T].
 
         Args:
-            asked: of `ask_scores`; None: they are asked now.
+            sequences: the sequences to score.
+            score: method of the client that scores one sequence.
+            pending: the result of `ask_scores`, or None to send the requests now.
 
         Raises:
-            RLError: on every rank, if the servers do not answer one of them.
+            RLError: the servers did not reply to one of the requests; raised on every rank.
         """
-        mask = rows["attention_mask"]
+        mask = sequences["attention_mask"]
 
-        def padded(found: list[list[float]]) -> Tensors:
-            values = torch.tensor([value for row in found for value in row])
+        def padded(replies: list[list[float]]) -> Tensors:
+            values = torch.tensor([value for reply in replies for value in reply])
             return {"scores": torch.zeros(mask.shape).masked_scatter(mask, values)}
 
         return self._broadcast_from_leader(
-            asked or self.ask_scores(rows, score), padded, "scoring rows on the servers"
+            pending or self.ask_scores(sequences, score), padded, "scoring sequences on the servers"
         )["scores"]
 
-    def regenerate(self, rows: TensorDict, new: bool = False) -> TensorDict:
-        """Let the servers answer the rows' prompts again, now: rows of fresh tokens.
+    def regenerate(self, sequences: TensorDict, new: bool = False) -> TensorDict:
+        """Let the servers generate completions for the sequences' prompts now, as tokens of the current version.
 
         Args:
-            new: turn each prompt round first, so that no server can have its beginning in a cache.
+            sequences: the sequences with the prompts.
+            new: whether to reverse each prompt, so that no server can have its prefix in a cache.
 
         Raises:
-            RLError: on every rank, if they do not.
+            RLError: the servers did not generate them; raised on every rank.
         """
 
-        async def answer(seed: int, row: TensorDict) -> Trajectory:
-            generated, temperature = self.compared(row), float(row["temperature"])
-            prompt = row["input_ids"][: int(generated.long().argmax())].tolist()
-            most = min(COMPLETION_TOKENS, int(generated.sum()))
-            generation = GenerationConfig(max_new_tokens=most, temperature=temperature, ignore_eos=True)
+        async def generate(seed: int, sequence: TensorDict) -> Trajectory:
+            generated, temperature = self.compared(sequence), float(sequence["temperature"])
+            prompt = sequence["input_ids"][: int(generated.long().argmax())].tolist()
+            max_tokens = min(COMPLETION_TOKENS, int(generated.sum()))
+            generation = GenerationConfig(max_new_tokens=max_tokens, temperature=temperature, ignore_eos=True)
             request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed)
             return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
 
-        questions = (answer(seed, row) for seed, row in enumerate(rows[self.compared(rows).any(-1)]))
-        made = self._broadcast_from_leader(
-            self._request_on_leader(questions),
-            lambda found: stack(found).to_dict(),
-            "answering prompts for the gap gate",
+        requests = (
+            generate(seed, sequence) for seed, sequence in enumerate(sequences[self.compared(sequences).any(-1)])
         )
-        return TensorDict(made, batch_size=made["input_ids"].shape[:1])
+        tensors = self._broadcast_from_leader(
+            self._request_on_leader(requests),
+            lambda trajectories: stack(trajectories).to_dict(),
+            "generating completions for the log-prob gap gate",
+        )
+        return TensorDict(tensors, batch_size=tensors["input_ids"].shape[:1])
 
-    def gap_of_regenerated(self, rows: TensorDict, new: bool) -> LogprobGap | None:
-        """Between what servers record for `answers` and what the trainer says of them; None without."""
-        made = self.attempt(self.regenerate, rows, new)
+    def gap_of_regenerated(self, sequences: TensorDict, new: bool) -> LogprobGap | None:
+        """Return the gap between log-probs recorded by `regenerate` and the trainer's, or None if it fails."""
+        generated = self.attempt(self.regenerate, sequences, new)
         return (
-            None if made is None else self.compare(self.trainer_logprobs(made), made["logprobs"], made["versions"] >= 0)
+            None
+            if generated is None
+            else self.compare(self.trainer_logprobs(generated), generated["logprobs"], generated["versions"] >= 0)
         )
 
     def attempt[T](self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What a measurement gives; None, on every rank, where it cannot be made."""
+        """Return the result of a measurement, or None on every rank if it cannot be made."""
         try:
             return work(*arguments)
-        except FAILED as error:
-            log.info("this experiment of the gap gate was not possible: %s", error)
+        except MEASUREMENT_ERRORS as error:
+            log.info("the log-prob gap gate skips an experiment that failed: %s", error)
             return None
 
-    def _from_leaders(self, mine: Tensors) -> list[Tensors]:
-        """What the head of each replica has, in order of dp_rank."""
+    def _from_leaders(self, tensors: Tensors) -> list[Tensors]:
+        """Return the tensors of the data-parallel leaders, in order of dp_rank."""
         parallel = self.engine.parallel
-        parts = parallel.gather_tensors(mine if parallel.is_dp_leader else {}, all_ranks=True)
-        return [part for part in parts if part]
+        shards = parallel.gather_tensors(tensors if parallel.is_dp_leader else {}, all_ranks=True)
+        return [shard for shard in shards if shard]
 
-    def _request_on_leader(self, questions: Iterable[Awaitable[Any]]) -> Asked:
-        """Heads alone make and ask the questions."""
+    def _request_on_leader(self, requests: Iterable[Awaitable[Any]]) -> PendingReplies:
+        """Send the requests; only data-parallel leaders create and send them."""
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*questions)
+            return await asyncio.gather(*requests)
 
         if not self.engine.parallel.is_dp_leader:
             return None
         try:
             return self.loop.submit(together())
-        except RLError as error:  # the loop is dead: `_told` raises it, on every rank
-            asked: Future[list[Any]] = Future()
-            asked.set_exception(error)
-            return asked
+        except RLError as error:  # the loop is dead: `_broadcast_from_leader` raises this on every rank
+            pending: Future[list[Any]] = Future()
+            pending.set_exception(error)
+            return pending
 
-    def _broadcast_from_leader(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
-        """What the head of this rank's replica got from the servers; an RLError on every rank, if one got nothing."""
-        parallel, mine = self.engine.parallel, Tensors()
+    def _broadcast_from_leader(
+        self, pending: PendingReplies, pack: Callable[[list[Any]], Tensors], doing: str
+    ) -> Tensors:
+        """Return the packed replies that the leader of this rank's replica received.
+
+        Raises:
+            RLError: a leader received none; raised on every rank.
+        """
+        parallel, tensors = self.engine.parallel, Tensors()
         with parallel.agree_on_errors(doing):
-            if asked is not None:
-                mine = pack(self.loop.wait(asked, doing, self.timeout))
-        return self._from_leaders(mine)[parallel.dp_rank]
+            if pending is not None:
+                tensors = pack(self.loop.wait(pending, doing, self.timeout))
+        return self._from_leaders(tensors)[parallel.dp_rank]
 
     def temperature(
-        self, rows: TensorDict, server_logprobs: torch.Tensor, mask: torch.Tensor
+        self, sequences: TensorDict, server_logprobs: torch.Tensor, mask: torch.Tensor
     ) -> tuple[float, LogprobGap]:
-        """The one temperature, 0.1 to 10, at which the trainer comes nearest to some log-probs, and how near."""
+        """Return the temperature, 0.1 to 10, at which the trainer comes closest to log-probs, and the gap there."""
 
         def at(value: float) -> tuple[float, LogprobGap]:
-            changed = rows.clone().update({"temperature": torch.full_like(rows["temperature"], value)})
+            changed = sequences.clone().update({"temperature": torch.full_like(sequences["temperature"], value)})
             gap = self.compare(self.trainer_logprobs(changed), server_logprobs, mask)
-            assert gap is not None, "asked only where there is a gap to explain"
+            assert gap is not None, "the search is only called with a gap to explain"
             return value, gap
 
         low, high, best = 0.1, 10.0, 0
@@ -252,18 +277,28 @@ class Experiments:
         return tried[best]
 
     def receipts(
-        self, sent: WeightReceipt | None, before: WeightReceipt | None, server: str | None = None
+        self, sent: WeightReceipt | None, previous: WeightReceipt | None, server: str | None = None
     ) -> Receipts | None:
-        """The live tensors of a server (None: of the one that is furthest off) against the trainer's receipts of this
-        version and of the one before; None where they have no checksums of these. Rank 0 asks."""
-        found, can = None, self.inference.capabilities
+        """Compare the live tensors of a server with the trainer's receipts of this version and the previous one.
+
+        Rank 0 makes the request.
+
+        Args:
+            sent: the trainer's receipt of this version.
+            previous: the trainer's receipt of the previous version.
+            server: the server to check; None returns the server with the most differing tensors.
+
+        Returns:
+            the comparison, or None if the servers have no checksums of live tensors.
+        """
+        receipts, can = None, self.inference.capabilities
         able = can.checksums and can.live_checksums
         if able and self.engine.parallel.is_main and sent is not None and sent.checksums:
             live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
-            found = max(
-                (Receipts.from_pair(receipt, sent, before) for receipt in live or ()),
+            receipts = max(
+                (Receipts.from_pair(receipt, sent, previous) for receipt in live or ()),
                 key=lambda receipts: len(receipts.differing),
                 default=None,
             )
-        told = self.engine.parallel.broadcast_json(found and asdict(found))
-        return told and Receipts(**told)
+        fields = self.engine.parallel.broadcast_json(receipts and asdict(receipts))
+        return fields and Receipts(**fields)

@@ -1,13 +1,15 @@
-"""The gap gate: do servers and trainer compute the same log-probs from the weights that both should hold?
+"""Log-prob gap gate: check that servers and trainer compute the same log-probs from the same weights.
 
-Two comparisons over a few rows of each batch. Before the update, tokens whose whole prefix carries the trainer's
-version must have been recorded with the log-probs that the trainer gives them. After the commit, one server, each in
-turn, scores the same rows: its scores must be the trainer's, and nearer to those after the update than to those before
-it; servers in 16 bits are therefore asked before the update as well. The second comparison finds what is wrong with the
-weights or with what is computed from them, the first also what is wrong with sampling, caches and stamps. Servers that
-score at temperature 1 alone are compared there.
+It makes two comparisons over a few sequences of each batch.
 
-Where a comparison is off, experiments look for the cause and the warning or error names it.
+- Before the update: tokens of the current version must have been recorded with the log-probs that the trainer computes.
+- After the commit: one server, each in turn, scores the same sequences. Its scores must equal the trainer's, and be
+  closer to those after the update than to those before it. For the latter, 16-bit servers also score before the update.
+
+The second comparison finds faults of the weights or of what is computed from them. The first also finds faults of
+sampling, caches and version stamps. Servers that can only score at temperature 1 are compared there.
+
+When a comparison fails, experiments look for the cause, and the warning or error names it.
 """
 
 from __future__ import annotations
@@ -42,32 +44,32 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers.gap")
 
-NEARER = "nearer to those before the update than to those after it"
-SAME = "to the last bit its own before the update, which changed the trainer's"
-HALF = ("bfloat16", "float16")
+CLOSER_TO_PREVIOUS = "closer to the log-probs before the update than to those after it"
+IDENTICAL_TO_PREVIOUS = "bitwise identical to its scores before the update, which changed the trainer's log-probs"
+HALF_PRECISION = ("bfloat16", "float16")
 
 
 @dataclass
 class GapConfig(Settings):
-    """When servers and trainer are said to disagree."""
+    """Thresholds of the log-prob gap gate."""
 
     setting: ClassVar[str] = "gap"
     rows: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
-    """Rows of each batch that are compared, over all replicas together (each takes at least one), from as many groups
-    as there are; 0 switches the gate off. Fewer than 4 groups make it slow to name a server that is behind."""
+    """Sequences of each batch to compare, over all replicas; each replica compares at least one. They come from as many
+    groups as possible. 0 switches the gate off. With fewer than 4 groups a server that is behind is found later."""
     warn: float = bounded(0.02, "more than 0", lambda nats: nats > 0)
-    """Mean absolute difference, in nats, above which a warning is logged. bfloat16 on either side makes 0.01 to 0.05.
-    """
+    """Mean absolute log-prob gap, in nats, above which a warning is logged. bfloat16 on either side causes 0.01 to
+    0.05."""
     stop: float = 0.5
-    """Mean absolute difference, in nats, above which the run stops at once; at least `warn`."""
+    """Mean absolute log-prob gap, in nats, above which the run stops at once; at least `warn`."""
     patience: int = bounded(5, "at least 1", lambda times: times >= 1)
-    """Comparisons in a row (looks at the same server) that are off, or could not be made, at which the run stops as
-    well, unless rounding to 16 bits explains them."""
+    """Consecutive failed comparisons, of the same server, at which the run stops. Comparisons that could not be made
+    count too. Gaps explained by rounding to 16 bits do not stop the run this way."""
     answer_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Steps in a row without a fresh token after which the servers answer the rows' prompts again (at most 16 tokens
-    each), so that there are some; 0: never. Asynchronous runs seldom have fresh tokens of their own."""
+    """Consecutive steps without tokens of the current version after which the servers generate some: new completions of
+    the sequences' prompts, at most 16 tokens each. 0: never. Asynchronous runs seldom have such tokens otherwise."""
     timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds for the servers to score or answer the rows."""
+    """Seconds to wait for the servers to score the sequences or to generate completions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,35 +78,37 @@ class GapConfig(Settings):
 
 @dataclass
 class _Comparison:
-    """What is compared after the commit."""
+    """Data for the comparison after the commit."""
 
-    rows: TensorDict
-    """As the servers can score them."""
+    sequences: TensorDict
+    """Sequences to score, at a temperature at which the servers can score them."""
     before: torch.Tensor
     """The trainer's log-probs before the update, [B, T]."""
     server: str
-    """The server whose turn it is; empty without a live one."""
+    """Server to compare in this step, or empty without a live server."""
     peer: str
-    """The one that comes after it."""
+    """Server that will be compared next, or empty."""
     peer_before: torch.Tensor | None
-    """Its scores before the update, [B, T], where they are a reference."""
+    """The peer's scores before the update, [B, T], where they serve as a reference."""
     own_before: torch.Tensor | None
-    """The server's own, [B, T], where it repeats them to the last bit when it is asked again."""
+    """The server's scores before the update, [B, T], if it repeats them bit for bit when asked twice."""
     served_before: torch.Tensor | None
-    """The trainer's log-probs before the update with the weights as they were served, [B, T]; with `own_before`."""
+    """The trainer's log-probs before the update with the weights as they were served, [B, T]; given with `own_before`.
+    """
 
 
 class GapGate:
-    """Measures before an update and after its commit, and looks closer where something is off. All ranks make the same
-    calls.
+    """Measures before an update and after its commit, and runs experiments when a comparison fails.
+
+    All ranks make the same calls.
 
     Args:
         engine: the trainer.
-        inference: client of the servers; the head of each replica uses it.
-        loop: runs the client's coroutines.
+        inference: client of the servers; only data-parallel leaders use it.
+        loop: thread that runs the client's coroutines.
         config: thresholds.
         trained, served: names of the dtypes in which the trainer and the servers compute.
-        sharing: wakes servers that sleep while the trainer learns, where they are asked nevertheless; None: none does.
+        sharing: wakes servers that sleep while the trainer learns, if the gate needs them then. None if none sleep.
     """
 
     def __init__(
@@ -122,268 +126,354 @@ class GapGate:
         self.engine, self.inference, self.config, self.trained, self.served = engine, inference, config, trained, served
         self.low_precision = {trained, served} != {"float32"}
         self.experiments = Experiments(engine, inference, loop, config.timeout)
-        self.sharing, self._asks = sharing, True
-        self._fresh, self._missing, self._unchanged = Alarm(config.patience), Alarm(config.patience), Alarm(math.inf)
-        self._scores: dict[str, Alarm] = defaultdict(lambda: Alarm(config.patience))
-        self._lag: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
-        self._turns: dict[str, int] = {}
-        self._without_fresh = self._empty = 0
-        self._told_blind = False
+        self.sharing, self._scores_each_batch = sharing, True
+        self._recorded_alarm, self._missing_alarm, self._unchanged_alarm = (
+            Alarm(config.patience),
+            Alarm(config.patience),
+            Alarm(math.inf),
+        )
+        self._score_alarms: dict[str, Alarm] = defaultdict(lambda: Alarm(config.patience))
+        self._lag_tests: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
+        self._last_turns: dict[str, int] = {}
+        self._steps_without_current = self._missing_recorded = 0
+        self._has_warned_blind = False
         self._receipts: tuple[WeightReceipt | None, WeightReceipt | None] = (None, None)
-        self._look: _Comparison | None = None
+        self._comparison: _Comparison | None = None
 
     @property
     def _own_reference(self) -> bool:
-        """Whether a server in 16 bits is compared with itself, because nothing else tells that it is behind."""
+        """Whether a 16-bit server is compared with itself, because nothing else shows that it is behind."""
         can = self.inference.capabilities
-        return self.served in HALF and not (can.checksums and can.live_checksums)
+        return self.served in HALF_PRECISION and not (can.checksums and can.live_checksums)
 
     def scores_before_update(self) -> bool:
-        """Whether `before_update` asks about each batch, of servers that are awake (collective): in 16 bits, where they
-        are compared with each other or with themselves. Else it wakes those that sleep when it has to ask."""
-        asks = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
-        self._asks = bool(self.config.rows) and bool(self.engine.parallel.broadcast_json(asks))
-        return self._asks
+        """Whether `before_update` requests scores for each batch and so needs awake servers (collective).
+
+        It does in 16 bits, where servers are compared with each other or with themselves. Otherwise it wakes sleeping
+        servers only when it needs them.
+        """
+        needs_scores = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
+        self._scores_each_batch = bool(self.config.rows) and bool(self.engine.parallel.broadcast_json(needs_scores))
+        return self._scores_each_batch
 
     def _with_servers_awake(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._asks or self.sharing is None else self.sharing.servers_awake()
+        return nullcontext() if self._scores_each_batch or self.sharing is None else self.sharing.servers_awake()
 
     def before_update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Choose the rows and the server of this step, and compare the log-probs that were recorded for the rows' fresh
-        tokens with the trainer's (collective). Fresh are those whose whole prefix carries the trainer's version; where
-        there were none for `answer_every` steps, the servers answer the rows' prompts again.
+        """Compare the recorded log-probs of tokens of the current version with the trainer's (collective).
+
+        Also choose the sequences and the server of this step. A token is of the current version if its whole prefix
+        carries the trainer's version. After `answer_every` steps without such tokens, the servers generate completions
+        for the sequences' prompts again.
 
         Args:
-            batch: this rank's rows, from which the trainer is about to learn.
+            batch: this rank's sequences, from which the trainer is about to learn.
 
         Returns:
-            `gap/fresh_mean_abs`, `gap/fresh_max_abs`, `gap/fresh_k3`, None without a fresh token; and
-            `gap/fresh_tokens`.
+            `gap/fresh_mean_abs`, `gap/fresh_max_abs` and `gap/fresh_k3`, None without tokens of the current version,
+            and `gap/fresh_tokens`.
 
         Raises:
-            WeightUpdateError: they are off by more than `stop`, or for too long; names the cause.
+            WeightUpdateError: the gap is above `stop`, or the comparison failed too often; names the cause.
         """
         if not self.config.rows:
             return _gap_metrics("gap/fresh_", None)
-        find = self.experiments
-        rows = _sample_sequences(batch, self.config.rows, self.engine.version, self.engine.parallel)
-        ours = find.trainer_logprobs(rows)
-        self._look = self._prepare(rows, ours)
-        gap = find.compare(ours, rows["logprobs"], self._is_current_version(rows))
-        self._without_fresh = 0 if gap is not None else self._without_fresh + 1
-        if self.config.answer_every and self._without_fresh >= self.config.answer_every:
-            self._without_fresh = 0
+        experiments = self.experiments
+        sequences = _sample_sequences(batch, self.config.rows, self.engine.version, self.engine.parallel)
+        trainer_logprobs = experiments.trainer_logprobs(sequences)
+        self._comparison = self._prepare(sequences, trainer_logprobs)
+        gap = experiments.compare(trainer_logprobs, sequences["logprobs"], self._current_mask(sequences))
+        self._steps_without_current = 0 if gap is not None else self._steps_without_current + 1
+        if self.config.answer_every and self._steps_without_current >= self.config.answer_every:
+            self._steps_without_current = 0
             with self._with_servers_awake():
-                answers = find.attempt(find.regenerate, rows)
-            if answers is not None:
-                rows, ours = answers, find.trainer_logprobs(answers)
-                gap = find.compare(ours, rows["logprobs"], self._is_current_version(rows))
-        self._empty = int(gap is None)
+                regenerated = experiments.attempt(experiments.regenerate, sequences)
+            if regenerated is not None:
+                sequences, trainer_logprobs = regenerated, experiments.trainer_logprobs(regenerated)
+                gap = experiments.compare(trainer_logprobs, sequences["logprobs"], self._current_mask(sequences))
+        self._missing_recorded = int(gap is None)
         if gap is not None:
-            what = "the recorded log-probs of tokens that the trainer's version made"
+            subject = "the recorded log-probs of tokens of the current version"
             evidence = Evidence(self.config.warn, self.low_precision, gap, recorded=True)
 
             def examine() -> Evidence:
                 with self._with_servers_awake():
-                    return self._diagnose_recorded(evidence, rows, ours)
+                    return self._diagnose_recorded(evidence, sequences, trainer_logprobs)
 
-            self._raise_alarms(self._fresh, what, evidence, examine)
+            self._raise_alarms(self._recorded_alarm, subject, evidence, examine)
         return {**_gap_metrics("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
 
     def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
-        """Compare a server's scores of the same rows, at the version that was just committed, with the trainer's
-        log-probs (collective).
+        """Compare a server's scores at the committed version with the trainer's log-probs (collective).
+
+        It scores the sequences that `before_update` chose.
 
         Args:
             sent: the trainer's receipt of the version.
 
         Returns:
-            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the generated tokens of the rows of all replicas, None where
-            the comparison could not be made; `gap/lag`, the evidence that the server is behind (`lag.LagTest`), None
-            where there is none yet; and `gap/empty`, the comparisons of this step that were not made.
+            `gap/mean_abs`, `gap/max_abs` and `gap/k3` over the compared tokens of all replicas, None if the comparison
+            could not be made. `gap/lag`: the evidence that the server is behind (`lag.LagTest`), None without
+            evidence. `gap/empty`: the number of comparisons of this step that could not be made.
 
         Raises:
-            WeightUpdateError: the server's scores are off by more than `stop`, or they are off, or could not be
-                compared, for too long; names the cause.
+            WeightUpdateError: the gap is above `stop`, or the comparison failed or could not be made too often; names
+                the cause.
         """
-        look, self._look = self._look, None
-        before, self._receipts = self._receipts[0], (sent, self._receipts[0])
-        if look is None:
+        comparison, self._comparison = self._comparison, None
+        previous, self._receipts = self._receipts[0], (sent, self._receipts[0])
+        if comparison is None:
             return {**_gap_metrics("gap/", None), "gap/lag": None, "gap/empty": 0.0}
-        same = sent is not None and before is not None and sent.checksums == before.checksums != {}
-        same = self.engine.parallel.broadcast_json(same)  # rank 0's receipts are whole
-        if self._unchanged.count(same):
+        unchanged = sent is not None and previous is not None and sent.checksums == previous.checksums != {}
+        unchanged = self.engine.parallel.broadcast_json(unchanged)  # only rank 0's receipts are complete
+        if self._unchanged_alarm.count(unchanged):
             log.warning(
-                "version %d is the one before to the last bit, as it is served in %s, which cannot resolve so small an "
-                "update. A server that misses it cannot be told from one that does not.",
+                "the weights of version %d are bitwise identical to the previous version in %s: the update is too "
+                "small for that dtype. A server that missed it cannot be detected.",
                 self.engine.version,
                 self.served,
             )
-        find = self.experiments
-        mask = find.compared(look.rows)
-        asked = find.ask_scores(look.rows, self._scorer(look.server))
-        ours = find.trainer_logprobs(look.rows)  # while the server computes its own
-        theirs, why = None, "the rows have no token to compare"
+        experiments = self.experiments
+        mask = experiments.compared(comparison.sequences)
+        pending = experiments.ask_scores(comparison.sequences, self._scorer(comparison.server))
+        trainer_logprobs = experiments.trainer_logprobs(comparison.sequences)  # overlaps with the server's computation
+        server_logprobs, why = None, "the sequences have no token to compare"
         try:
-            theirs = find.scores(look.rows, self._scorer(look.server), asked)
+            server_logprobs = experiments.scores(comparison.sequences, self._scorer(comparison.server), pending)
         except (RLError, TimeoutError) as error:
             why = str(error)
-        gap, lag = find.compare(ours, theirs, mask), None
-        if self._missing.count(gap is None):
-            times = f"{self._missing.in_row} times in a row, the run stops at {self.config.patience}"
-            self._missing.warn(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
-        if gap is not None and theirs is not None:
-            lag, how = self._lag_of(look, ours, theirs, same)
-            self._judge_scores(look, gap, theirs, lag, how)
-        return {**_gap_metrics("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
+        gap, lag = experiments.compare(trainer_logprobs, server_logprobs, mask), None
+        if self._missing_alarm.count(gap is None):
+            times = f"{self._missing_alarm.in_row} in a row, gap.patience={self.config.patience}"
+            self._missing_alarm.warn(
+                f"{comparison.server or 'servers'} and trainer could not be compared ({times}): {why}"
+            )
+        if gap is not None and server_logprobs is not None:
+            lag, how = self._measure_lag(comparison, trainer_logprobs, server_logprobs, unchanged)
+            self._judge_scores(comparison, gap, server_logprobs, lag, how)
+        return {
+            **_gap_metrics("gap/", gap),
+            "gap/lag": lag,
+            "gap/empty": float(self._missing_recorded + (gap is None)),
+        }
 
-    def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Comparison:
-        """With the server whose turn it is, of those that every head knows (one that joins is known to some of them
-        first). In float32 the trainer is reference enough."""
-        find = self.experiments
-        rows, before = self._as_scored(rows, before)
+    def _prepare(self, sequences: TensorDict, before: torch.Tensor) -> _Comparison:
+        """Choose the server whose turn it is, and collect the reference log-probs before the update.
+
+        Only servers that every data-parallel leader knows take part: leaders learn of a new server at different times.
+        In float32 the trainer is a sufficient reference.
+        """
+        experiments = self.experiments
+        sequences, before = self._as_scored(sequences, before)
         parallel = self.engine.parallel
-        first, *others = parallel.gather_json(self.inference.servers if parallel.is_dp_leader else None)
-        names = [name for name in first if all(name in known for known in others if known is not None)]
-        server, peer = [*sorted(names, key=lambda n: self._turns.get(n, -1)), "", ""][:2]
-        self._turns[server] = 1 + max(self._turns.values(), default=0)
-        wanted = self.low_precision and peer and self._asks
-        of_peer = find.attempt(find.scores, rows, self._scorer(peer)) if wanted else None
-        return _Comparison(rows, before, server, peer, of_peer, *self._self_reference(rows, before, server))
+        main_servers, *rank_servers = parallel.gather_json(self.inference.servers if parallel.is_dp_leader else None)
+        names = [
+            name for name in main_servers if all(name in servers for servers in rank_servers if servers is not None)
+        ]
+        server, peer = [*sorted(names, key=lambda n: self._last_turns.get(n, -1)), "", ""][:2]
+        self._last_turns[server] = 1 + max(self._last_turns.values(), default=0)
+        needs_peer = self.low_precision and peer and self._scores_each_batch
+        peer_before = experiments.attempt(experiments.scores, sequences, self._scorer(peer)) if needs_peer else None
+        return _Comparison(
+            sequences, before, server, peer, peer_before, *self._self_reference(sequences, before, server)
+        )
 
     def _self_reference(
-        self, rows: TensorDict, trainer_logprobs: torch.Tensor, server: str
+        self, sequences: TensorDict, trainer_logprobs: torch.Tensor, server: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A server's own scores and what the trainer gives with the weights as they are served, where 16 bits are all
-        that there is to tell whether the server is behind."""
-        find = self.experiments
+        """Return a 16-bit server's own scores and the trainer's log-probs with the weights as they are served.
+
+        Both are None unless the server is its own reference and repeats its scores bit for bit.
+        """
+        experiments = self.experiments
         if not server or not self._own_reference:
             return None, None
-        served = self._as_served(rows, trainer_logprobs)
-        own = None if served is None else find.attempt(find.scores, rows, self._scorer(server))
-        again = None if own is None else find.attempt(find.scores, rows, self._scorer(server))
-        repeats = again is not None and not find.logprob_change(rows, own, again).share
+        served = self._as_served(sequences, trainer_logprobs)
+        own = None if served is None else experiments.attempt(experiments.scores, sequences, self._scorer(server))
+        repeated = None if own is None else experiments.attempt(experiments.scores, sequences, self._scorer(server))
+        repeats = repeated is not None and not experiments.logprob_change(sequences, own, repeated).share
         return (own, served) if repeats else (None, None)
 
-    def _as_served(self, rows: TensorDict, trainer_logprobs: torch.Tensor) -> torch.Tensor | None:
-        return trainer_logprobs if self.trained == self.served else self.experiments.as_served(rows)
+    def _as_served(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> torch.Tensor | None:
+        return trainer_logprobs if self.trained == self.served else self.experiments.as_served(sequences)
 
-    def _lag_of(
-        self, look: _Comparison, ours: torch.Tensor, theirs: torch.Tensor, same: bool
+    def _measure_lag(
+        self,
+        comparison: _Comparison,
+        trainer_logprobs: torch.Tensor,
+        server_logprobs: torch.Tensor,
+        weights_unchanged: bool,
     ) -> tuple[float | None, str]:
-        """What says most that the server is behind, and how: itself, the trainer, if it computes in the servers' dtype,
-        or the peer.
+        """Return the strongest evidence that the server is behind, as z, and the reason as text.
+
+        References are the server itself, the trainer if it computes in the servers' dtype, and the peer.
 
         Args:
-            same: the update left what is served as it was.
+            comparison: the data from before the update.
+            trainer_logprobs: the trainer's log-probs after the update, [B, T].
+            server_logprobs: the server's scores after the commit, [B, T].
+            weights_unchanged: whether the update left the served weights unchanged.
         """
-        find, rows, tests = self.experiments, look.rows, self._lag
-        peer = None if look.peer_before is None else find.attempt(find.scores, rows, self._scorer(look.peer))
-        found: list[tuple[float | None, str]] = []
-        if look.own_before is not None and not same:
-            moved = find.logprob_change(rows, look.served_before, self._as_served(rows, ours))
-            still = moved.is_clear and not find.logprob_change(rows, look.own_before, theirs).share
-            found.append((tests[look.server, "itself"].add_self_comparison(still), SAME))
+        experiments, sequences, tests = self.experiments, comparison.sequences, self._lag_tests
+        peer_after = (
+            None
+            if comparison.peer_before is None
+            else experiments.attempt(experiments.scores, sequences, self._scorer(comparison.peer))
+        )
+        results: list[tuple[float | None, str]] = []
+        if comparison.own_before is not None and not weights_unchanged:
+            change = experiments.logprob_change(
+                sequences, comparison.served_before, self._as_served(sequences, trainer_logprobs)
+            )
+            unchanged = (
+                change.is_clear
+                and not experiments.logprob_change(sequences, comparison.own_before, server_logprobs).share
+            )
+            results.append((tests[comparison.server, "itself"].add_self_comparison(unchanged), IDENTICAL_TO_PREVIOUS))
         if self.trained == self.served:
-            found.append(
-                (tests[look.server, "trainer"].add(find.lag_statistics(rows, theirs, ours, look.before)), NEARER)
+            results.append(
+                (
+                    tests[comparison.server, "trainer"].add(
+                        experiments.lag_statistics(sequences, server_logprobs, trainer_logprobs, comparison.before)
+                    ),
+                    CLOSER_TO_PREVIOUS,
+                )
             )
-        if peer is not None and look.peer_before is not None:
-            found.append(
-                (tests[look.server, "peer"].add(find.lag_statistics(rows, theirs, peer, look.peer_before)), NEARER)
+        if peer_after is not None and comparison.peer_before is not None:
+            results.append(
+                (
+                    tests[comparison.server, "peer"].add(
+                        experiments.lag_statistics(sequences, server_logprobs, peer_after, comparison.peer_before)
+                    ),
+                    CLOSER_TO_PREVIOUS,
+                )
             )
-        said = [(z, how) for z, how in found if z is not None]
-        z, how = max(said, key=lambda told: told[0], default=(None, ""))
+        informative = [(z, how) for z, how in results if z is not None]
+        z, how = max(informative, key=lambda result: result[0], default=(None, ""))
         return tuple(self.engine.parallel.broadcast_json([z, how]))
 
     def _judge_scores(
-        self, look: _Comparison, gap: LogprobGap, server_logprobs: torch.Tensor, lag: float | None, how: str
+        self, comparison: _Comparison, gap: LogprobGap, server_logprobs: torch.Tensor, lag: float | None, how: str
     ) -> None:
-        find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT
+        experiments, subject, behind = (
+            self.experiments,
+            f"the scores of {comparison.server}",
+            lag is not None and lag > LIMIT,
+        )
         if behind:
-            what += f", {how} (z={lag:.1f}),"
-        receipts = find.receipts(*self._receipts, look.server) if self.low_precision else None
+            subject += f", {how} (z={lag:.1f}),"
+        receipts = experiments.receipts(*self._receipts, comparison.server) if self.low_precision else None
         evidence = Evidence(self.config.warn, self.low_precision, gap, behind=behind, receipts=receipts)
-        if not (self._told_blind or look.peer or receipts or self.trained == self.served):
-            self._told_blind = True
+        if not (self._has_warned_blind or comparison.peer or receipts or self.trained == self.served):
+            self._has_warned_blind = True
             log.warning(
-                "a server that misses an update is seen only where that makes a difference above gap.warn, or where "
-                "its scores repeat to the last bit: %s serves %s without checksums, a trainer in %s is no reference "
-                "for that, and there is no second server to compare with.",
-                look.server,
+                "%s serves %s without checksums, a trainer in %s is no reference for it, and there is no second "
+                "server. A missed update shows only as a log-prob gap above gap.warn, or as bitwise identical scores.",
+                comparison.server,
                 self.served,
                 self.trained,
             )
 
         def examine() -> Evidence:
-            live = receipts or find.receipts(*self._receipts, look.server)
-            return self._diagnose(evidence, look.rows, server_logprobs, look.before, receipts=live)
+            live = receipts or experiments.receipts(*self._receipts, comparison.server)
+            return self._diagnose(evidence, comparison.sequences, server_logprobs, comparison.before, receipts=live)
 
-        self._raise_alarms(self._scores[look.server], what, evidence, examine)
+        self._raise_alarms(self._score_alarms[comparison.server], subject, evidence, examine)
 
-    def _raise_alarms(self, alarm: Alarm, what: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
-        """Count what was found; where something is to be said, look closer first."""
+    def _raise_alarms(self, alarm: Alarm, subject: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
+        """Count a comparison. If the alarm reports it, gather more evidence first."""
         gap, config = evidence.gap, self.config
         too_much = not gap.mean_abs <= config.stop  # nan is too much
         if alarm.count(diagnose(evidence) is not None, too_much, certain=evidence.certain):
-            name, why = diagnose(examine()) or ("unknown", "what was looked at again agrees")
+            name, why = diagnose(examine()) or ("unknown", "a repeated measurement shows no gap")
             alarm.warn(
-                f"servers and trainer disagree: {what} and the trainer's differ by {gap.mean_abs:.3g} nats on average, "
-                f"{gap.max_abs:.3g} at most, over {gap.tokens} tokens at version {self.engine.version} (warn above "
-                f"{config.warn:g}, stop above {config.stop:g} or {config.patience} times in a row; this is time "
-                f"{alarm.in_row}). Likely cause: {name}: {why}.",
+                f"servers and trainer disagree: {subject} differ from the trainer's by {gap.mean_abs:.3g} nats on "
+                f"average (max {gap.max_abs:.3g}) over {gap.tokens} tokens at version {self.engine.version}; "
+                f"{alarm.in_row} in a row (gap.warn={config.warn:g}, gap.stop={config.stop:g}, "
+                f"gap.patience={config.patience}). Likely cause: {name}: {why}.",
                 excused=name == DTYPE,
             )
 
     def _diagnose(
-        self, evidence: Evidence, rows: TensorDict, theirs: torch.Tensor, before: torch.Tensor | None, **more: Any
+        self,
+        evidence: Evidence,
+        sequences: TensorDict,
+        server_logprobs: torch.Tensor,
+        before: torch.Tensor | None,
+        **more: Any,
     ) -> Evidence:
-        """Add what experiments give."""
-        find = self.experiments
-        mask = self._is_current_version(rows) if evidence.recorded else find.compared(rows)
-        older, base = find.compare(theirs, before, mask), find.compare(theirs, find.unadapted(rows), mask)
-        return replace(evidence, older=older, base=base, temperature=find.temperature(rows, theirs, mask), **more)
+        """Return the evidence with the results of experiments added."""
+        experiments = self.experiments
+        mask = self._current_mask(sequences) if evidence.recorded else experiments.compared(sequences)
+        older, base = (
+            experiments.compare(server_logprobs, before, mask),
+            experiments.compare(server_logprobs, experiments.unadapted(sequences), mask),
+        )
+        return replace(
+            evidence,
+            older=older,
+            base=base,
+            temperature=experiments.temperature(sequences, server_logprobs, mask),
+            **more,
+        )
 
-    def _diagnose_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
-        """Scores come first: where they are wrong, what is generated is wrong as well."""
-        find = self.experiments
-        scored, ours = self._as_scored(rows, ours)
-        theirs = find.attempt(find.scores, scored, self.inference.score)
-        gap = find.compare(ours, theirs, find.compared(scored))
-        if theirs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
-            receipts = find.receipts(*self._receipts)
-            return self._diagnose(replace(evidence, gap=gap, recorded=False), scored, theirs, None, receipts=receipts)
-        before = find.attempt(find.scores, rows, self.inference.score_previous_weights)
+    def _diagnose_recorded(self, evidence: Evidence, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> Evidence:
+        """Return the evidence for a gap of recorded log-probs.
+
+        Scores come first: if they are wrong, the generated tokens are wrong as well.
+        """
+        experiments = self.experiments
+        scored, trainer_logprobs = self._as_scored(sequences, trainer_logprobs)
+        server_logprobs = experiments.attempt(experiments.scores, scored, self.inference.score)
+        gap = experiments.compare(trainer_logprobs, server_logprobs, experiments.compared(scored))
+        if server_logprobs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
+            receipts = experiments.receipts(*self._receipts)
+            return self._diagnose(
+                replace(evidence, gap=gap, recorded=False), scored, server_logprobs, None, receipts=receipts
+            )
+        before = experiments.attempt(experiments.scores, sequences, self.inference.score_previous_weights)
         prompts = {
-            "seen_prompt": find.gap_of_regenerated(rows, False),
-            "new_prompt": find.gap_of_regenerated(rows, True),
+            "seen_prompt": experiments.gap_of_regenerated(sequences, False),
+            "new_prompt": experiments.gap_of_regenerated(sequences, True),
         }
-        return self._diagnose(evidence, rows, rows["logprobs"], before, **prompts)
+        return self._diagnose(evidence, sequences, sequences["logprobs"], before, **prompts)
 
-    def _as_scored(self, rows: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
-        """Rows at a temperature at which servers can score them, and the trainer's log-probs there (collective)."""
+    def _as_scored(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
+        """Return the sequences at a temperature at which the servers can score them, and the trainer's log-probs there.
+
+        Collective.
+        """
         if self.inference.capabilities.any_score_temperature:
-            return rows, trainer_logprobs
-        rows = rows.clone().update({"temperature": rows["temperature"].new_ones(rows.batch_size)})
-        return rows, self.experiments.trainer_logprobs(rows)
+            return sequences, trainer_logprobs
+        sequences = sequences.clone().update({"temperature": sequences["temperature"].new_ones(sequences.batch_size)})
+        return sequences, self.experiments.trainer_logprobs(sequences)
 
-    def _is_current_version(self, rows: TensorDict) -> torch.Tensor:
-        return current_version_mask(rows["versions"], self.engine.version)
+    def _current_mask(self, sequences: TensorDict) -> torch.Tensor:
+        return current_version_mask(sequences["versions"], self.engine.version)
 
     def _scorer(self, server: str) -> Score:
         return partial(self.inference.score, server=server)
 
 
 class Alarm:
-    """The history of one comparison: speaks at the 1st, 2nd, 4th, 8th, ... time in a row that it is off, and stops the
-    run where it is off by too much, or `patience` times in a row."""
+    """History of one comparison.
+
+    It reports the 1st, 2nd, 4th, 8th, ... consecutive failure. It stops the run if a gap is too large, or after
+    `patience` consecutive failures.
+    """
 
     def __init__(self, patience: float) -> None:
         self.patience, self.in_row = patience, 0
         self._too_much = self._excused = False
 
     def count(self, off: bool, too_much: bool = False, certain: bool = False) -> bool:
-        """Count a comparison; whether something is to be said. What is `certain` begins anew after an excused one."""
+        """Count a comparison and return whether to report it.
+
+        Args:
+            off: whether the comparison failed.
+            too_much: whether the gap is too large to continue the run.
+            certain: whether something is wrong for sure. After an excused failure the count then starts again.
+        """
         if not off or (certain and self._excused):
             self.in_row, self._excused = 0, False
         self.in_row, self._too_much = self.in_row + off, too_much
@@ -394,14 +484,15 @@ class Alarm:
         return self._too_much or (self.in_row >= self.patience and not self._excused)
 
     def warn(self, message: str, excused: bool = False) -> None:
-        """Warn.
+        """Log a warning, or stop the run.
 
         Args:
-            excused: what was found is no fault: it does not stop the run, however often it is found. What is found
-                after it and is a fault counts as the first.
+            message: the text of the warning or error.
+            excused: whether the cause is no fault. Then `patience` does not apply, and a fault found after it counts
+                as the first failure.
 
         Raises:
-            WeightUpdateError: instead, where the run must not go on.
+            WeightUpdateError: the run must stop.
         """
         if self._excused and not excused:
             self.in_row = 1
@@ -412,21 +503,24 @@ class Alarm:
 
 
 def _sample_sequences(batch: TensorDict, count: int, version: int, parallel: ParallelContext) -> TensorDict:
-    """This replica's part of `count` rows (all, where there are fewer), of as many groups as there are, those with
-    fresh tokens first. Groups may be spread over replicas: each begins with others."""
+    """Return this replica's `count` / dp_size sequences, rounded up, or all of them if it has fewer.
+
+    They come from as many groups as possible, and sequences with tokens of the current version come first. A group may
+    be spread over replicas, so each replica prefers different groups.
+    """
     from rl_contracts.batch.trajectory import select
 
     is_local = batch["group_ids"] % parallel.dp_size == parallel.dp_rank
-    fresh = current_version_mask(batch["versions"], version).any(-1)
-    order = (2 * fresh.int() + is_local.int()).argsort(descending=True, stable=True)
+    is_current = current_version_mask(batch["versions"], version).any(-1)
+    order = (2 * is_current.int() + is_local.int()).argsort(descending=True, stable=True)
     members: dict[int, list[int]] = defaultdict(list)
-    for row, group in zip(order.tolist(), batch["group_ids"][order].tolist(), strict=True):
-        members[group].append(row)
-    turns = zip_longest(*members.values())  # of each group the first, of each the second, ...
-    chosen = [row for turn in turns for row in turn if row is not None]
+    for index, group in zip(order.tolist(), batch["group_ids"][order].tolist(), strict=True):
+        members[group].append(index)
+    turns = zip_longest(*members.values())  # the first of each group, then the second of each, ...
+    chosen = [index for turn in turns for index in turn if index is not None]
     return select(batch, chosen[: math.ceil(count / parallel.dp_size)])
 
 
 def _gap_metrics(prefix: str, gap: LogprobGap | None) -> dict[str, float | None]:
-    """`<prefix>mean_abs`, `<prefix>max_abs` and `<prefix>k3`, None without a gap."""
+    """Return `<prefix>mean_abs`, `<prefix>max_abs` and `<prefix>k3`, with None values without a gap."""
     return {prefix + name: None if gap is None else getattr(gap, name) for name in ("mean_abs", "max_abs", "k3")}

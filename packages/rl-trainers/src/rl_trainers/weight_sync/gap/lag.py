@@ -1,39 +1,51 @@
-"""Does a server still serve the version before? A sequential test that needs no threshold in nats.
+"""Sequential test of whether a server still serves the previous version. It needs no threshold in nats.
 
-Of each row three sets of log-probs are known: a reference's before the update, b, and after it, a, and those of the
-server that is looked at, s, which ought to be a but for rounding. With A = sum (s - a)^2 and B = sum (s - b)^2 over the
-generated tokens of a group's rows,
+Three sets of log-probs of each sequence are known: a reference's before the update, b, and after it, a, and those of
+the tested server, s, which should equal a up to rounding. With A = sum (s - a)^2 and B = sum (s - b)^2 over the
+generated tokens of a group's sequences,
 
-    x = (A - B) / (A + B)        -1: the server's are a;  +1: they are b
+    x = (A - B) / (A + B)        -1: the server computes a;  +1: it computes b
 
-whatever the learning rate and the dtype. Where noise alone decides, a and b are exchangeable and x is symmetric about
-0; where the server is up to date, x is lower. So a mean of x above 0 that chance does not explain names a server that
-is behind. Each look gives Student's t over its groups as a normal quantile (Wallace, "Bounds on normal approximations
-to Student's and the chi-square distributions", 1959), cut at `MAX_COMPARISONS` because x is not normal, and the last n
-looks at the server, n = 2 to 20, their sum over sqrt(n). Groups are what is counted, because the tokens of a row, and
-rows of one prompt, share their noise.
+for any learning rate and dtype. If only noise decides, a and b are exchangeable and x is symmetric about 0. If the
+server is up to date, x is lower. A mean of x above 0 that chance does not explain therefore means that the server is
+behind.
 
-A look speaks only where the server's distance from the middle, s - (a + b) / 2, has a direction along a - b: a |cosine|
-above `CLEAR`. Otherwise a difference between two kernels that has a direction, however small beside their noise, would
-decide it. Such a look counts as 0: left out, it would make room for older ones that chance once put together. For the
-same reason a reference must compute with the weights as they are served: where rounding to bfloat16 swallows the
-updates of a trainer that keeps float32, a healthy server *is* nearer to the version before.
+Each comparison converts Student's t over its groups to a normal quantile (Wallace, "Bounds on normal approximations to
+Student's and the chi-square distributions", 1959), capped at `MAX_Z` because x is not normal. The result for a server
+is the sum of its last n quantiles over sqrt(n), maximized over n = 2 to 20. The unit is a group because the tokens of a
+sequence, and the sequences of one prompt, share their noise.
 
-In 16 bits an update may move log-probs by far less than rounding does (at lr 1e-6 by a thirtieth, in a small random
-model), and a reference with kernels of its own does not help: 20 looks of 100 tokens, each against the exact movement,
-put 1.6 standard deviations between a server that is up to date and one that is not. There a server may be its own
-reference (`add_self_comparison`): one that repeats its log-probs to the last bit when it is asked twice, and gives them
-a third time after an update that changed the trainer's, did not receive it. A server whose kernels depend on what else
-it computes at the moment does not repeat itself, and that says nothing.
+A comparison is informative only if the server's offset from the midpoint, s - (a + b) / 2, has a direction along a - b:
+a |cosine| above `CLEAR`. Otherwise a systematic difference between two kernels could decide it, even one far smaller
+than their noise. A comparison that is not informative counts as 0. If it were dropped, older values that added up by
+chance would stay in the window.
 
-Simulated looks of 4 groups with 30 tokens, where the noise is the server's alone. *Named*: a server that is always one
-version behind, after 2 looks where the update moved log-probs by ten times the noise, 4 at twice, 7 at once, 23 at half
-of it; at a third two of three within 100. With as much noise in a and in b 6 looks at twice, 43 at once, none at half.
-One that stays behind while the trainer goes on, of four in turn: 4 looks where successive updates resemble each other
-(correlation 0.9), mostly 5 at 0.5; hardly ever where they have nothing in common. *Accused*: one of two million healthy
-looks, where noise had heavy tails and a group a single token (others: normal noise, Cauchy, shared by the tokens of a
-row; 2 to 8 groups of 1 to 30 tokens; updates of 0 to 1 times the noise). None where kernels differ systematically by a
-tenth of their noise and all updates go that way; at a fifth of it a healthy server is accused.
+For the same reason a reference must compute with the weights as they are served. If rounding to bfloat16 swallows the
+updates of a trainer that keeps float32, a healthy server *is* closer to the previous version.
+
+In 16 bits an update may move log-probs far less than rounding does: at lr 1e-6, by a thirtieth in a small random model.
+A reference with different kernels does not help then. Even against the exact movement, 20 comparisons of 100 tokens
+separate a current server from a stale one by only 1.6 standard deviations.
+
+There a server can be its own reference (`add_self_comparison`). Suppose that it repeats its log-probs bit for bit when
+asked twice, and gives them again after an update that changed the trainer's. Then it did not receive the update. A
+server whose kernels depend on its current load does not repeat itself, which is no evidence either way.
+
+Simulation results for comparisons of 4 groups with 30 tokens, with noise only in the server's log-probs:
+
+- A server that is always one version behind is detected after 2 comparisons if updates move log-probs by 10 times the
+  noise. It takes 4 comparisons at 2 times, 7 at 1 times and 23 at half the noise. At a third of the noise, two of three
+  such servers are detected within 100 comparisons.
+- With as much noise in a and in b, detection takes 6 comparisons at 2 times and 43 at 1 times the noise. At half the
+  noise there is none.
+- One of four servers compared in turn, which stays at a version while the trainer continues, is detected after 4
+  comparisons if successive updates have correlation 0.9, and mostly after 5 at 0.5. It is hardly ever detected if they
+  are uncorrelated.
+- One of two million comparisons of healthy servers raised a false alarm, with heavy-tailed noise and one token per
+  group. The other cases were normal noise, Cauchy noise and noise shared by the tokens of a sequence. They had 2 to 8
+  groups of 1 to 30 tokens, and updates of 0 to 1 times the noise.
+- There is no false alarm if kernels differ systematically by a tenth of their noise and all updates go in that
+  direction. At a fifth of the noise there is one.
 """
 
 from __future__ import annotations
@@ -44,33 +56,33 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-MIN_COMPARISONS = 20
-"""Looks at a server that count; what is older is forgotten."""
+WINDOW = 20
+"""Number of latest comparisons of a server that count."""
 LIMIT = 5.5
 """z above which a server is behind."""
 CLEAR = 0.15
-"""Least |cosine| between the server's distance from the middle of a and b, and the reference's movement."""
-MAX_COMPARISONS = 4.0
-"""z of a single look, at most: two are needed."""
+"""Least |cosine| between the server's offset from the midpoint of a and b and the reference's movement."""
+MAX_Z = 4.0
+"""Largest z of a single comparison. It is below `LIMIT`, so at least two comparisons are needed."""
 ROUNDING = 1e-6
-"""Error of a mean of x where all values are the same."""
+"""Least standard error of the mean of x, for values that are all the same."""
 
 
 class LagTest:
-    """What the looks at one server say, against one kind of reference."""
+    """Sequential test of one server against one kind of reference."""
 
     def __init__(self) -> None:
-        self._looks: deque[float] = deque(maxlen=MIN_COMPARISONS)
+        self._scores: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, groups: Sequence[Sequence[float]]) -> float | None:
-        """One more look.
+        """Add a comparison with the reference.
 
         Args:
-            groups: of each group the sums of squares s - a, s - b and a - b.
+            groups: for each group the sums of squares of s - a, s - b and a - b.
 
         Returns:
-            z so far, of the most suspicious n; 0 if this look speaks for the server; None if it says nothing: fewer
-            than two groups, no direction, or the first look.
+            z so far, the largest over n. 0 if this comparison shows no lag. None if it is not informative: fewer than
+            two groups, no direction, or the first comparison.
         """
         after, before, moved = (math.fsum(column) for column in zip(*groups, strict=True))
         values = [(a - b) / (a + b) for a, b, _ in groups if a + b]
@@ -79,30 +91,30 @@ class LagTest:
         clear = len(values) > 1 and (after - before) ** 2 > (2 * CLEAR) ** 2 * moved * middle
         return self._add_score(signed_z_score(values) if clear else None)
 
-    def add_self_comparison(self, still: bool) -> float | None:
-        """One more look, at the server's own log-probs before and after the update.
+    def add_self_comparison(self, unchanged: bool) -> float | None:
+        """Add a comparison of the server's own log-probs before and after the update.
 
         Args:
-            still: they are the same to the last bit, where they had to change.
+            unchanged: whether they are bitwise identical although they had to change.
 
         Returns:
-            As `update_completion`; None where they are not still.
+            z as `add` returns it, or None if `unchanged` is false.
         """
-        return self._add_score(MAX_COMPARISONS if still else None)
+        return self._add_score(MAX_Z if unchanged else None)
 
     def _add_score(self, z: float | None) -> float | None:
-        """Count a look that gave z, or said nothing."""
-        self._looks.appendleft(min(z or 0.0, MAX_COMPARISONS))
+        """Add the z of a comparison, or None if it is not informative, and return the result so far."""
+        self._scores.appendleft(min(z or 0.0, MAX_Z))
         if z is None:
             return None
         if z <= 0:
             return 0.0
-        sums = enumerate(accumulate(self._looks), 1)
+        sums = enumerate(accumulate(self._scores), 1)
         return max((total / math.sqrt(n) for n, total in sums if n > 1), default=None)
 
 
 def signed_z_score(values: Sequence[float]) -> float:
-    """How little chance explains a mean other than 0: Student's t as a normal quantile, with the mean's sign."""
+    """Return Student's t of the hypothesis that the mean is 0, as a normal quantile with the sign of the mean."""
     count, mean = len(values), statistics.fmean(values)
     free, error = count - 1, math.sqrt(statistics.variance(values) / count)
     t = mean / max(error, ROUNDING)

@@ -1,5 +1,7 @@
-"""The gap gate on the reference engine, with servers that hold copies of its weights. Faults of real servers:
-tests/end_to_end/test_gap_faults.py of the workspace."""
+"""Log-prob gap gate on the reference engine, with servers that hold copies of its weights.
+
+`tests/end_to_end/test_gap_faults.py` of the workspace tests faults of real servers.
+"""
 
 import asyncio
 import contextlib
@@ -50,10 +52,10 @@ def engine(model_path):
 
 
 class Fleet:
-    """A client of servers that compute with their own weights in `dtype`, by another kernel than the trainer's.
+    """Client of servers that compute in `dtype`, with their own weights and another kernel than the trainer's.
 
     Args:
-        late: numbers of those that serve, from now on, what they should have served one commit before.
+        late: numbers of the servers that from now on always load the weights of the previous commit.
     """
 
     capabilities = Capabilities(checksums=False)
@@ -64,30 +66,30 @@ class Fleet:
         self.model = copy.deepcopy(engine.model).to(self.dtype).eval()
         self.model.set_attn_implementation("eager")
         self.offset, self.failure = 0.0, None
-        self.stays, self.noise = False, 0.0
-        self.asked = []
-        self.held = dict.fromkeys(self.servers, self._weights())
-        self.newest = self._weights()
+        self.skips_commits, self.noise = False, 0.0
+        self.requests = []
+        self.weights = dict.fromkeys(self.servers, self._copy_weights())
+        self.newest = self._copy_weights()
 
-    def _weights(self):
+    def _copy_weights(self):
         return [parameter.detach().to(self.dtype, copy=True) for parameter in self.engine.model.parameters()]
 
     def commit(self):
-        before, self.newest = self.newest, self._weights()
-        for number, server in enumerate([] if self.stays else self.servers):
-            self.held[server] = before if number in self.late else self.newest
+        previous, self.newest = self.newest, self._copy_weights()
+        for number, server in enumerate([] if self.skips_commits else self.servers):
+            self.weights[server] = previous if number in self.late else self.newest
 
     def receipt(self):
-        """The trainer's."""
+        """Return the trainer's receipt of the newest weights."""
         names = (name for name, _ in self.engine.model.named_parameters())
         sums = {name: checksum(value) for name, value in zip(names, self.newest, strict=True)}
         return WeightReceipt("trainer", self.engine.version, sums)
 
     async def score(self, input_ids, temperature=1.0, server=None):
-        self.asked.append(server)
+        self.requests.append(server)
         if self.failure is not None:
             raise self.failure
-        for parameter, value in zip(self.model.parameters(), self.held[server or self.servers[0]], strict=True):
+        for parameter, value in zip(self.model.parameters(), self.weights[server or self.servers[0]], strict=True):
             parameter.data.copy_(value)
         ids = torch.tensor(input_ids)
         with torch.no_grad():
@@ -96,7 +98,7 @@ class Fleet:
         return [0.0, *(logprobs + self.offset + self.noise * torch.randn(len(logprobs))).tolist()]
 
     async def score_previous_weights(self, input_ids, temperature=1.0):
-        raise InferenceError("these servers keep no older weights")
+        raise InferenceError("these servers keep no previous weights")
 
     async def live_receipts(self, server=None):
         raise InferenceError("these servers have no checksums")
@@ -105,9 +107,9 @@ class Fleet:
         raise InferenceError("these servers only score")
 
 
-def _batch(seed=0, rows=8):
-    """Rows without a fresh token, where the trainer's version is above 0."""
-    return shard_batch(make_batch(rows, seed, lengths=(16, 24)), ReferenceTrainEngine().parallel)
+def _batch(seed=0, size=8):
+    """Return sequences without tokens of the current version, if the trainer's version is above 0."""
+    return shard_batch(make_batch(size, seed, lengths=(16, 24)), ReferenceTrainEngine().parallel)
 
 
 def _loss(outputs, packed):
@@ -116,21 +118,21 @@ def _loss(outputs, packed):
 
 @contextlib.contextmanager
 def _rounded(model):
-    """`TrainEngine.as_served` of the reference engine's model, served in bfloat16."""
-    kept = copy.deepcopy(model.state_dict())
+    """Stand in for `TrainEngine.as_served` of the reference engine's model, served in bfloat16."""
+    saved = copy.deepcopy(model.state_dict())
     model.to(torch.bfloat16).to(torch.float32)
     yield
-    model.load_state_dict(kept)
+    model.load_state_dict(saved)
 
 
-def _step(gate, fleet, seed=0):
-    """What a run does in one step."""
+def _run_step(gate, fleet, seed=0):
+    """Run one training step and return its metrics."""
     engine, batch = fleet.engine, _batch(seed)
-    figures = gate.before_update(batch)
-    engine.train_batch(batch, _loss, lambda rows: rows["loss_mask"].sum())
+    metrics = gate.before_update(batch)
+    engine.train_batch(batch, _loss, lambda batch: batch["loss_mask"].sum())
     engine.version += 1
     fleet.commit()
-    return figures | gate.after_commit(fleet.receipt())
+    return metrics | gate.after_commit(fleet.receipt())
 
 
 def _gate(fleet, loop, served="float32", **settings):
@@ -138,51 +140,51 @@ def _gate(fleet, loop, served="float32", **settings):
     return GapGate(fleet.engine, fleet, loop, GapConfig(answer_every=0, **settings), served=served, trained="float32")
 
 
-def _until_named(gate, fleet, looks):
-    """Steps until the gate stops the run, at most so many looks at each server; what it says."""
+def _run_until_error(gate, fleet, comparisons):
+    """Run steps until the gate stops the run and return the message; allow `comparisons` of each server."""
     with pytest.raises(WeightUpdateError) as caught:
-        _steps(gate, fleet, looks * len(fleet.servers))
+        _run_steps(gate, fleet, comparisons * len(fleet.servers))
     return str(caught.value)
 
 
-def _steps(gate, fleet, count):
-    return [_step(gate, fleet, seed) for seed in range(count)]
+def _run_steps(gate, fleet, count):
+    return [_run_step(gate, fleet, seed) for seed in range(count)]
 
 
 # ---- alarms
 
 
-def _judge(alarm, off, excused=False):
+def _add_comparison(alarm, off, excused=False):
     if alarm.count(off):
         alarm.warn("a fault", excused)
 
 
-def test_alarm_warns_seldom_and_stops_at_patience(caplog):
+def test_alarm_warns_at_powers_of_two_and_stops_at_patience(caplog):
     alarm = Alarm(patience=7)
     with caplog.at_level(logging.WARNING, logger="rl"):
         for _ in range(6):
-            _judge(alarm, True)
+            _add_comparison(alarm, True)
         assert len(caplog.records) == 3, "at 1, 2 and 4"
         with pytest.raises(WeightUpdateError, match="a fault"):
-            _judge(alarm, True)
+            _add_comparison(alarm, True)
 
 
-def test_alarm_one_good_comparison_begins_the_count_anew():
+def test_alarm_successful_comparison_resets_count():
     alarm = Alarm(patience=2)
     for _ in range(5):
-        _judge(alarm, True)
-        _judge(alarm, False)
+        _add_comparison(alarm, True)
+        _add_comparison(alarm, False)
     assert alarm.in_row == 0
 
 
-def test_alarm_too_much_stops_at_once():
+def test_alarm_too_large_gap_stops_at_once():
     alarm = Alarm(patience=5)
     assert alarm.count(True, too_much=True)
     with pytest.raises(WeightUpdateError):
         alarm.warn("far off", excused=True)
 
 
-def test_alarm_what_is_excused_never_stops_by_patience_and_is_not_examined_at_every_step():
+def test_alarm_excused_failures_do_not_stop_and_are_rarely_examined():
     alarm, examined = Alarm(patience=3), 0
     for _ in range(64):
         if alarm.count(True):
@@ -191,20 +193,20 @@ def test_alarm_what_is_excused_never_stops_by_patience_and_is_not_examined_at_ev
     assert examined == 7, "at 1, 2, 4, ..., 64"
 
 
-def test_alarm_a_fault_after_what_was_excused_counts_as_the_first(caplog):
+def test_alarm_fault_after_excused_failures_counts_as_first(caplog):
     alarm = Alarm(patience=3)
     for number in range(1, 33):
-        _judge(alarm, True, excused=number < 32)
-    assert caplog.text.count("a fault") == 6, "warned of, at 1, 2, 4, ..., 32"
-    _judge(alarm, True)
+        _add_comparison(alarm, True, excused=number < 32)
+    assert caplog.text.count("a fault") == 6, "warnings at 1, 2, 4, ..., 32"
+    _add_comparison(alarm, True)
     with pytest.raises(WeightUpdateError):
-        _judge(alarm, True)
+        _add_comparison(alarm, True)
 
 
-def test_alarm_what_is_certain_is_counted_anew_after_what_was_excused():
+def test_alarm_certain_fault_after_excused_failures_restarts_count():
     alarm = Alarm(patience=3)
     for _ in range(33):
-        _judge(alarm, True, excused=True)
+        _add_comparison(alarm, True, excused=True)
     for _ in range(2):
         assert alarm.count(True, certain=True)
         alarm.warn("a server is behind")
@@ -217,80 +219,80 @@ def test_alarm_what_is_certain_is_counted_anew_after_what_was_excused():
 
 
 def _exact_batch(engine, offset=0.0):
-    """Rows whose recorded log-probs are the engine's own, off by a constant."""
+    """Return a batch whose recorded log-probs are the engine's own plus a constant."""
     batch = _batch()
-    ours = engine.forward(batch, lambda outputs, _: outputs.logprobs) + offset
-    batch["logprobs"] = torch.where(batch["versions"] >= 0, ours, 0.0)
+    logprobs = engine.forward(batch, lambda outputs, _: outputs.logprobs) + offset
+    batch["logprobs"] = torch.where(batch["versions"] >= 0, logprobs, 0.0)
     return batch
 
 
-def test_gate_fresh_tokens_are_compared_before_the_update_on_rows_that_have_some(engine, loop):
+def test_gate_current_version_tokens_are_compared_before_update(engine, loop):
     batch, gate = _exact_batch(engine, -0.125), _gate(Fleet(engine), loop, rows=4, warn=1.0, stop=1.0)
-    fresh = [1, 3, 6, 7]
-    batch["versions"][fresh] = torch.where(batch["versions"][fresh] >= 0, 1, -1).int()
+    current = [1, 3, 6, 7]
+    batch["versions"][current] = torch.where(batch["versions"][current] >= 0, 1, -1).int()
     stats = gate.before_update(batch)
     assert stats["gap/fresh_mean_abs"] == pytest.approx(0.125, abs=1e-5)
     assert stats["gap/fresh_max_abs"] == pytest.approx(0.125, abs=1e-5)
     assert stats["gap/fresh_k3"] > 0
-    assert stats["gap/fresh_tokens"] == float((batch["versions"][fresh] >= 0).sum())
+    assert stats["gap/fresh_tokens"] == float((batch["versions"][current] >= 0).sum())
 
 
-def test_gate_batch_without_fresh_tokens_gives_null_and_a_count_of_zero(engine, loop):
+def test_gate_batch_without_current_version_tokens_reports_none(engine, loop):
     stats = _gate(Fleet(engine), loop).before_update(_exact_batch(engine))
     assert stats.pop("gap/fresh_tokens") == 0.0
     assert set(stats.values()) == {None}
 
 
-def test_gate_takes_rows_of_as_many_groups_as_there_are(engine, loop):
+def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
     fleet = Fleet(engine)
-    gate, batch = _gate(fleet, loop, rows=4), _batch(rows=16)
+    gate, batch = _gate(fleet, loop, rows=4), _batch(size=16)
     gate.before_update(batch)
-    assert sorted(gate._look.rows["group_ids"].tolist()) == [0, 1, 2, 3]
+    assert sorted(gate._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_gate_replicas_take_rows_of_different_groups(replicas, seed):
-    """Rows of a group are spread over the replicas, which know nothing of each other's."""
+def test_sample_sequences_replicas_choose_different_groups(replicas, seed):
+    """Sequences of a group are spread over the replicas, which do not know each other's sequences."""
     batch = make_batch(64, seed, lengths=(4, 100))
-    taken = []
+    groups = []
     for rank in range(replicas):
         parallel = ParallelContext(rank, replicas, dp_rank=rank, dp_size=replicas)
-        taken += _sample_sequences(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
-    assert len(set(taken)) >= 4
+        groups += _sample_sequences(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
+    assert len(set(groups)) >= 4
 
 
-class Sleeper(Fleet):
-    """Servers that answer nothing while they sleep, and tell when they were asked, woken and put to sleep."""
+class SleepingFleet(Fleet):
+    """Servers that fail requests while they sleep, and record every call."""
 
     capabilities = Capabilities(checksums=True, live_checksums=True, sleeps=True)
 
     def __init__(self, engine, **options):
         super().__init__(engine, **options)
-        self.asleep, self.told = False, []
+        self.is_sleeping, self.calls = False, []
 
     async def sleep(self):
-        self.asleep = True
-        self.told.append("sleep")
+        self.is_sleeping = True
+        self.calls.append("sleep")
         return 0.0
 
     async def wake(self):
-        self.asleep = False
-        self.told.append("wake")
+        self.is_sleeping = False
+        self.calls.append("wake")
 
     async def score(self, input_ids, temperature=1.0, server=None):
-        assert not self.asleep
-        self.told.append("score")
+        assert not self.is_sleeping
+        self.calls.append("score")
         return await super().score(input_ids, temperature, server)
 
     async def agenerate(self, request):
-        assert not self.asleep
-        self.told.append("answer")
+        assert not self.is_sleeping
+        self.calls.append("generate")
         return await super().agenerate(request)
 
 
-def _sleeping(fleet, loop, served="float32", **settings):
-    """A gate before its update, and how the loop came there; what was told of the servers."""
+def _gate_with_sleep(fleet, loop, served="float32", **settings):
+    """Return a gate that is about to call `before_update`, with sleeping servers if it allows that."""
     gate = _gate(fleet, loop, served, **settings)
     gate.sharing = MemorySharing(fleet.engine, fleet, loop, 10)
     if not gate.scores_before_update():
@@ -299,7 +301,7 @@ def _sleeping(fleet, loop, served="float32", **settings):
 
 
 @pytest.mark.parametrize(
-    ("options", "served", "asks"),
+    ("options", "served", "scores"),
     [
         ({}, "float32", False),
         ({"count": 2}, "float32", False),
@@ -307,54 +309,52 @@ def _sleeping(fleet, loop, served="float32", **settings):
         ({"count": 2}, "bfloat16", True),
     ],
 )
-def test_gate_sleeping_servers_are_asked_of_each_batch_only_where_they_are_the_reference(
-    engine, loop, options, served, asks
-):
-    fleet = Sleeper(engine, **options)
-    _sleeping(fleet, loop, served, rows=4).before_update(_exact_batch(engine))
-    assert set(fleet.told) == ({"score"} if asks else {"sleep"})
+def test_gate_sleeping_servers_score_each_batch_only_as_reference(engine, loop, options, served, scores):
+    fleet = SleepingFleet(engine, **options)
+    _gate_with_sleep(fleet, loop, served, rows=4).before_update(_exact_batch(engine))
+    assert set(fleet.calls) == ({"score"} if scores else {"sleep"})
 
 
-def test_gate_server_that_is_its_own_reference_is_asked_before_it_sleeps(engine, loop):
-    fleet = Sleeper(engine, dtype="bfloat16")
+def test_gate_server_as_own_reference_scores_before_sleep(engine, loop):
+    fleet = SleepingFleet(engine, dtype="bfloat16")
     fleet.capabilities = Capabilities(checksums=False, sleeps=True)
     engine.as_served = lambda: _rounded(engine.model)
-    _sleeping(fleet, loop, "bfloat16", rows=4).before_update(_exact_batch(engine))
-    assert fleet.told == ["score"] * 8, "twice of each row"
+    _gate_with_sleep(fleet, loop, "bfloat16", rows=4).before_update(_exact_batch(engine))
+    assert fleet.calls == ["score"] * 8, "each of 4 sequences twice"
 
 
-def test_gate_sleeping_servers_are_woken_to_answer_and_sleep_again(engine, loop):
-    fleet = Sleeper(engine)
-    gate = _sleeping(fleet, loop, rows=4)
+def test_gate_sleeping_servers_wake_to_generate_and_sleep_again(engine, loop):
+    fleet = SleepingFleet(engine)
+    gate = _gate_with_sleep(fleet, loop, rows=4)
     gate.config.answer_every = 1
     gate.before_update(_exact_batch(engine))
-    assert fleet.told == ["sleep", "wake", *["answer"] * 4, "sleep"]
+    assert fleet.calls == ["sleep", "wake", *["generate"] * 4, "sleep"]
 
 
-def test_gate_sleeping_servers_are_woken_where_something_is_off(engine, loop, caplog):
-    fleet, batch = Sleeper(engine), _exact_batch(engine, -0.1)
-    gate = _sleeping(fleet, loop, rows=4)
+def test_gate_sleeping_servers_wake_for_diagnosis(engine, loop, caplog):
+    fleet, batch = SleepingFleet(engine), _exact_batch(engine, -0.1)
+    gate = _gate_with_sleep(fleet, loop, rows=4)
     batch["versions"][:] = torch.where(batch["versions"] >= 0, 1, -1).int()
     gate.before_update(batch)
     assert "servers and trainer disagree" in caplog.text
-    assert fleet.told[:3] == ["sleep", "wake", "score"]
-    assert fleet.told[-1] == "sleep"
+    assert fleet.calls[:3] == ["sleep", "wake", "score"]
+    assert fleet.calls[-1] == "sleep"
 
 
 # ---- after the commit
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_gate_measures_what_the_servers_are_off_by(engine, loop, offset):
+def test_gate_measures_offset_of_servers(engine, loop, offset):
     fleet = Fleet(engine)
     fleet.offset = offset
-    gap = _step(_gate(fleet, loop), fleet)
+    gap = _run_step(_gate(fleet, loop), fleet)
     assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
     assert gap["gap/max_abs"] == pytest.approx(offset, abs=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_gate_rows_that_nobody_sampled_are_compared_at_the_tokens_that_are_learned(engine, loop, offset):
+def test_gate_supervised_sequences_are_compared_at_loss_tokens(engine, loop, offset):
     fleet, batch = Fleet(engine), _batch()
     fleet.offset = offset
     batch["versions"][:] = -1
@@ -362,129 +362,129 @@ def test_gate_rows_that_nobody_sampled_are_compared_at_the_tokens_that_are_learn
     gate.before_update(batch)
     gap = gate.after_commit()
     assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
-    assert gap["gap/empty"] == 1.0  # there are no fresh tokens
+    assert gap["gap/empty"] == 1.0  # there are no tokens of the current version
 
 
-def test_gate_prompt_tokens_do_not_count(engine, loop):
+def test_gate_prompt_tokens_are_ignored(engine, loop):
     fleet = Fleet(engine)
     gate, batch = _gate(fleet, loop, rows=3), _batch()
     gate.before_update(batch)
-    rows = gate._look.rows
-    generated, score = rows["versions"] >= 0, fleet.score
+    sequences = gate._comparison.sequences
+    generated, score = sequences["versions"] >= 0, fleet.score
 
-    async def wrong_prompts(input_ids, temperature=1.0, server=None):
-        row = (rows["attention_mask"].sum(-1) == len(input_ids)).nonzero()[0]
+    async def score_with_wrong_prompts(input_ids, temperature=1.0, server=None):
+        index = (sequences["attention_mask"].sum(-1) == len(input_ids)).nonzero()[0]
         return [
-            value - 5 * (not counts)
-            for value, counts in zip(await score(input_ids, temperature, server), generated[row][0], strict=False)
+            value - 5 * (not is_generated)
+            for value, is_generated in zip(
+                await score(input_ids, temperature, server), generated[index][0], strict=False
+            )
         ]
 
-    fleet.score = wrong_prompts
+    fleet.score = score_with_wrong_prompts
     assert gate.after_commit()["gap/max_abs"] < 1e-4
 
 
-def test_gate_servers_that_compute_something_else_stop_the_run(engine, loop):
+def test_gate_large_gap_stops_run(engine, loop):
     fleet = Fleet(engine)
     fleet.offset = 3.0
-    with pytest.raises(WeightUpdateError, match=r"disagree.*differ by 3 nats on average.*at version 2.*Likely cause"):
-        _step(_gate(fleet, loop), fleet)
+    with pytest.raises(WeightUpdateError, match=r"by 3 nats .* version 2;.*Likely cause"):
+        _run_step(_gate(fleet, loop), fleet)
 
 
-def test_gate_switched_off_is_null_not_zero(engine, loop):
-    gap = _step(_gate(Fleet(engine), loop, rows=0), Fleet(engine))
+def test_gate_switched_off_reports_none(engine, loop):
+    gap = _run_step(_gate(Fleet(engine), loop, rows=0), Fleet(engine))
     assert gap.pop("gap/empty") == 0.0
     assert set(gap.values()) == {None}
 
 
-def test_gate_server_computes_its_scores_while_the_trainer_computes_its_own(engine, loop):
+def test_gate_server_and_trainer_compute_scores_concurrently(engine, loop):
     fleet = Fleet(engine)
     gate, score, forward = _gate(fleet, loop), fleet.score, engine.forward
-    asked, computes = threading.Event(), threading.Event()
+    requested, computing = threading.Event(), threading.Event()
 
-    async def scored_while_the_trainer_computes(*arguments, **options):
-        asked.set()
-        assert await asyncio.to_thread(computes.wait, 20)
+    async def score_while_trainer_computes(*arguments, **options):
+        requested.set()
+        assert await asyncio.to_thread(computing.wait, 20)
         return await score(*arguments, **options)
 
-    def forward_once_the_server_was_asked(*arguments):
-        assert asked.wait(20)
-        computes.set()
+    def forward_after_request(*arguments):
+        assert requested.wait(20)
+        computing.set()
         return forward(*arguments)
 
     gate.before_update(_batch())
     fleet.commit()
-    fleet.score, engine.forward = scored_while_the_trainer_computes, forward_once_the_server_was_asked
+    fleet.score, engine.forward = score_while_trainer_computes, forward_after_request
     assert gate.after_commit(fleet.receipt())["gap/mean_abs"] < 1e-5
 
 
-class AtOneOnly(Fleet):
-    """Servers that score at temperature 1 whatever they are told, as vLLM and SGLang do."""
+class UnitTemperatureFleet(Fleet):
+    """Servers that ignore the requested temperature and score at 1, as vLLM and SGLang do."""
 
     capabilities = Capabilities(checksums=False, any_score_temperature=False)
 
     async def score(self, input_ids, temperature=1.0, server=None):
-        self.asked.append(temperature)
+        self.requests.append(temperature)
         return await super().score(input_ids, 1.0, server)
 
 
-def test_gate_servers_that_score_at_temperature_1_alone_are_compared_there(engine, loop):
-    fleet = AtOneOnly(engine)
+def test_gate_servers_that_only_score_at_temperature_1_compare_there(engine, loop):
+    fleet = UnitTemperatureFleet(engine)
     gate = _gate(fleet, loop)
     batch = _batch()
     batch["temperature"] = torch.full_like(batch["temperature"], 0.6)
 
     gate.before_update(batch)
-    figures = gate.after_commit()
+    metrics = gate.after_commit()
 
-    assert {asked for asked in fleet.asked if isinstance(asked, float)} == {1.0}
-    assert figures["gap/mean_abs"] < 1e-4
-    fleet.capabilities = Capabilities(checksums=False)  # were it asked at the rows' own, the difference would be seen
+    assert {request for request in fleet.requests if isinstance(request, float)} == {1.0}
+    assert metrics["gap/mean_abs"] < 1e-4
+    fleet.capabilities = Capabilities(checksums=False)  # now compare at 0.6, where the servers' scores at 1 differ
     gate.before_update(batch)
     with pytest.raises(WeightUpdateError, match="temperature 1 "):
         gate.after_commit()
 
 
-def test_gate_looks_at_each_server_in_turn(engine, loop):
+def test_gate_compares_each_server_in_turn(engine, loop):
     fleet = Fleet(engine, 3)
     gate = _gate(fleet, loop, rows=1)
-    _steps(gate, fleet, 6)
-    assert fleet.asked == [*fleet.servers, *fleet.servers]
+    _run_steps(gate, fleet, 6)
+    assert fleet.requests == [*fleet.servers, *fleet.servers]
 
 
-def test_gate_server_that_another_head_does_not_know_yet_is_not_looked_at(engine, loop):
+def test_gate_server_unknown_to_another_dp_leader_is_not_compared(engine, loop):
     fleet = Fleet(engine, 3)
 
-    class Heads(ParallelContext):
+    class Leaders(ParallelContext):
         def gather_json(self, value, replicas=False):
             return [value, value[1:], None] if value == fleet.servers else [value]
 
-    engine.parallel = Heads()
+    engine.parallel = Leaders()
     gate = _gate(fleet, loop, rows=1)
-    _steps(gate, fleet, 4)
-    assert fleet.asked == [*fleet.servers[1:], *fleet.servers[1:]]
+    _run_steps(gate, fleet, 4)
+    assert fleet.requests == [*fleet.servers[1:], *fleet.servers[1:]]
 
 
 @pytest.mark.slow
-def test_gate_check_that_cannot_be_made_is_null_and_counted_and_stops_the_run_only_when_it_repeats(
-    engine, loop, caplog
-):
+def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, caplog):
     fleet = Fleet(engine)
     gate = _gate(fleet, loop, patience=3)
     for _ in range(3):
-        fleet.failure = InferenceError("the only server is gone")
+        fleet.failure = InferenceError("the single server is gone")
         for _ in range(2):
-            stats = _step(gate, fleet)
+            stats = _run_step(gate, fleet)
             assert stats["gap/mean_abs"] is None
-            assert stats["gap/empty"] == 2, "no fresh token either"
+            assert stats["gap/empty"] == 2, "no token of the current version either"
         fleet.failure = None
-        assert _step(gate, fleet)["gap/empty"] == 1
-    assert "could not be compared (1 times in a row, the run stops at 3): the only server is gone" in caplog.text
-    fleet.failure = InferenceError("the only server is gone")
-    with pytest.raises(WeightUpdateError, match="3 times in a row"):
-        _steps(gate, fleet, 3)
+        assert _run_step(gate, fleet)["gap/empty"] == 1
+    assert "(1 in a row, gap.patience=3): the single server is gone" in caplog.text
+    fleet.failure = InferenceError("the single server is gone")
+    with pytest.raises(WeightUpdateError, match=r"3 in a row, gap\.patience=3"):
+        _run_steps(gate, fleet, 3)
 
 
-def test_gate_without_a_live_server_cannot_compare(engine, loop):
+def test_gate_without_live_server_reports_none(engine, loop):
     fleet = Fleet(engine)
     gate, fleet.servers = _gate(fleet, loop), []
     fleet.failure = InferenceError("no such server")
@@ -496,102 +496,102 @@ def test_gate_without_a_live_server_cannot_compare(engine, loop):
 
 
 @pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_servers_behind_is_named_within_three_looks_at_lr_1e_6(model_path, loop, number):
+def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))
-    message = _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
-    assert f"the scores of http://server-{number}, nearer to those before the update" in message
+    message = _run_until_error(_gate(fleet, loop, patience=1), fleet, comparisons=3)
+    assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
     assert "Likely cause: weights not received" in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "number"), [(1, 0), (2, 1)])
-def test_gate_all_or_one_of_two_servers_behind_are_named_at_lr_1e_6(model_path, loop, count, number):
+def test_gate_single_or_one_of_two_servers_behind_named_at_lr_1e_6(model_path, loop, count, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), count, late=(number,))
-    assert f"server-{number}, nearer to" in _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
+    assert f"server-{number}, closer to" in _run_until_error(_gate(fleet, loop, patience=1), fleet, comparisons=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e_6(model_path, loop, number):
+def test_gate_one_of_four_bfloat16_servers_behind_is_named_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
-    message = _until_named(gate, fleet, looks=20)
-    assert f"the scores of http://server-{number}, nearer to those before the update" in message
+    message = _run_until_error(gate, fleet, comparisons=20)
+    assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
 
 
 @pytest.mark.nightly
-def test_gate_server_that_falls_behind_is_named_although_rounding_was_excused_before(model_path, loop):
+def test_gate_server_falls_behind_after_excused_rounding_is_named(model_path, loop):
     fleet = Fleet(_engine(model_path, lr=1e-5), 2, "bfloat16")
     gate = _gate(fleet, loop, "bfloat16", rows=8, patience=2, warn=0.004)
-    assert all(stats["gap/mean_abs"] > 0.004 for stats in _steps(gate, fleet, 12)), "off at each of 6 looks"
+    assert all(stats["gap/mean_abs"] > 0.004 for stats in _run_steps(gate, fleet, 12)), (
+        "failed at each of 6 comparisons per server"
+    )
     fleet.late = (1,)
-    assert "server-1, nearer to those before the update" in _until_named(gate, fleet, looks=4)
+    assert "server-1, closer to the log-probs before the update" in _run_until_error(gate, fleet, comparisons=4)
 
 
 @pytest.mark.slow
-def test_gate_server_that_is_behind_is_only_warned_of_until_patience_is_over(model_path, loop, caplog):
+def test_gate_server_behind_warns_until_patience(model_path, loop, caplog):
     fleet = Fleet(_engine(model_path, lr=1e-6), 1, late=(0,))
     gate = _gate(fleet, loop, patience=3)
-    _steps(gate, fleet, 3)
-    assert "nearer to those before the update" in caplog.text
+    _run_steps(gate, fleet, 3)
+    assert "closer to the log-probs before the update" in caplog.text
     fleet.late = ()
-    assert all(stats["gap/lag"] == 0.0 for stats in _steps(gate, fleet, 3))
+    assert all(stats["gap/lag"] == 0.0 for stats in _run_steps(gate, fleet, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [True, False])
-def test_gate_bfloat16_server_that_stays_is_named_if_it_repeats_its_scores_to_the_last_bit(model_path, loop, repeats):
+def test_gate_bfloat16_server_without_updates_named_if_deterministic(model_path, loop, repeats):
     fleet = Fleet(_engine(model_path, lr=1e-4), 1, "bfloat16")
-    fleet.stays, fleet.noise = True, 0.0 if repeats else 1e-6
+    fleet.skips_commits, fleet.noise = True, 0.0 if repeats else 1e-6
     fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
     if repeats:
-        assert "server-0, to the last bit its own before the update" in _until_named(gate, fleet, looks=2)
+        assert "server-0, bitwise identical" in _run_until_error(gate, fleet, comparisons=2)
     else:
-        assert all(stats["gap/lag"] is None for stats in _steps(gate, fleet, 6))
+        assert all(stats["gap/lag"] is None for stats in _run_steps(gate, fleet, 6))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("lr", [1e-60, 1e-9, 1e-8])
-def test_gate_update_that_bfloat16_hardly_resolves_accuses_no_server_that_has_it(model_path, loop, lr):
+def test_gate_tiny_bfloat16_update_raises_no_lag_alarm(model_path, loop, lr):
     fleet = Fleet(_engine(model_path, lr=lr), 1, "bfloat16")
     fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
-    assert not any((stats["gap/lag"] or 0.0) > LIMIT for stats in _steps(gate, fleet, 40))
+    assert not any((stats["gap/lag"] or 0.0) > LIMIT for stats in _run_steps(gate, fleet, 40))
 
 
 @pytest.mark.slow
-def test_gate_weights_that_rounding_leaves_as_they_were_are_said_and_accuse_nobody(model_path, loop, caplog):
+def test_gate_update_lost_to_rounding_warns_without_lag_alarm(model_path, loop, caplog):
     fleet = Fleet(_engine(model_path, lr=1e-60), 2, "bfloat16", late=(1,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
-    stats = _steps(gate, fleet, 6)
-    assert "version 3 is the one before to the last bit, as it is served in bfloat16" in caplog.text
+    stats = _run_steps(gate, fleet, 6)
+    assert "version 3 are bitwise identical to the previous version in bfloat16" in caplog.text
     assert all(stat["gap/lag"] is None for stat in stats)
 
 
 @pytest.mark.slow
-def test_gate_trainer_in_float32_is_no_judge_of_versions_that_bfloat16_servers_hold(model_path, loop):
+def test_gate_float32_trainer_is_no_lag_reference_for_bfloat16_server(model_path, loop):
     engine = _engine(model_path, lr=1e-5)
     for parameter in engine.model.parameters():  # as loaded from a bfloat16 checkpoint: rounding swallows the updates
         parameter.data = parameter.data.bfloat16().float()
     gate = _gate(Fleet(engine, 1, "bfloat16"), loop, "bfloat16", warn=0.4)
-    assert all(stats["gap/lag"] is None for stats in _steps(gate, gate.inference, 12))
+    assert all(stats["gap/lag"] is None for stats in _run_steps(gate, gate.inference, 12))
 
 
 @pytest.mark.parametrize(("servers", "served", "times"), [(1, "bfloat16", 1), (2, "bfloat16", 0), (1, "float32", 0)])
-def test_gate_without_a_reference_for_what_a_server_holds_says_so_once(
-    model_path, loop, caplog, servers, served, times
-):
+def test_gate_without_lag_reference_warns_once(model_path, loop, caplog, servers, served, times):
     fleet = Fleet(_engine(model_path), servers, served)
-    _steps(_gate(fleet, loop, served, warn=0.4), fleet, 3)
+    _run_steps(_gate(fleet, loop, served, warn=0.4), fleet, 3)
     assert caplog.text.count("a trainer in float32 is no reference") == times
 
 
 # ---- ranks
 
 
-def _steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"):
-    """The figures of the last step on each of two ranks of one replica, and which of them asked a server."""
+def _run_steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"):
+    """Return the last step's metrics on each of two ranks of a replica, and which ranks sent requests."""
     fleets = [Fleet(_engine(model_path), 2, dtype) for _ in range(2)]
 
     def work(rank):
@@ -599,26 +599,26 @@ def _steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"):
         fleet.engine.parallel = rank
         fleet.failure = InferenceError("evicted") if fail and rank.is_dp_leader else None
         fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
-        return _steps(_gate(fleet, loop, dtype, rows=3), fleet, count)[-1]
+        return _run_steps(_gate(fleet, loop, dtype, rows=3), fleet, count)[-1]
 
-    return on_ranks(2, work), [bool(fleet.asked) for fleet in fleets]
+    return on_ranks(2, work), [bool(fleet.requests) for fleet in fleets]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gate_head_of_a_replica_asks_and_tells_its_other_ranks(model_path, loop, dtype):
-    (first, second), asked = _steps_on_two_ranks(model_path, loop, 4, dtype=dtype)
+def test_gate_dp_leader_shares_scores_with_other_ranks(model_path, loop, dtype):
+    (first, second), sent_requests = _run_steps_on_two_ranks(model_path, loop, 4, dtype=dtype)
     assert first == second
     assert first["gap/mean_abs"] is not None
-    assert asked == [True, False]
+    assert sent_requests == [True, False]
 
 
-def test_gate_what_the_head_cannot_ask_is_missing_on_every_rank(model_path, loop):
-    (first, second), _ = _steps_on_two_ranks(model_path, loop, 1, fail=True)
+def test_gate_dp_leader_fails_every_rank_reports_none(model_path, loop):
+    (first, second), _ = _run_steps_on_two_ranks(model_path, loop, 1, fail=True)
     assert first == second
     assert first["gap/mean_abs"] is None
 
 
-def test_gate_loop_of_the_head_that_died_is_missing_on_every_rank_at_once(model_path):
+def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path):
     fleets, loops = [Fleet(_engine(model_path), 2) for _ in range(2)], [LoopThread("dies"), LoopThread("unused")]
 
     def work(rank):
@@ -627,10 +627,10 @@ def test_gate_loop_of_the_head_that_died_is_missing_on_every_rank_at_once(model_
         gate.config.answer_every = 1
         if rank.is_dp_leader:
             loop.close()
-        figures = [_step(gate, fleet)]
-        with pytest.raises(WeightUpdateError, match="2 times in a row"):
-            _step(gate, fleet)
-        return figures
+        metrics = [_run_step(gate, fleet)]
+        with pytest.raises(WeightUpdateError, match=r"2 in a row, gap\.patience=2"):
+            _run_step(gate, fleet)
+        return metrics
 
     first, second = on_ranks(2, work)
     assert first == second

@@ -1,4 +1,4 @@
-"""Publishing where two ranks each send half of the parameters, with real processes."""
+"""Publishing from two ranks that each send half of the parameters, with real processes."""
 
 import json
 from pathlib import Path
@@ -12,41 +12,41 @@ from rl_contracts.testing.processes import run_ranks
     scope="module", params=["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
 )
 def ranks(request, tmp_path_factory):
-    """What each of two ranks saw on a route."""
+    """Observations of each of two ranks on a route."""
     out = tmp_path_factory.mktemp(request.param)
     run_ranks(Path(__file__).with_name("publish_ranks.py"), [request.param, str(out)], 2)
     return [json.loads((out / f"seen-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_publish_from_two_ranks_merges_their_parts_and_receipts(ranks):
+def test_publish_two_ranks_merges_parts_and_receipts(ranks):
     first, second = ranks
     assert first["published 1"]
     assert first["published 2"]
     assert first["record"] == [first["specs"], second["specs"]] == [["first", "last", "scale"], ["norm", "bias"]]
 
 
-def test_publish_from_two_ranks_servers_lost_in_the_middle_both_send_again(ranks):
-    assert [seen["lost"]["error"] for seen in ranks] == ["", ""]
-    assert ranks[0]["lost"]["right"]
+def test_publish_two_ranks_receivers_lost_both_resend(ranks):
+    assert [observed["receivers lost"]["error"] for observed in ranks] == ["", ""]
+    assert ranks[0]["receivers lost"]["right"]
 
 
-def test_publish_from_two_ranks_refusal_before_anybody_met_is_raised_on_both_at_once(ranks):
-    for seen in ranks:
-        assert "rank 0: WeightUpdateError: the model has no parameter 'x'" in seen["refused"]["error"]
-        assert seen["refused"]["seconds"] < 15
-    assert "no parameter 'x'" in ranks[0]["refused"]["cause"]
+def test_publish_two_ranks_rejected_before_rendezvous_both_raise(ranks):
+    for observed in ranks:
+        assert "rank 0: WeightUpdateError: the model has no parameter 'x'" in observed["rejected"]["error"]
+        assert observed["rejected"]["seconds"] < 15
+    assert "no parameter 'x'" in ranks[0]["rejected"]["cause"]
 
 
-def test_publish_error_on_one_rank_is_raised_on_all_with_its_cause_and_nothing_is_committed(ranks):
-    for seen in ranks:
-        assert "rank 1: OSError: no space left" in seen["failed on rank 1"]["error"]
-        assert seen["failed on rank 1"]["seconds"] < 15
+def test_publish_error_on_one_rank_all_raise_and_nothing_committed(ranks):
+    for observed in ranks:
+        assert "rank 1: OSError: no space left" in observed["failed on rank 1"]["error"]
+        assert observed["failed on rank 1"]["seconds"] < 15
     assert ranks[1]["failed on rank 1"]["cause"] == "OSError('no space left')"
     assert ranks[0]["version"] == 3
-    assert [seen["afterwards"]["error"] for seen in ranks] == ["", ""]
+    assert [observed["afterwards"]["error"] for observed in ranks] == ["", ""]
     assert ranks[0]["afterwards"]["right"]
 
 
-def test_publish_parameter_of_two_ranks_is_refused_on_both(ranks):
-    for seen in ranks:
-        assert "expected each parameter on one rank" in seen["twice"]["error"]
+def test_publisher_parameter_on_two_ranks_both_raise(ranks):
+    for observed in ranks:
+        assert "full_parameters of HalfEngine" in observed["duplicate parameters"]["error"]

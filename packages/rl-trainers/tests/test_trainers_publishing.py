@@ -1,4 +1,4 @@
-"""Publishing to the null engine, with planted faults."""
+"""Publishing to the null engine, with injected faults."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ from rl_trainers import PublishConfig, WeightPublisher
 
 
 @pytest.fixture
-def parts(tmp_path):
+def components(tmp_path):
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
     server = NullInferenceEngine()
@@ -28,19 +28,19 @@ def parts(tmp_path):
     engine.destroy()
 
 
-def test_publish_all_receipts_agree_commits_the_version(parts):
-    _, server, _, publisher = parts
+def test_publish_matching_receipts_commits_version(components):
+    _, server, _, publisher = components
     times = publisher.publish(1)
     assert server.version == 1
     assert times["time/stage"] > 0
 
 
-def test_publish_leaves_a_record_of_what_was_committed_last(parts, tmp_path):
-    _, server, _, publisher = parts
+def test_publish_writes_record_of_last_committed_version(components, tmp_path):
+    _, server, _, publisher = components
     publisher.publish(1)
     publisher.publish(2)
-    server.faults.commit = lambda version: WeightUpdateError("planted")
-    with pytest.raises(WeightUpdateError, match="planted"):
+    server.faults.commit = lambda version: WeightUpdateError("injected")
+    with pytest.raises(WeightUpdateError, match="injected"):
         publisher.publish(3)
 
     record = read_committed(tmp_path / "weights")
@@ -49,23 +49,23 @@ def test_publish_leaves_a_record_of_what_was_committed_last(parts, tmp_path):
     assert record.receipt.checksums == {name: checksum(tensor) for name, tensor in open_weights(record.meta)}
 
 
-def test_publish_one_wrong_tensor_is_named_and_nothing_is_committed(parts):
-    _, server, _, publisher = parts
+def test_publish_corrupt_tensor_is_named_and_not_committed(components):
+    _, server, _, publisher = components
     server.faults.corrupt = lambda name: name.endswith("q_proj.weight")
     with pytest.raises(WeightUpdateError, match=r"version 1.*q_proj\.weight"):
         publisher.publish(1)
     assert server.version == 0
 
 
-def test_publish_server_that_fails_to_commit_raises(parts):
-    _, server, _, publisher = parts
+def test_publish_server_fails_to_commit_raises(components):
+    _, server, _, publisher = components
     server.faults.commit = lambda version: WeightUpdateError(f"no server committed version {version}")
     with pytest.raises(WeightUpdateError, match="no server committed version 1"):
         publisher.publish(1)
 
 
 class AdaptedEngine(ReferenceTrainEngine):
-    """One that says that it trains an adapter."""
+    """Engine that reports a trained adapter."""
 
     def adapter(self):
         return AdapterSpec({"x.weight": 2.0}, {"x.weight": "1"}, "float32")
@@ -77,8 +77,8 @@ class AdaptedEngine(ReferenceTrainEngine):
         return iter([("x.lora_A.weight", torch.ones(2, 5)), ("x.lora_B.weight", torch.ones(4, 2))])
 
 
-class AddingServers(NullInferenceEngine):
-    """Servers that can add an adapter to their weights."""
+class AdapterServers(NullInferenceEngine):
+    """Servers that can add an adapter to their base weights."""
 
     capabilities = Capabilities(lora=True)
 
@@ -86,23 +86,21 @@ class AddingServers(NullInferenceEngine):
 @pytest.mark.parametrize(
     ("setting", "servers", "alone"),
     [
-        ("auto", AddingServers, True),
-        ("always", AddingServers, True),
-        ("never", AddingServers, False),
+        ("auto", AdapterServers, True),
+        ("always", AdapterServers, True),
+        ("never", AdapterServers, False),
         ("auto", NullInferenceEngine, False),
     ],
 )
-def test_publish_sends_adapters_alone_where_that_is_wanted_and_all_servers_can(
-    parts, tmp_path, setting, servers, alone
-):
-    _, _, loop, _ = parts
+def test_publish_adapter_setting_selects_adapter_or_full_weights(components, tmp_path, setting, servers, alone):
+    _, _, loop, _ = components
     engine, server = AdaptedEngine(), servers()
     engine.initialize(FinetuneSpec(str(tmp_path / "model"), 10))
-    publisher = WeightPublisher(engine, server, loop, PublishConfig(adapter=setting), str(tmp_path / "of adapters"))
+    publisher = WeightPublisher(engine, server, loop, PublishConfig(adapter=setting), str(tmp_path / "adapters"))
 
     publisher.publish(1)
 
-    record = read_committed(tmp_path / "of adapters")
+    record = read_committed(tmp_path / "adapters")
     assert record.meta.adapter == (engine.adapter() if alone else None)
     expected = engine.adapter_specs() if alone else engine.param_specs()
     assert record.receipt.checksums.keys() == {spec.name for spec in expected}
@@ -110,28 +108,28 @@ def test_publish_sends_adapters_alone_where_that_is_wanted_and_all_servers_can(
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
-    [(AdaptedEngine, "these servers take whole weights alone"), (ReferenceTrainEngine, "there is none")],
+    ("engine_class", "reason"),
+    [(AdaptedEngine, "only full weights"), (ReferenceTrainEngine, "no adapter is trained")],
 )
-def test_publish_adapters_always_is_refused_where_it_cannot_be(parts, tmp_path, kind, told):
-    _, server, loop, _ = parts
-    engine = kind()
+def test_publisher_adapter_always_without_support_is_rejected(components, tmp_path, engine_class, reason):
+    _, server, loop, _ = components
+    engine = engine_class()
     engine.initialize(FinetuneSpec(str(tmp_path / "model"), 10))
 
-    with pytest.raises(ConfigError, match=rf"publish.adapter: expected auto or never, found 'always, and {told}"):
+    with pytest.raises(ConfigError, match=rf"publish\.adapter: .*'always, .*{reason}"):
         WeightPublisher(engine, server, loop, PublishConfig(adapter="always"), str(tmp_path / "weights"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drain", "committed"), [pytest.param(60.0, 1, marks=pytest.mark.nightly), (0.1, 0)])
-def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
-    _, server, loop, publisher = parts
+def test_publish_interrupt_wait_uses_drain_timeout(components, drain, committed):
+    _, server, loop, publisher = components
     server.config.seconds_per_token = 0.1
     publisher.config, publisher.interrupt = PublishConfig(route="shm", timeout=2.0, drain_timeout=drain), "wait"
-    answer = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
+    completion = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
 
     with contextlib.nullcontext() if committed else pytest.raises(StalledError, match="committing version 1"):
         publisher.publish(1)
 
     assert server.version == committed
-    assert answer.done() == bool(committed)
+    assert completion.done() == bool(committed)

@@ -1,8 +1,7 @@
 """Measurements of the log-prob gap gate: the comparisons of every step, and the experiments that look for a cause.
 
 Everything here is collective: all ranks make the same calls and get the same results. The data-parallel leader sends
-the requests to the servers and shares the replies with the other ranks of its replica, so that the ranks cannot
-disagree.
+the requests and shares the replies with the other ranks of its replica, so that the ranks cannot disagree.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ for any learning rate and dtype. If only noise decides, a and b are exchangeable
 server is up to date, x is lower. A mean of x above 0 that chance does not explain therefore means that the server is
 behind.
 
-Each comparison converts Student's t over its groups to a normal quantile (Wallace, "Bounds on normal approximations to
-Student's and the chi-square distributions", 1959), capped at `MAX_Z` because x is not normal. The result for a server
-is the sum of its last n quantiles over sqrt(n), maximized over n = 2 to 20. The unit is a group because the tokens of a
-sequence, and the sequences of one prompt, share their noise.
+Each comparison converts Student's t over its groups to a normal quantile, capped at `MAX_Z` because x is not normal.
+The formula is from Wallace, "Bounds on normal approximations to Student's and the chi-square distributions", 1959. The
+result for a server is the sum of its last n quantiles over sqrt(n), maximized over n = 2 to 20. The unit is a group
+because the tokens of a sequence, and the sequences of one prompt, share their noise.
 
-A comparison is informative only if the server's offset from the midpoint, s - (a + b) / 2, has a direction along a - b:
-a |cosine| above `CLEAR`. Otherwise a systematic difference between two kernels could decide it, even one far smaller
-than their noise. A comparison that is not informative counts as 0. If it were dropped, older values that added up by
-chance would stay in the window.
+A comparison is informative only if the server's offset from the midpoint, s - (a + b) / 2, points along a - b. Its
+|cosine| with that direction must be above `CLEAR`. Otherwise a systematic difference between two kernels could decide
+it, even one far smaller than their noise. A comparison that is not informative counts as 0. If it were dropped, older
+values that added up by chance would stay in the window.
 
 For the same reason a reference must compute with the weights as they are served. If rounding to bfloat16 swallows the
 updates of a trainer that keeps float32, a healthy server *is* closer to the previous version.
@@ -38,7 +38,7 @@ Simulation results for comparisons of 4 groups with 30 tokens, with noise only i
   such servers are detected within 100 comparisons.
 - With as much noise in a and in b, detection takes 6 comparisons at 2 times and 43 at 1 times the noise. At half the
   noise there is none.
-- One of four servers compared in turn, which stays at a version while the trainer continues, is detected after 4
+- One of four servers, compared in turn, may stay at a version while the trainer continues. It is detected after 4
   comparisons if successive updates have correlation 0.9, and mostly after 5 at 0.5. It is hardly ever detected if they
   are uncorrelated.
 - One of two million comparisons of healthy servers raised a false alarm, with heavy-tailed noise and one token per

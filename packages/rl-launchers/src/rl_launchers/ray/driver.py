@@ -195,7 +195,7 @@ def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The process. Its arguments: the address of the cluster (empty: that of which Ray was told), `update_completion`
+    """The process. Its arguments: the address of the cluster (empty: that of which Ray was told), `look`
     or `hold`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -143,7 +143,7 @@ def describe_cluster(address: str) -> dict[str, Any]:
     """What `ray_driver.connect` says of a cluster. Asked once, for it takes seconds.
 
     Raises:
-        ConfigError: as for `update_completion`.
+        ConfigError: as for `look`.
     """
     try:
         conversation = DriverConnection(address, "look")
@@ -178,7 +178,7 @@ class DriverConnection:
 
     Args:
         address: of the cluster; empty: that of which Ray was told.
-        purpose: `update_completion`, or `hold`, which starts a cluster where there is none.
+        purpose: `look`, or `hold`, which starts a cluster where there is none.
         log: of the process; None: nowhere.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The HTTP server that agents talk to, over any inference engine."""
+"""HTTP server that agents call, for any inference engine."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessa
 
 
 class Messages(request_parsing.ApiRequest):
-    """`POST /v1/messages`, and `/v1/messages/count_tokens`."""
+    """Request of `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
     messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
     max_tokens: request_parsing.Count | None = None
@@ -31,7 +31,11 @@ class Messages(request_parsing.ApiRequest):
     def call(self) -> Call:
         request_parsing.refuse(not self.messages, "messages", "expected at least one.")
         once = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
-        request_parsing.refuse(once, "tool_choice.disable_parallel_tool_use", "a model cannot be kept from them here.")
+        request_parsing.refuse(
+            once,
+            "tool_choice.disable_parallel_tool_use",
+            "a model cannot be kept from them here.",
+        )
         request_parsing.refuse(
             self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's."
         )
@@ -109,7 +113,7 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
 
 
 def _messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
-    """One message as chat templates know them; results of tools are messages of their own."""
+    """Convert one message to the form that chat templates expect. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     request_parsing.refuse(
         role not in ("user", "assistant"), where, f"expected a role of user or assistant, found {role!r:.80}."
@@ -151,7 +155,7 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
 
 
 def error(status: int, message: str) -> str:
-    """An error in Anthropic's form."""
+    """Return the body of an error in Anthropic's format."""
     kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
     kinds |= {413: "request_too_large", 429: "rate_limit_error"}
     kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's Chat Completions API and Completions API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class _OpenAI(request_parsing.ApiRequest):
-    """What both have."""
+    """Fields and methods that both APIs share."""
 
     n: request_parsing.Many | None = None
     stop: request_parsing.Stop | request_parsing.Stops | None = None
@@ -29,13 +29,18 @@ class _OpenAI(request_parsing.ApiRequest):
     stream_options: request_parsing.StreamOptions | None = None
 
     def check_stream(self) -> None:
-        """Raises: CallError: options of a stream, and none is asked for."""
+        """Check that `stream_options` come with `stream=true`.
+
+        Raises:
+            CallError: `stream_options` without `stream=true`.
+        """
         request_parsing.refuse(
             self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone."
         )
 
     @property
     def stops(self) -> list[str]:
+        """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def _reply(
@@ -48,13 +53,17 @@ class _OpenAI(request_parsing.ApiRequest):
             "created": int(time.time()),
             "model": self.model,
             "choices": choices,
-            "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after},
+            "usage": {
+                "prompt_tokens": before,
+                "completion_tokens": after,
+                "total_tokens": before + after,
+            },
         }
 
     def _chunks(
         self, reply: request_parsing.Names, kind: str, parts: list[request_parsing.Names]
     ) -> list[tuple[str, Any]]:
-        """The reply in parts of its choices."""
+        """Return the events of a stream: one chunk per entry of `choices`, the usage if requested, and `[DONE]`."""
         base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
         told = self.stream_options is not None and self.stream_options.include_usage
         events: list[tuple[str, Any]] = [
@@ -66,7 +75,7 @@ class _OpenAI(request_parsing.ApiRequest):
 
 
 class ChatCompletion(_OpenAI):
-    """`POST /v1/chat/completions`."""
+    """Request of `POST /v1/chat/completions`."""
 
     messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
     tools: list[request_parsing.Names] | None = None
@@ -86,7 +95,9 @@ class ChatCompletion(_OpenAI):
         self.check_stream()
         request_parsing.refuse(not self.messages, "messages", "expected at least one.")
         request_parsing.refuse(
-            self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here."
+            self.parallel_tool_calls is False,
+            "parallel_tool_calls",
+            "a model cannot be kept from them here.",
         )
         request_parsing.refuse(
             self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0."
@@ -151,12 +162,15 @@ class ChatCompletion(_OpenAI):
                 {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
             ]
             made[0]["logprobs"] = choice["logprobs"]
-            parts += [*made, {**made[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]
+            parts += [
+                *made,
+                {**made[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]},
+            ]
         return self._chunks(reply, "chat.completion.chunk", parts)
 
 
 class Completion(_OpenAI):
-    """`POST /v1/completions`."""
+    """Request of `POST /v1/completions`."""
 
     prompt: str | list[Any] = ""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -215,6 +229,7 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
 
 
 def _message(message: request_parsing.Names, where: str) -> request_parsing.Names:
+    """Convert one message to the form that chat templates expect."""
     role, text = message.get("role"), request_parsing.text_of(message.get("content"), where)
     if role in ("system", "developer", "user"):
         return {"role": "user" if role == "user" else "system", "content": text}
@@ -225,7 +240,9 @@ def _message(message: request_parsing.Names, where: str) -> request_parsing.Name
             "content": text,
         }
     request_parsing.refuse(
-        role != "assistant", where, f"expected a role of system, user, assistant or tool, found {role!r:.80}."
+        role != "assistant",
+        where,
+        f"expected a role of system, user, assistant or tool, found {role!r:.80}.",
     )
     given = request_parsing.objects(message.get("tool_calls") or [], where)
     functions = request_parsing.objects([call.get("function") for call in given], where)

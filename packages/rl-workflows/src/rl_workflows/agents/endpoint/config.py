@@ -13,42 +13,43 @@ __all__ = ["EndpointConfig"]
 
 @dataclass
 class EndpointConfig(Settings):
-    """Where agents find the endpoint, how answers are read, and what one episode may take of it."""
+    """Address of the endpoint, parsing of completions, and limits of an episode."""
 
     setting: ClassVar[str] = "endpoint"
     host: str = "127.0.0.1"
-    """Address to listen on. Agents in containers or on other nodes need one that they reach; with `0.0.0.0`, which is
-    all of this machine's, they are given the one that others see."""
+    """Address to listen on. Agents in containers or on other nodes need an address that they can reach. With `0.0.0.0`
+    the endpoint listens on all addresses of this machine, and agents get the address that other machines can reach."""
     port: int = bounded(0, "0 (a free one) to 65535", lambda port: 0 <= port <= 65535)
-    """Port to listen on; 0: a free one."""
+    """Port to listen on. 0 selects a free port."""
     url: str = ""
-    """How agents reach it (`http://name:port`), where that differs from host and port."""
+    """URL that agents use (`http://name:port`), if it differs from host and port."""
     tool_calls: str = choice("auto", ("auto", *FORMATS))
     """Format of the model's tool calls: `hermes`, `qwen3_coder`, `glm45`, `mistral`, `llama3`, `gpt_oss`,
-    `transformers` (as the tokenizer's `response_template` describes), or `none`; `auto`: the format in which the chat
-    template renders a call, and `none` if that is no known format. With `none` requests with tools are refused."""
+    `transformers` (defined by the tokenizer's `response_template`) or `none`. `auto` takes the format in which the chat
+    template renders a call, or `none` if that format is unknown. With `none`, requests with tools are rejected."""
     credit: str = choice("episode", ("episode", "turn"))
-    """What rewards of single calls (`POST /v1/rewards`) become. `episode`: their sum and the outcome are the one reward
-    of the episode, which any estimator can use. `turn`: a call's answer has what it and those after it earned; for
-    estimators that read rewards of tokens (`algorithm.advantage.kind=return` or `gae`)."""
+    """Use of the rewards of single calls (`POST /v1/rewards`). `episode`: they are added to the outcome, and the sum is
+    the single reward of the episode; works with any estimator. `turn`: each completion gets the sum of the rewards from
+    it onward; requires an estimator that reads token rewards (`algorithm.advantage.kind=return` or `gae`)."""
     discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
-    """Of what is earned, per turn before it (`credit=episode`) or between the two (`credit=turn`)."""
+    """Discount factor of rewards per turn. With `credit=episode` a reward is multiplied by it once for each earlier
+    turn of its branch. With `credit=turn` the return of the next turn is multiplied by it."""
     rows: str = choice("branch", ("branch", "call"))
-    """What is trained as a row. `branch`: a conversation from its first prompt to an answer that nothing follows; what
-    branches share is trained in one of them. `call`: an answer and its prompt."""
+    """Unit that becomes one training sequence. `branch`: a conversation from its first prompt to a final completion;
+    tokens that branches share are trained in one of them. `call`: a completion and its prompt."""
     session_seconds: float = bounded(1800.0, "seconds above 0", lambda seconds: seconds > 0)
-    """After which an episode has failed and its session is closed, whatever its agent does."""
+    """Seconds after which an open session is closed and its episode fails."""
     max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)
-    """Open sessions."""
+    """Maximum number of open sessions."""
     max_calls: int = bounded(256, "at least 1", lambda calls: calls >= 1)
-    """Answers of a session; further calls are refused."""
+    """Maximum number of completions of a session. Further calls are rejected."""
     max_concurrent: int = bounded(32, "at least 1", lambda calls: calls >= 1)
-    """Answers of a session that are generated at the same time; further calls are refused."""
+    """Maximum number of completions of a session that are generated at the same time. Further calls are rejected."""
     max_tokens: int = bounded(1 << 20, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens of all branches of a session, prompts and answers, what they share counted once; further calls are
-    refused."""
+    """Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once.
+    Further calls are rejected."""
     max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
-    """Bytes of memory for the messages and tools of a session; further calls are refused. Messages that a call repeats
-    and tools equal to the last call's are counted once, except in responses that are stored (`store`)."""
+    """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages,
+    and tools equal to those of the last call, count once, except in stored responses (`store`)."""
     max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
-    """Of a request."""
+    """Maximum size of a request body in bytes."""

@@ -1,4 +1,4 @@
-"""What the three chat APIs have in common: how requests are read, and messages made of them."""
+"""Schemas, checks and conversions that the request classes of all APIs share."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
 MetricName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
 Names = dict[str, Any]
-"""An object whose entries are looked at one by one."""
+"""JSON object whose entries are checked individually, not by a schema."""
 
 
 Reward = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
 class Rewards(Struct, forbid_unknown_fields=True):
-    """`POST /v1/rewards`: what one answer earned, where `call_id` names its reply; else the outcome of the episode."""
+    """Request of `POST /v1/rewards`: the reward of one completion if `call_id` is set, else of the episode."""
 
     reward: Reward | None = None
     call_id: str | None = None
-    """The `id` of a reply."""
+    """`id` of the response that contained the completion."""
     index: Annotated[int, Meta(ge=0)] = 0
-    """Which of its answers."""
+    """Index of the completion in that response."""
     figures: dict[MetricName, Reward] = {}
-    """Recorded as `agent/NAME`."""
+    """Metrics of the episode by name, recorded as `agent/NAME`."""
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Of OpenAI's streams. Nothing here is padded, whatever is said of it."""
+    """Options of an OpenAI stream. `include_obfuscation` has no effect: chunks are never padded."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class ApiRequest(Struct, forbid_unknown_fields=True):
-    """A request. What it says of sampling is read and does not count: the run samples as it is trained.
+    """Base class of the requests of all APIs.
 
-    A subclass is one API: `call` says what is asked for, `answered` what the reply is, and `events` the same as a
-    stream.
+    Sampling parameters are accepted but have no effect: training must know the distribution of the samples, so the
+    settings of the run apply. A subclass implements one API: `call` parses the request, `answered` builds the response,
+    and `events` converts the response to a stream.
     """
 
     model: str = ""
@@ -61,47 +62,51 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
     service_tier: str | None = None
 
     def call(self) -> Call:
-        """What is asked for.
+        """Return the call that this request describes.
 
         Raises:
-            CallError: something that this endpoint has not.
+            CallError: the request is invalid, or requires a feature that this endpoint does not support.
         """
         raise NotImplementedError
 
     def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> Names:
-        """The reply.
+        """Return the body of the response.
 
         Args:
-            prompt: its tokens.
-            answers: as many as were asked for.
-            tokenizer: a Hugging Face tokenizer.
+            prompt: the prompt of the call.
+            answers: the completions of the call, `Call.n` of them.
+            tokenizer: Hugging Face tokenizer, for log-probs.
         """
         raise NotImplementedError
 
     def events(self, reply: Names) -> list[tuple[str, Any]]:
-        """The reply as server-sent events: name, which may be empty, and data."""
+        """Return the response as server-sent events: pairs of name, which may be empty, and data."""
         raise NotImplementedError
 
 
 def refuse(condition: object, name: str, why: str) -> None:
-    """Refuse a request where `condition` holds.
+    """Reject the request if `condition` is true.
 
     Raises:
-        CallError: names the field.
+        CallError: its message is the field `name` and the reason `why`.
     """
     if condition:
         raise CallError(f"{name}: {why}")
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a string, none, or parts of text.
+    """Return the text of a message's content, which is None, a string, or a list of text parts.
 
     Raises:
-        CallError: it has parts that are no text.
+        CallError: the content is of another type, or a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    refuse(not isinstance(content, list), where, f"expected a text or a list of parts, found {type(content).__name__}.")
+    refuse(
+        not isinstance(content, list),
+        where,
+        f"expected a text or a list of parts, found {type(content).__name__}.",
+    )
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else None
@@ -113,13 +118,16 @@ def text_of(content: Any, where: str) -> str:
 
 
 def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], where: str) -> Names:
-    """The message of an earlier answer.
+    """Return the message of an earlier completion in the form that chat templates expect.
 
     Args:
-        calls: (id, name, arguments) of each; arguments as an object or its text.
+        text: text of the completion.
+        reasoning: reasoning of the completion; empty for none.
+        calls: id, name and arguments of each tool call; the arguments are a JSON object or its text.
+        where: field name for error messages.
 
     Raises:
-        CallError: arguments are no object, or a name or an id is no text.
+        CallError: the arguments are not an object, or a name or id is not a non-empty string.
     """
     message: Names = {"role": "assistant", "content": text}
     if reasoning:
@@ -138,7 +146,7 @@ def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], 
 
 
 def required_text(value: Any, where: str) -> str:
-    """A text that must be there.
+    """Return a value that must be a non-empty string.
 
     Raises:
         CallError: it is not.
@@ -158,7 +166,11 @@ def _arguments(given: Any, where: str) -> Names:
 
 
 def function(name: Any, description: Any, parameters: Any) -> Names:
-    """A tool in the form that chat templates know."""
+    """Return a tool in the form that chat templates expect.
+
+    Raises:
+        CallError: the name, the description or the parameters are invalid.
+    """
     refuse(not isinstance(parameters or {}, dict), "tools", "expected parameters that are a JSON schema.")
     described: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
     return {
@@ -168,10 +180,10 @@ def function(name: Any, description: Any, parameters: Any) -> Names:
 
 
 def objects(found: Any, where: str) -> list[Names]:
-    """A list of JSON objects.
+    """Return a value that must be a list of JSON objects.
 
     Raises:
-        CallError: it is something else.
+        CallError: it is not.
     """
     good = isinstance(found, list) and all(isinstance(each, dict) for each in found)
     refuse(not good, where, "expected a list of objects.")
@@ -179,10 +191,10 @@ def objects(found: Any, where: str) -> list[Names]:
 
 
 def schema(form: Names, name: str) -> Names | None:
-    """The JSON schema of a format of answers; None of free text.
+    """Return the JSON schema of a response format, or None for free text.
 
     Raises:
-        CallError: it is another one, or its schema is no object.
+        CallError: the format is unknown, or its schema is not an object.
     """
     kind = form.get("type")
     refuse(
@@ -196,10 +208,10 @@ def schema(form: Names, name: str) -> Names | None:
 
 
 def offered_tools(tools: list[Names] | None, choice: Any, name: str = "tool_choice") -> list[Names] | None:
-    """The tools that the model is shown.
+    """Return the tools to list in the prompt, or None if `choice` is `none`.
 
     Raises:
-        CallError: the model would have to be forced to call one.
+        CallError: `choice` requires a tool call, which this endpoint cannot enforce.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     refuse(
@@ -211,12 +223,12 @@ def offered_tools(tools: list[Names] | None, choice: Any, name: str = "tool_choi
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Arguments of a tool call as agents get them."""
+    """Return the arguments of a tool call as JSON text."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[Names]:
-    """One entry per sampled token, the one that ended the answer included."""
+    """Return one entry per sampled token, including the token that ended the completion."""
     entries = []
     for token, logprob in zip(answer.response.output_ids, answer.response.logprobs, strict=True):
         text = tokenizer.decode([token])
@@ -226,9 +238,9 @@ def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[Names]:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token that is a part of a character.
+    """Return the bytes of a token that contains only some bytes of a character.
 
-    Byte-level vocabularies write each byte as a character (GPT-2's table), SentencePiece writes `<0xE2>`.
+    Byte-level vocabularies represent each byte by a character (GPT-2's table); SentencePiece writes `<0xE2>`.
     """
     name = tokenizer.convert_ids_to_tokens(token)
     if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
@@ -240,17 +252,17 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 @cache
 def _byte_table() -> dict[str, int]:
-    """Bytes by the characters that stand for them: themselves where they can be printed, else from U+0100 on."""
+    """Return GPT-2's table of bytes by character. Printable bytes represent themselves, others start at U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def usage(prompt: Prompt, answers: Sequence[GeneratedMessage]) -> tuple[int, int]:
-    """Tokens of the prompt, and of all answers."""
+    """Return the number of tokens of the prompt, and of all completions together."""
     return len(prompt.ids), sum(len(answer.response.output_ids) for answer in answers)
 
 
 def pieces(text: str, size: int = 64) -> list[str]:
-    """A text in the parts in which it is streamed."""
+    """Split a text into pieces of `size` characters for streaming."""
     return [text[at : at + size] for at in range(0, len(text), size)]

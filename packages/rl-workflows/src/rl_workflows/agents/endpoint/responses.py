@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rl_workflows.agents.endpoint import request_parsing
 from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What may be included. Of encrypted reasoning there is none: all of it is in the open."""
+"""Values allowed in `include`. Reasoning is never encrypted, so the second one has no effect."""
 
 
 class Responses(request_parsing.ApiRequest):
-    """`POST /v1/responses`. Responses are stored with their session, unless `store` is false."""
+    """Request of `POST /v1/responses`. The session stores the response unless `store` is false."""
 
     previous_response_id: str | None = None
     input: str | list[request_parsing.Names] = ""
@@ -36,7 +36,9 @@ class Responses(request_parsing.ApiRequest):
     def call(self) -> Call:
         request_parsing.refuse(not self.input, "input", "expected a text or at least one item.")
         request_parsing.refuse(
-            self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here."
+            self.parallel_tool_calls is False,
+            "parallel_tool_calls",
+            "a model cannot be kept from them here.",
         )
         form = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
         others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
@@ -146,7 +148,10 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
 
 
 def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]:
-    """Items as messages: what an assistant thought, said and called one after the other is one message."""
+    """Convert items to messages for chat templates.
+
+    Consecutive reasoning, text and tool calls of the assistant become one message.
+    """
     made: list[request_parsing.Names] = []
     said: dict[str, Any] | None = None
     for number, item in enumerate(items):
@@ -164,7 +169,9 @@ def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]
                 continue
             known = role in ("user", "system", "developer")
             request_parsing.refuse(
-                not known, where, f"expected a role of user, system, developer or assistant, found {role!r:.80}."
+                not known,
+                where,
+                f"expected a role of user, system, developer or assistant, found {role!r:.80}.",
             )
             made.append({"role": "user" if role == "user" else "system", "content": text})
         elif kind == "function_call_output":

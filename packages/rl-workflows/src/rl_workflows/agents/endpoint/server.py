@@ -1,4 +1,4 @@
-"""The HTTP server of a run's endpoint: sessions by their keys, requests within bounds, errors in one sentence."""
+"""HTTP server of the endpoint: finds the session of a key, limits requests, and returns errors as JSON."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = ["HttpRolloutEndpoint"]
 logger = get_logger("inference.endpoint")
 
 BODY_SECONDS = 30.0
-"""Within which a request's body must have come."""
+"""Seconds in which the body of a request must arrive."""
 IDLE_SECONDS = 5.0
-"""After which a stream whose answer is not there yet shows that it lives."""
+"""Seconds between the comments that keep a stream open while its completion is generated."""
 MAX_METRICS = 64
-"""Names of an episode."""
+"""Maximum number of metric names per episode."""
 PREPARING_THREADS = 2
-"""Threads that render and tokenize prompts. A session uses one at most, so that it cannot delay the others."""
+"""Number of threads that render and tokenize prompts. A session uses at most one, so it cannot delay the others."""
 ROUTES: dict[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
@@ -55,24 +55,26 @@ ROUTES: dict[str, type[ApiRequest]] = {
     "/v1/messages": Messages,
     "/v1/v1/messages": Messages,
 }
-"""Anthropic's clients add `/v1` to the base URL that OpenAI's clients take as it is."""
+"""Request class of each path. Anthropic's clients append `/v1` to the base URL, which already ends with `/v1` for
+OpenAI's clients, so they also request `/v1/v1/messages`."""
 COUNTS = ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens")
-"""Where prompts are measured."""
+"""Paths that return the number of tokens of a prompt."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpRolloutEndpoint(RolloutEndpoint):
-    """Serves from a thread of its own, from its making to `destroy`.
+    """HTTP endpoint that runs in a separate thread, from its construction until `destroy`.
 
     Args:
-        tokenizer: of the model, with a chat template.
-        config: see there.
+        tokenizer: tokenizer of the model, with a chat template.
+        config: settings of the endpoint; the defaults if None.
         template_options: further variables of the chat template.
-        invalid_text: handling of requests whose text is not UTF-8: `reject` or `replace` it.
+        invalid_text: handling of requests whose text is not UTF-8: `reject` or `replace`.
 
     Raises:
-        ConfigError: the address cannot be listened on; or the tokenizer has no template, or none for `tool_calls`.
+        ConfigError: the server cannot listen on the address, the tokenizer has no chat template, or it has no
+            `response_template` although `tool_calls` is `transformers`.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             raise
         self._watch = asyncio.create_task(self._connections.close_silent_connections())
         url = self.config.url.rstrip("/") or url_of(reachable_host(self.config.host), runner.addresses[0][1])
-        os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")  # for clients of agents in this process
+        # for agents whose clients run in this process
+        os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")
         return url
 
     async def open(
@@ -177,19 +180,19 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn errors into JSON with one sentence, as the API of the route has them."""
+        """Convert exceptions to error responses in the format of the route's API."""
         code = None
         try:
             return await handler(request)
         except CallError as error:
             status, text, code = error.status, str(error), error.code
-        except RLError as error:  # of the engine, which has tried enough
+        except RLError as error:  # from the engine, after its retries
             status, text = 500, str(error)
         except web.HTTPException as error:
             status, text = error.status, f"{request.method} {request.path}: {error.text or error.reason}"
-        except ConnectionError:  # the agent went away
+        except ConnectionError:  # the agent disconnected
             raise
-        except Exception as error:  # the boundary to HTTP: recorded, and told in one sentence
+        except Exception as error:  # boundary to HTTP: log the traceback, return the message
             logger.exception("%s %s", request.method, request.path)
             status, text = 500, f"{type(error).__name__}: {error}"
         return _refusal(request, status, text, code)
@@ -199,7 +202,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
         if not key:
             raise CallError(
-                "expected the key of a session (Authorization: Bearer, or x-api-key).", 401, "invalid_api_key"
+                "expected the key of a session (Authorization: Bearer, or x-api-key).",
+                401,
+                "invalid_api_key",
             )
         if key not in self._sessions:
             raise CallError("no open session has this key.", 401, "invalid_api_key")
@@ -221,7 +226,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             raise CallError(str(error)) from error
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
-        """A call of any of the APIs."""
+        """Handle a call of any API in `ROUTES`."""
         session = self._session(request)
         with _counted(session):
             asked = await self._read(request, ROUTES[request.path])
@@ -234,11 +239,11 @@ class HttpRolloutEndpoint(RolloutEndpoint):
                 task.cancel()
 
     async def _prepare(self, session: Session, asked: ApiRequest) -> Prepared:
-        """Render and tokenize a call's prompt in a thread, so that other sessions' calls are not held up."""
+        """Render and tokenize the prompt of a call in a thread, so that calls of other sessions are not delayed."""
         loop = asyncio.get_running_loop()
         await session.preparing.acquire()
         job = self._preparing.submit(lambda: session.prepare(asked.call()))
-        # the thread is in use until the job is done, even if the agent disconnects
+        # the thread stays in use until the job is done, even if the agent disconnects
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
         return await asyncio.wrap_future(job)
 
@@ -252,7 +257,11 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _stream(
         self, request: web.Request, asked: ApiRequest, task: asyncio.Task[dict[str, Any]]
     ) -> web.StreamResponse:
-        """The answer as server-sent events, once it is whole; what fails before the first of them has a status."""
+        """Send the reply as server-sent events once it is complete.
+
+        An error within the first `IDLE_SECONDS` becomes an HTTP status. A later one becomes an `error` event, because
+        the headers have been sent.
+        """
         await asyncio.wait({task}, timeout=IDLE_SECONDS)
         if task.done():
             task.result()
@@ -273,16 +282,16 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         return response
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         session = self._session(request)
         prepared = await self._prepare(session, await self._read(request, Messages))
         return web.json_response({"input_tokens": len(prepared.prompt.ids)})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """What an agent says of an answer, or of its episode."""
+        """Record a reward of a completion or of the episode, and metrics of the episode."""
         session = self._session(request)
         body = await self._read(request, Rewards)
-        if session.closed:  # while its body came
+        if session.closed:  # while the body arrived
             raise CallError("the session was closed before its reward was there.", 401, "invalid_api_key")
         if body.reward is None and not body.figures:
             raise CallError("expected a `reward`, or `figures`.")
@@ -309,7 +318,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
 @contextmanager
 def _counted(session: Session) -> Iterator[None]:
-    """Count a call as running, and as refused where it is; it is admitted before its body takes memory."""
+    """Admit a call before its body takes memory. Count it as running, and as refused if it is rejected."""
     session.calling += 1
     try:
         session.admit()
@@ -322,7 +331,7 @@ def _counted(session: Session) -> Iterator[None]:
 
 
 def _with_valid_text(body: bytes) -> bytes:
-    """A JSON body with U+FFFD in place of text that is not UTF-8; one that is not JSON is returned as it is."""
+    """Replace text that is not UTF-8 in a JSON body by U+FFFD. A body that is not JSON is returned unchanged."""
     try:
         msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -346,7 +355,7 @@ def _error(request: web.Request, status: int, text: str, code: str | None = None
 
 
 def _refusal(request: web.Request, status: int, text: str, code: str | None) -> web.Response:
-    # the clients try again by themselves, and nothing here would be another the second time
+    # clients of OpenAI and Anthropic retry automatically, but a retry would fail in the same way
     headers = {"x-should-retry": "false"}
     return web.Response(
         status=status, text=_error(request, status, text, code), content_type="application/json", headers=headers

@@ -1,4 +1,4 @@
-"""One episode's session: its conversation, and the calls that add to it, whichever API they came by."""
+"""Session of one episode: its conversation and the calls that extend it, independent of the API."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ if TYPE_CHECKING:
     from rl_workflows.agents.message_parsing import MessageParser
 
 RENDERED_CHARACTERS = 1 << 16
-"""Characters of a request that are always rendered, because a template may leave out parts of tools and messages."""
+"""Number of characters up to which requests are always rendered. Such a request may fit although its text seems too
+long, because a template may omit parts of tools and messages."""
 
 
 class CallError(AgentError):
-    """A call that is refused. `status` is HTTP's, `code` one of OpenAI's where they have one."""
+    """The endpoint rejected a call.
+
+    Args:
+        message: message for the agent.
+        status: HTTP status.
+        code: OpenAI's error code, or None.
+    """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,68 +43,68 @@ class CallError(AgentError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an agent asks for, in the words of no API."""
+    """Request of an agent, independent of the API."""
 
     messages: Sequence[Message] = ()
-    """The conversation; empty for a completion."""
+    """Messages of the conversation; empty for a request of the Completions API."""
     system: str = ""
-    """What is put before it."""
+    """System message to insert before `messages`; empty for none."""
     after: str = ""
-    """Id of the kept reply whose conversation it goes on from; empty: none."""
+    """Id of the stored reply whose conversation this call continues; empty for none."""
     keep: bool = False
-    """Keep the conversation, so that another call may go on from it."""
+    """Whether to store the conversation, so that another call can continue it."""
     completion: str | Sequence[int] = ""
-    """Prompt of a completion."""
+    """Prompt of a request of the Completions API, as text or token ids."""
     tools: Sequence[dict[str, Any]] | None = None
-    """Functions that the model may call, in OpenAI's form."""
+    """Functions that the model may call, in OpenAI's format, or None."""
     n: int = 1
-    """Answers."""
+    """Number of completions."""
     max_tokens: int | None = None
-    """Of an answer; the run's limit holds beside it."""
+    """Maximum number of tokens of a completion, or None. The limit of the run applies as well."""
     stop: Sequence[str] = ()
-    """Strings that end an answer."""
+    """Strings that end a completion."""
     schema: dict[str, Any] | None = None
-    """JSON schema that answers are kept to, which makes them context that is not trained."""
+    """JSON schema that constrains the completions, or None. Constrained completions are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedMessage:
-    """One answer to a call."""
+    """One completion of a call."""
 
     message: Message
-    """For the agent."""
+    """Message that the agent receives."""
     response: ModelResponse
-    """Its tokens."""
+    """Sampled tokens."""
     stop: str | None
-    """The string that ended it, if one did."""
+    """Stop string that ended the completion, or None."""
     turn: Turn
-    """What its conversation has of it."""
+    """Turn of the conversation that holds the completion."""
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Its tool calls."""
+        """Tool calls of the message."""
         return list(self.message.get("tool_calls") or ())
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was ended by a limit of length."""
+        """Whether a length limit ended the completion."""
         return self.response.stop_reason == StopReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose prompt is known."""
+    """A call with its tokenized prompt."""
 
     call: Call
-    """With all messages of its conversation."""
+    """The call with all messages of its conversation."""
     prompt: Prompt
     memory: int
-    """Bytes that its messages and tools take once it is answered."""
+    """Bytes that the session keeps for its messages and tools after the call."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all sessions share."""
+    """Tokenizer, chat template, message parser and settings that all sessions share."""
 
     tokenizer: Any
     renderer: ChatRenderer
@@ -106,52 +113,54 @@ class Model:
 
     @cached_property
     def token_characters(self) -> int:
-        """Characters of the longest token: a text of n tokens has at most n times as many."""
+        """Length of the longest token in characters. A text of n tokens has at most n times as many characters."""
         return max(map(len, self.tokenizer.get_vocab()))
 
 
 @dataclass(eq=False)
 class Session(RolloutSession):
-    """See the contract. Its calls run on the endpoint's loop, generation on the engine's."""
+    """Session of an HTTP endpoint. Calls run on the event loop of the endpoint, generation on that of the engine."""
 
     model: Model
     engine: InferenceEngine
     generation: GenerationConfig
     max_length: int | None
     loop: asyncio.AbstractEventLoop
-    """On which the engine is used."""
+    """Event loop on which the engine is used."""
     url: str
     key: str
     on_close: Callable[[Session], Coroutine[Any, Any, None]]
-    """Called by `close`, from any loop."""
+    """Function that `close` calls, from any event loop."""
     closed: bool = False
     expired: bool = False
-    """Closed because it took too long."""
+    """Whether the session was closed because its time limit passed."""
     refused: int = 0
-    """Calls that were."""
+    """Number of rejected calls."""
     calling: int = 0
-    """Calls that have no reply yet; of some of them the body is still to come."""
+    """Number of calls without a reply, including calls whose body has not arrived."""
     outcome: float | None = None
-    """Reward of the episode, where the agent said one."""
+    """Reward of the episode, or None if the agent reported none."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What else it said, by name."""
+    """Metrics that the agent reported, by name."""
     calls: dict[str, list[Turn]] = field(default_factory=dict)
-    """Answers by the id of the reply that had them."""
+    """Turns of the completions by the id of their reply."""
     kept: dict[str, list[Message]] = field(default_factory=dict)
-    """Conversations by the id of the reply with which they end."""
+    """Stored conversations by the id of their last reply."""
     _earned: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
     preparing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a prompt of this session is prepared in a thread, so that one session occupies one thread at most."""
+    """Lock held while a thread prepares a prompt, so that a session uses at most one thread."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _asked: int = 0
+    """Number of completions that are being generated."""
     _tokens: int = 0
+    """Number of tokens of all turns."""
     _memory: int = 0
-    """Bytes of the messages and tools of answered calls."""
+    """Bytes of the messages and tools of completed calls."""
     _memory_asked: int = 0
-    """Bytes of those of running calls."""
+    """Bytes of the messages and tools of running calls."""
     _tools: Sequence[dict[str, Any]] | None = None
-    """Tools of the last call, which equal tools of the next one share."""
+    """Tools of the last call. A call with equal tools shares this object."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.model.renderer)
@@ -175,10 +184,15 @@ class Session(RolloutSession):
         return EpisodeReport(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
 
     def add_reward(self, call_id: str, index: int, reward: float) -> None:
-        """An answer's own reward, instead of one that it had.
+        """Set the reward of one completion. A previous reward is replaced.
+
+        Args:
+            call_id: id of the reply that contained the completion.
+            index: index of the completion in the reply.
+            reward: reward of the completion, in addition to that of the episode.
 
         Raises:
-            CallError: there is no such answer.
+            CallError: the session has no such completion.
         """
         turns = self.calls.get(call_id)
         if turns is None:
@@ -195,23 +209,26 @@ class Session(RolloutSession):
         decode = self.model.tokenizer.decode
         for row in rows:
             first = int(row.loss_mask.argmax()) if per == "call" else int((row.versions >= 0).argmax())
-            row.info |= {"prompt": decode(row.input_ids[:first]), "completion": decode(row.input_ids[first:])}
+            row.info |= {
+                "prompt": decode(row.input_ids[:first]),
+                "completion": decode(row.input_ids[first:]),
+            }
         return rows
 
     async def close(self) -> None:
         await self.on_close(self)
 
     def end(self) -> None:
-        """Refuse further calls and end those that run; on the endpoint's loop."""
+        """Reject further calls and cancel the running ones. Must run on the event loop of the endpoint."""
         self.closed = True
         for task in self._running:
             task.cancel()
 
     def with_history(self, call: Call) -> Call:
-        """The call with all messages of its conversation.
+        """Return the call with the messages of the stored conversation that it continues.
 
         Raises:
-            CallError: what it goes on from is not kept.
+            CallError: the session has not stored that conversation.
         """
         if call.after and call.after not in self.kept:
             raise CallError(
@@ -221,16 +238,19 @@ class Session(RolloutSession):
         return replace(call, messages=[*self.kept.get(call.after, ()), *call.messages])
 
     def remember_reply(self, reply_id: str, call: Call, answers: Sequence[GeneratedMessage]) -> None:
-        """A reply gets an id, by which later calls may speak of it."""
+        """Record a reply under its id, so that later calls can reward or continue it."""
         self.calls[reply_id] = [answer.turn for answer in answers]
         if call.keep:
             self.kept[reply_id] = [*call.messages, answers[0].message]
 
     def prepare(self, own: Call) -> Prepared:
-        """Find the prompt of a call; in a thread, while `preparing` is held.
+        """Render and tokenize the prompt of a call. Runs in a thread; the caller holds `preparing`.
+
+        Args:
+            own: the call as received, without the messages of a stored conversation.
 
         Raises:
-            CallError: see `whole` and `prompt`.
+            CallError: see `with_history` and `prompt`.
         """
         call = self.with_history(own)
         known = call.tools == self._tools
@@ -240,10 +260,10 @@ class Session(RolloutSession):
         return Prepared(call, prompt, sum(map(sys.getsizeof, _nested(kept))))
 
     def prompt(self, call: Call) -> Prompt:
-        """Return the tokens of a call.
+        """Return the prompt of a call and its place in the conversation.
 
         Raises:
-            CallError: they cannot be had, or leave no room for an answer.
+            CallError: the prompt cannot be rendered, or leaves no room for a completion.
         """
         longest = min(self.max_length or self.model.config.max_tokens, self.model.config.max_tokens)
         most = longest * self.model.token_characters
@@ -271,17 +291,18 @@ class Session(RolloutSession):
         return prompt
 
     def _require_short(self, call: Call, longest: int, most: int) -> None:
-        """Reject a call that cannot fit before anything is rendered or tokenized.
+        """Reject a call that cannot fit, before anything is rendered or tokenized.
 
-        A message, a tool and a token id each take at least one token. Reasoning is counted once it is rendered, because
-        templates drop that of earlier turns.
+        Each message, tool and token id takes at least one token. Reasoning is not counted here but after rendering,
+        because templates drop the reasoning of earlier turns.
 
         Args:
-            longest: tokens of a prompt and its answer.
-            most: characters of messages and tools.
+            call: the call to check.
+            context_length: maximum number of tokens of a prompt and its completion.
+            max_characters: maximum number of characters of messages and tools.
 
         Raises:
-            CallError: it has more of either.
+            CallError: the call exceeds one of the limits.
         """
         parts = len(call.messages) + len(call.tools or ())
         if not isinstance(call.completion, str):
@@ -295,14 +316,14 @@ class Session(RolloutSession):
             raise _too_long(longest, f"more ({characters} characters)")
 
     async def answer(self, prepared: Prepared) -> list[GeneratedMessage]:
-        """Generate the answers to a call, and remember them.
+        """Generate the completions of a call and add them to the conversation.
 
         Raises:
-            CallError: refused; nothing was generated.
-            RLError: the engine could not; it is the session's `failure`.
+            CallError: the call was rejected, the session was closed, or the servers cannot use the schema.
+            RLError: the engine failed; the error is also the session's `failure`.
         """
         call, prompt = prepared.call, prepared.prompt
-        if self.closed:  # while its body came
+        if self.closed:  # while the body arrived
             raise CallError("the session was closed before its call was there.", 401, "invalid_api_key")
         if call.schema is not None and not self.engine.capabilities.schemas:
             raise CallError(
@@ -319,7 +340,7 @@ class Session(RolloutSession):
             self._running.discard(task)
             self._asked -= call.n
             self._memory_asked -= prepared.memory
-            task.cancel()  # where the agent went away
+            task.cancel()  # has an effect only if the agent disconnected
         if self.closed:
             raise CallError("the session was closed before its answer was there.", 401, "invalid_api_key")
         responses = task.result()
@@ -334,15 +355,15 @@ class Session(RolloutSession):
         return answers
 
     def admit(self, added: int = 0, answers: int = 1, memory: int = 0) -> None:
-        """Refuse a call that would be more than an episode may have.
+        """Reject a call that exceeds a limit of the episode.
 
         Args:
-            added: tokens of its prompt that are new; 0 where that is not known yet.
-            answers: that it asks for; at least one.
-            memory: bytes of its messages and tools; 0 where that is not known yet.
+            added: number of new tokens in the prompt; 0 if not known yet.
+            answers: number of requested completions, at least 1.
+            memory: bytes of the messages and tools; 0 if not known yet.
 
         Raises:
-            CallError: names the limit.
+            CallError: the call exceeds a limit, which the message names.
         """
         config = self.model.config
         at_once = max(self.calling, self._asked + answers)
@@ -376,7 +397,8 @@ class Session(RolloutSession):
                 tasks = [group.create_task(self._ask(request)) for _ in range(call.n)]
         except* Exception as errors:
             failure = _first(errors)
-            if call.schema is not None and isinstance(failure, InferenceError):  # most likely one that cannot be kept
+            if call.schema is not None and isinstance(failure, InferenceError):
+                # most likely the server rejected the schema
                 raise CallError(f"response_format: {failure}") from errors
             self._failure = self._failure or failure
             raise self._failure from errors
@@ -386,7 +408,7 @@ class Session(RolloutSession):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.engine.agenerate(request), self.loop))
 
     def _read(self, call: Call, prompt: Prompt, response: ModelResponse) -> tuple[Message, str | None]:
-        """The agent's message, and the stop string that ended it."""
+        """Return the message for the agent and the stop string that ended the completion, or None."""
         reader, ids = self.model.reader, response.output_ids
         whole = reader.text(ids)
         stopped = ids[-1] not in self.generation.stop_token_ids and response.stop_reason != StopReason.LENGTH
@@ -410,7 +432,7 @@ def _too_long(longest: int, size: str) -> CallError:
 
 
 def _nested(value: Any) -> Iterator[Any]:
-    """Yield a value and all that it contains, names of entries too."""
+    """Yield a value and, recursively, all values and keys that it contains."""
     waiting = [value]
     while waiting:
         yield (value := waiting.pop())

@@ -119,13 +119,13 @@ async def test_key_that_is_missing_wrong_or_of_a_closed_session_is_refused(path:
         agent = Agent(session, http)
         async with http.post(session.url + path, json={}) as response:
             assert response.status == 401
-            assert "expected the key of a session" in sentence(await response.text())
+            assert "x-api-key" in sentence(await response.text())
         assert (await agent.post(path, {}, key="rl-wrong"))[0] == 401
         await session.close()
         await session.close()
         status, text = await agent.post(path, {})
         assert status == 401
-        assert "no open session has this key" in sentence(text)
+        assert "no open session" in sentence(text)
 
 
 async def test_key_is_asked_for_by_what_is_only_read_too() -> None:
@@ -185,13 +185,13 @@ async def test_rewards_that_are_none_or_of_nothing_are_refused() -> None:
         agent = Agent(session, http)
         call = json.loads((await agent.ask())[1])["id"]
         for said, status, message in (
-            ({}, 400, "expected a `reward`"),
-            ({"call_id": call}, 400, "expected a `reward`"),
+            ({}, 400, "`reward`"),
+            ({"call_id": call}, 400, "`reward`"),
             ({"reward": "good"}, 400, "reward: expected"),
             ({"reward": 1e9}, 400, "reward: expected"),
             (b'{"reward": NaN}', 400, "not JSON"),
-            ({"reward": 1, "call_id": "chatcmpl-1"}, 404, "no reply of this session"),
-            ({"reward": 1, "call_id": call, "index": 1}, 400, "one below 1"),
+            ({"reward": 1, "call_id": "chatcmpl-1"}, 404, "call_id: expected"),
+            ({"reward": 1, "call_id": call, "index": 1}, 400, "index: expected"),
             ({"reward": 1, "calls": 1}, 400, "unknown parameter"),
             ({"figures": {"a b": 1}}, 400, "figures"),
             ({"figures": {str(i): i for i in range(65)}}, 400, "at most 64 names"),
@@ -269,7 +269,7 @@ async def test_body_that_comes_after_its_session_was_closed_asks_for_nothing() -
         said = (await asyncio.wait_for(reader.readuntil(b"}}"), 30)).decode()
         writer.close()
         assert said.startswith("HTTP/1.1 401")
-        assert "closed before its call" in said
+        assert "closed" in said
         assert engine.responses == []
 
 
@@ -309,7 +309,7 @@ async def test_session_that_is_not_closed_ends_at_its_deadline_with_what_it_has(
         engine.faults.hang = lambda request: True
         status, text = await agent.ask()
         assert status == 401
-        assert "closed before its answer" in sentence(text)
+        assert "closed" in sentence(text)
         assert session.expired
         assert (await agent.ask())[0] == 401
         assert len(session.trajectories(0.0)) == 1
@@ -435,7 +435,7 @@ async def test_sessions_beyond_their_number_and_addresses_in_use_are_refused() -
         await endpoint.open(engine, GenerationConfig())
     await first.close()
     await endpoint.open(engine, GenerationConfig())
-    with pytest.raises(ConfigError, match=r"endpoint.port: cannot listen"):
+    with pytest.raises(ConfigError, match=r"rollout\.endpoint\.port"):
         HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(port=int(endpoint.url.rpartition(":")[2])))
     await endpoint.destroy()
 
@@ -459,4 +459,4 @@ async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused() -> None
     async with served(engine, EndpointConfig(tool_calls="hermes")) as session, aiohttp.ClientSession() as http:
         status, text = await Agent(session, http).ask(tools=BODIES["/v1/chat/completions"]["tools"])
         assert status == 400
-        assert "does not show them" in sentence(text)
+        assert "chat template" in sentence(text)

@@ -121,10 +121,10 @@ async def test_messages_limit_and_stop_sequence_say_why_the_answer_ended() -> No
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "the last to be the user's"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "messages: expected"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
-        ({"tools": [ADD], "tool_choice": {"type": "any"}}, "forces no model to call"),
+        ({"tools": [ADD], "tool_choice": {"type": "any"}}, "tool_choice: expected"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
     ],
 )

@@ -249,7 +249,7 @@ async def test_responses_go_on_from_a_stored_one_and_have_log_probs() -> None:
         ]
         last = await agent.responses.create(input=results, previous_response_id=first.id, store=False, **options)
         for missing in (last.id, "resp_1"):
-            with pytest.raises(openai.BadRequestError, match="was stored in this session") as refused:
+            with pytest.raises(openai.BadRequestError, match="previous_response_id") as refused:
                 await agent.responses.create(input="and?", previous_response_id=missing, **options)
             assert refused.value.code == "previous_response_not_found"
         await session.close()
@@ -308,14 +308,14 @@ async def test_a_format_that_servers_refuse_is_refused_to_the_agent_and_is_no_fa
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"text": {"format": {"type": "json_object"}}}, "the run's servers keep no answer to a format"),
+        ({"text": {"format": {"type": "json_object"}}}, "response_format: expected text"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema: expected"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type: expected text, json_object or json_schema"),
-        ({"include": ["file_search_call.results"]}, "found 'file_search_call.results'; expected message.output_text"),
-        ({"tools": [{"type": "web_search"}]}, "expected functions"),
-        ({"tool_choice": "required"}, "forces no model to call"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type: expected"),
+        ({"include": ["file_search_call.results"]}, "include: expected .* found 'file_search_call.results'"),
+        ({"tools": [{"type": "web_search"}]}, "tools: expected .* found type 'web_search'"),
+        ({"tool_choice": "required"}, "tool_choice: expected"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"truncation": "auto"}, "expected disabled"),
+        ({"truncation": "auto"}, "truncation: expected"),
         ({"background": True}, "unknown parameter 'background'"),
     ],
 )
@@ -330,17 +330,17 @@ async def test_responses_what_the_endpoint_has_not_is_refused_in_a_sentence(aske
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "the run's servers keep no answer to a format"),
+        ({"response_format": {"type": "json_object"}}, "response_format: expected text"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.schema: expected"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: expected"),
-        ({"response_format": {"type": "grammar"}}, "response_format.type: expected text, json_object or json_schema"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "forces no model"),
-        ({"stream_options": {"include_usage": True}}, "stream_options: expected them with stream=true"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type: expected"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice: expected"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"every": 3}}, "unknown parameter 'every'"),
-        ({"tools": [ADD], "tool_choice": "required"}, "forces no model to call"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice: expected"),
         ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "expected functions"),
+        ({"tools": [{"type": "web_search"}]}, "tools: expected .* found type 'web_search'"),
         ({"extra_body": {"best_of": 2}}, "unknown parameter 'best_of'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": []}, "at least one"),

@@ -29,15 +29,15 @@ class Messages(request_parsing.ApiRequest):
     cache_control: request_parsing.Names | None = None
 
     def call(self) -> Call:
-        request_parsing.refuse(not self.messages, "messages", "expected at least one.")
+        request_parsing.refuse(not self.messages, "messages", "expected at least one message.")
         once = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
         request_parsing.refuse(
             once,
             "tool_choice.disable_parallel_tool_use",
-            "a model cannot be kept from them here.",
+            "expected false; this endpoint cannot prevent parallel tool calls.",
         )
         request_parsing.refuse(
-            self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's."
+            self.messages[-1].get("role") != "user", "messages", "expected a last message with the role user."
         )
         messages = [made for i, message in enumerate(self.messages) for made in _messages(message, f"messages[{i}]")]
         tools = [_tool(tool) for tool in self.tools or ()]
@@ -108,7 +108,10 @@ class Messages(request_parsing.ApiRequest):
 
 def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     if tool.get("type", "custom") != "custom":
-        raise CallError(f"tools: expected tools of the agent's own, found one of type {tool.get('type')!r}.")
+        raise CallError(
+            f"tools: expected tools of type 'custom', found {tool.get('type')!r}; describe the tool by `name`, "
+            "`description` and `input_schema`."
+        )
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
@@ -116,7 +119,7 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
     """Convert one message to the form that chat templates expect. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     request_parsing.refuse(
-        role not in ("user", "assistant"), where, f"expected a role of user or assistant, found {role!r:.80}."
+        role not in ("user", "assistant"), where, f"expected the role user or assistant, found {role!r:.80}."
     )
     blocks = (
         [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
@@ -144,7 +147,8 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
             )
         else:
             raise CallError(
-                f"{where}: found a block of type {kind!r:.80}, which the {role}'s messages do not have here."
+                f"{where}: this endpoint does not support blocks of type {kind!r:.80} in {role} messages; expected "
+                "text or tool_result from the user, and text, thinking or tool_use from the assistant."
             )
     text = request_parsing.text_of(texts, where)
     if role == "assistant":

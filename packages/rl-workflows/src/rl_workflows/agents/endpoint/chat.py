@@ -35,7 +35,7 @@ class _OpenAI(request_parsing.ApiRequest):
             CallError: `stream_options` without `stream=true`.
         """
         request_parsing.refuse(
-            self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone."
+            self.stream_options and not self.stream, "stream_options", "allowed only with stream=true."
         )
 
     @property
@@ -93,14 +93,14 @@ class ChatCompletion(_OpenAI):
 
     def call(self) -> Call:
         self.check_stream()
-        request_parsing.refuse(not self.messages, "messages", "expected at least one.")
+        request_parsing.refuse(not self.messages, "messages", "expected at least one message.")
         request_parsing.refuse(
             self.parallel_tool_calls is False,
             "parallel_tool_calls",
-            "a model cannot be kept from them here.",
+            "expected true; this endpoint cannot prevent parallel tool calls.",
         )
         request_parsing.refuse(
-            self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0."
+            self.top_logprobs, "top_logprobs", "expected 0; this endpoint has log-probs of sampled tokens only."
         )
         form = self.response_format or {"type": "text"}
         if form.get("type") == "json_schema":
@@ -183,10 +183,10 @@ class Completion(_OpenAI):
             prompt = prompt[0]
         good = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
         request_parsing.refuse(
-            not good or not prompt, "prompt", "expected one text or one list of token ids, not empty."
+            not good or not prompt, "prompt", "expected non-empty text or a non-empty list of token ids."
         )
         request_parsing.refuse(
-            (self.logprobs or 0) > 1, "logprobs", "those of sampled tokens alone are known; expected 0 or 1."
+            (self.logprobs or 0) > 1, "logprobs", "expected 0 or 1; this endpoint has log-probs of sampled tokens only."
         )
         return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
@@ -224,7 +224,9 @@ class Completion(_OpenAI):
 def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     given = tool.get("function")
     if tool.get("type") != "function" or not isinstance(given, dict):
-        raise CallError(f"tools: expected functions, found one of type {tool.get('type')!r}.")
+        raise CallError(
+            f"tools: expected tools of type 'function' with an object `function`, found type {tool.get('type')!r}."
+        )
     return request_parsing.function(given.get("name"), given.get("description"), given.get("parameters"))
 
 
@@ -242,7 +244,7 @@ def _message(message: request_parsing.Names, where: str) -> request_parsing.Name
     request_parsing.refuse(
         role != "assistant",
         where,
-        f"expected a role of system, user, assistant or tool, found {role!r:.80}.",
+        f"expected the role system, developer, user, assistant or tool, found {role!r:.80}.",
     )
     given = request_parsing.objects(message.get("tool_calls") or [], where)
     functions = request_parsing.objects([call.get("function") for call in given], where)

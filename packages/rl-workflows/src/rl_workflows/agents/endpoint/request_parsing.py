@@ -105,14 +105,14 @@ def text_of(content: Any, where: str) -> str:
     refuse(
         not isinstance(content, list),
         where,
-        f"expected a text or a list of parts, found {type(content).__name__}.",
+        f"expected a string or a list of text parts, found {type(content).__name__}.",
     )
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise CallError(f"{where}: expected parts of text, found one of type {kind!r:.80}.")
+            raise CallError(f"{where}: expected text parts only, found a part of type {kind!r:.80}.")
         texts.append(text)
     return "".join(texts)
 
@@ -151,7 +151,7 @@ def required_text(value: Any, where: str) -> str:
     Raises:
         CallError: it is not.
     """
-    refuse(not isinstance(value, str) or not value, where, f"expected a text that is not empty, found {value!r:.80}.")
+    refuse(not isinstance(value, str) or not value, where, f"expected a non-empty string, found {value!r:.80}.")
     return str(value)
 
 
@@ -161,7 +161,7 @@ def _arguments(given: Any, where: str) -> Names:
             given = json.loads(given or "{}")
         except (ValueError, RecursionError):
             given = None
-    refuse(not isinstance(given, dict), where, "expected arguments of a tool call that are a JSON object.")
+    refuse(not isinstance(given, dict), where, "expected a JSON object as the arguments of a tool call.")
     return dict(given)
 
 
@@ -171,7 +171,7 @@ def function(name: Any, description: Any, parameters: Any) -> Names:
     Raises:
         CallError: the name, the description or the parameters are invalid.
     """
-    refuse(not isinstance(parameters or {}, dict), "tools", "expected parameters that are a JSON schema.")
+    refuse(not isinstance(parameters or {}, dict), "tools", "expected a JSON schema object as the parameters.")
     described: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
     return {
         "type": "function",
@@ -186,7 +186,7 @@ def objects(found: Any, where: str) -> list[Names]:
         CallError: it is not.
     """
     good = isinstance(found, list) and all(isinstance(each, dict) for each in found)
-    refuse(not good, where, "expected a list of objects.")
+    refuse(not good, where, "expected a JSON object, or a list of JSON objects, as the API defines.")
     return list(found)
 
 
@@ -217,7 +217,7 @@ def offered_tools(tools: list[Names] | None, choice: Any, name: str = "tool_choi
     refuse(
         kind not in (None, "auto", "none"),
         name,
-        f"found {kind!r}, and this endpoint forces no model to call a tool; expected auto or none.",
+        f"expected auto or none, found {kind!r}; this endpoint cannot force the model to call a tool.",
     )
     return None if kind == "none" else tools
 

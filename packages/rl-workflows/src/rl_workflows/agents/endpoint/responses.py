@@ -34,18 +34,20 @@ class Responses(request_parsing.ApiRequest):
     safety_identifier: str | None = None
 
     def call(self) -> Call:
-        request_parsing.refuse(not self.input, "input", "expected a text or at least one item.")
+        request_parsing.refuse(not self.input, "input", "expected text or at least one item.")
         request_parsing.refuse(
             self.parallel_tool_calls is False,
             "parallel_tool_calls",
-            "a model cannot be kept from them here.",
+            "expected true; this endpoint cannot prevent parallel tool calls.",
         )
         form = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
         others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
         request_parsing.refuse(
-            others, "include", f"found {min(others, default='')!r:.80}; expected {LOGPROBS} or {ENCRYPTED}."
+            others, "include", f"expected {LOGPROBS} or {ENCRYPTED}, found {min(others, default='')!r:.80}."
         )
-        request_parsing.refuse(self.truncation not in (None, "disabled"), "truncation", "expected disabled.")
+        request_parsing.refuse(
+            self.truncation not in (None, "disabled"), "truncation", "expected disabled; prompts are never truncated."
+        )
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
@@ -143,7 +145,7 @@ def _part_events(item: request_parsing.Names, at: request_parsing.Names) -> list
 
 def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     if tool.get("type") != "function":
-        raise CallError(f"tools: expected functions, found one of type {tool.get('type')!r:.80}.")
+        raise CallError(f"tools: expected tools of type 'function', found type {tool.get('type')!r:.80}.")
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
@@ -171,7 +173,7 @@ def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]
             request_parsing.refuse(
                 not known,
                 where,
-                f"expected a role of user, system, developer or assistant, found {role!r:.80}.",
+                f"expected the role user, system, developer or assistant, found {role!r:.80}.",
             )
             made.append({"role": "user" if role == "user" else "system", "content": text})
         elif kind == "function_call_output":
@@ -188,5 +190,8 @@ def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]
         elif said is not None:
             said["calls"].append((item.get("call_id", ""), item.get("name", ""), item.get("arguments")))
         else:
-            raise CallError(f"{where}: found an item of type {kind!r:.80}, which is not known here.")
+            raise CallError(
+                f"{where}: expected an item of type message, reasoning, function_call or function_call_output, found "
+                f"{kind!r:.80}."
+            )
     return made if said is None else [*made, request_parsing.assistant(**said)]

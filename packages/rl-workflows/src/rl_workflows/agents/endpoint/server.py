@@ -106,7 +106,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             address = f"{self.config.host}:{self.config.port}"
             raise ConfigError(
                 f"rollout.endpoint.host, rollout.endpoint.port: cannot listen on {address}: {error.strerror or error}. "
-                "Take another port, or 0 for any that is free."
+                "Choose another port, or 0 for any free port."
             ) from error
 
     async def _start(self) -> str:
@@ -138,7 +138,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     ) -> Session:
         config = self.config
         if len(self._sessions) >= config.max_sessions:
-            raise AgentError(f"there are {config.max_sessions} open sessions, as many as endpoint.max_sessions allows.")
+            raise AgentError(
+                f"endpoint.max_sessions={config.max_sessions} sessions are open already; close one, or raise the limit."
+            )
         key = f"rl-{secrets.token_urlsafe(24)}"
         session = Session(self._model, engine, generation, max_length, loop, self.url, key, self._close)
         timer = asyncio.get_running_loop().call_later(config.session_seconds, self._expire, session)
@@ -146,7 +148,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         return session
 
     def _expire(self, session: Session) -> None:
-        logger.warning("a session was closed after endpoint.session_seconds (%g)", self.config.session_seconds)
+        logger.warning(
+            "closed a session that was open for endpoint.session_seconds=%g seconds", self.config.session_seconds
+        )
         session.expired = True
         self._end(session)
 
@@ -202,7 +206,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
         if not key:
             raise CallError(
-                "expected the key of a session (Authorization: Bearer, or x-api-key).",
+                "expected a session key in the header `Authorization: Bearer KEY` or `x-api-key: KEY`, found none.",
                 401,
                 "invalid_api_key",
             )
@@ -292,14 +296,12 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         session = self._session(request)
         body = await self._read(request, Rewards)
         if session.closed:  # while the body arrived
-            raise CallError("the session was closed before its reward was there.", 401, "invalid_api_key")
+            raise CallError("the session was closed before the reward arrived.", 401, "invalid_api_key")
         if body.reward is None and not body.figures:
-            raise CallError("expected a `reward`, or `figures`.")
+            raise CallError("expected `reward` or `figures`, found neither.")
         figures = session.figures | body.figures
         if len(figures) > MAX_METRICS:
-            raise CallError(
-                f"figures: expected at most {MAX_METRICS} names of an episode, and these make {len(figures)}."
-            )
+            raise CallError(f"figures: expected at most {MAX_METRICS} names per episode, found {len(figures)}.")
         if body.call_id is None:
             session.outcome = session.outcome if body.reward is None else body.reward
         elif body.reward is not None:

@@ -196,14 +196,16 @@ class Session(RolloutSession):
         """
         turns = self.calls.get(call_id)
         if turns is None:
-            raise CallError(f"call_id: no reply of this session has the id {call_id!r:.80}.", 404)
+            raise CallError(f"call_id: expected the id of a response of this session, found {call_id!r:.80}.", 404)
         if index >= len(turns):
-            raise CallError(f"index: expected one below {len(turns)}, the number of that call's answers.")
+            raise CallError(
+                f"index: expected less than {len(turns)}, the number of completions of this call, found {index}."
+            )
         turns[index].reward = self._earned[turns[index]] = reward
 
     def trajectories(self, reward: float, per: SequencesPer = "branch") -> list[Trajectory]:
         if not self.closed:
-            raise AgentError("the session is still open; close it before its trajectories are made.")
+            raise AgentError("the session is still open; call `close` before `trajectories`.")
         config = self.model.config
         rows = self.conversation.rows(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
         decode = self.model.tokenizer.decode
@@ -232,7 +234,8 @@ class Session(RolloutSession):
         """
         if call.after and call.after not in self.kept:
             raise CallError(
-                f"previous_response_id: no response with the id {call.after!r:.80} was stored in this session.",
+                f"previous_response_id: expected the id of a response stored in this session, found "
+                f"{call.after!r:.80}.",
                 code="previous_response_not_found",
             )
         return replace(call, messages=[*self.kept.get(call.after, ()), *call.messages])
@@ -270,13 +273,12 @@ class Session(RolloutSession):
         self._require_short(call, longest, max(most, RENDERED_CHARACTERS))
         if call.tools and not self.model.reader.reads_tools:
             raise CallError(
-                "tools: how this model writes tool calls is not known from its chat template; say it in "
-                "endpoint.tool_calls."
+                "tools: the format of this model's tool calls is unknown; set endpoint.tool_calls, or send no tools."
             )
         talk = self.conversation
         try:
             if call.tools and not self.model.renderer.renders_tools(call.tools):
-                raise CallError("tools: the model's chat template does not show them.")
+                raise CallError("tools: the chat template of this model does not render tools; send none.")
             if call.messages:
                 before = [{"role": "system", "content": call.system}] if call.system else []
                 prompt = talk.prompt([*before, *call.messages], call.tools, most)
@@ -285,7 +287,7 @@ class Session(RolloutSession):
         except PromptTooLongError as error:
             raise _too_long(longest, f"more ({error})") from error
         except (DataError, RecursionError, UnicodeError) as error:
-            raise CallError(f"the prompt cannot be made: {error}") from error
+            raise CallError(f"cannot build the prompt: {error}") from error
         if not 0 < len(prompt.ids) < longest:
             raise _too_long(longest, str(len(prompt.ids)))
         return prompt
@@ -324,10 +326,11 @@ class Session(RolloutSession):
         """
         call, prompt = prepared.call, prepared.prompt
         if self.closed:  # while the body arrived
-            raise CallError("the session was closed before its call was there.", 401, "invalid_api_key")
+            raise CallError("the session was closed before the call arrived.", 401, "invalid_api_key")
         if call.schema is not None and not self.engine.capabilities.schemas:
             raise CallError(
-                "response_format: the run's servers keep no answer to a format; expected text. vLLM and SGLang can."
+                "response_format: expected text; the servers of this run cannot constrain completions to a format. "
+                "vLLM and SGLang can."
             )
         self.admit(prompt.added, call.n, prepared.memory)
         task = asyncio.ensure_future(self._generate(call, prompt))
@@ -342,7 +345,7 @@ class Session(RolloutSession):
             self._memory_asked -= prepared.memory
             task.cancel()  # has an effect only if the agent disconnected
         if self.closed:
-            raise CallError("the session was closed before its answer was there.", 401, "invalid_api_key")
+            raise CallError("the session was closed before the completion was ready.", 401, "invalid_api_key")
         responses = task.result()
         self._memory += prepared.memory
         self._tools = call.tools or self._tools
@@ -368,15 +371,16 @@ class Session(RolloutSession):
         config = self.model.config
         at_once = max(self.calling, self._asked + answers)
         limits = (
-            (len(self.conversation.turns) + self._asked + answers, config.max_calls, "answers in all", "max_calls"),
-            (at_once, config.max_concurrent, "answers at the same time", "max_concurrent"),
-            (self._tokens + added + answers, config.max_tokens, "tokens in all", "max_tokens"),
-            (self._memory + self._memory_asked + memory, config.max_memory, "bytes of messages in all", "max_memory"),
+            (len(self.conversation.turns) + self._asked + answers, config.max_calls, "completions", "max_calls"),
+            (at_once, config.max_concurrent, "concurrent completions", "max_concurrent"),
+            (self._tokens + added + answers, config.max_tokens, "tokens", "max_tokens"),
+            (self._memory + self._memory_asked + memory, config.max_memory, "bytes of messages", "max_memory"),
         )
         for found, most, what, name in limits:
             if found > most:
                 raise CallError(
-                    f"this episode may have {most} {what} (endpoint.{name}), and this call would make {found}.",
+                    f"an episode may have at most {most} {what} (endpoint.{name}); with this call it would have "
+                    f"{found}.",
                     429,
                     "rate_limit_exceeded",
                 )
@@ -425,8 +429,8 @@ class Session(RolloutSession):
 
 def _too_long(longest: int, size: str) -> CallError:
     return CallError(
-        f"This model's maximum context length is {longest} tokens: expected a prompt of 1 to {longest - 1}, "
-        f"found {size}.",
+        f"This model's maximum context length is {longest} tokens: expected a prompt of 1 to "
+        f"{longest - 1} tokens, found {size}.",
         code="context_length_exceeded",
     )
 

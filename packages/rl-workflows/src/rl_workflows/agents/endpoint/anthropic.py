@@ -30,16 +30,20 @@ class Messages(request_parsing.ApiRequest):
 
     def call(self) -> Call:
         request_parsing.refuse(not self.messages, "messages", "expected at least one message.")
-        once = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
+        no_parallel_calls = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
         request_parsing.refuse(
-            once,
+            no_parallel_calls,
             "tool_choice.disable_parallel_tool_use",
             "expected false; this endpoint cannot prevent parallel tool calls.",
         )
         request_parsing.refuse(
             self.messages[-1].get("role") != "user", "messages", "expected a last message with the role user."
         )
-        messages = [made for i, message in enumerate(self.messages) for made in _messages(message, f"messages[{i}]")]
+        messages = [
+            template_message
+            for i, message in enumerate(self.messages)
+            for template_message in _template_messages(message, f"messages[{i}]")
+        ]
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=messages,
@@ -50,28 +54,30 @@ class Messages(request_parsing.ApiRequest):
         )
 
     def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
-        answer = answers[0]
+        completion = answers[0]
         content: list[request_parsing.Names] = []
-        if reasoning := answer.message.get("reasoning_content"):
+        if reasoning := completion.message.get("reasoning_content"):
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-        if answer.message["content"] or not answer.calls:
-            content.append({"type": "text", "text": answer.message["content"]})
-        for call in answer.calls:
+        if completion.message["content"] or not completion.calls:
+            content.append({"type": "text", "text": completion.message["content"]})
+        for call in completion.calls:
             function = call["function"]
             content.append(
                 {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
             )
-        ended = "stop_sequence" if answer.stop else "max_tokens" if answer.is_truncated else "end_turn"
-        before, after = request_parsing.usage(prompt, answers)
+        text_stop_reason = (
+            "stop_sequence" if completion.stop else "max_tokens" if completion.is_truncated else "end_turn"
+        )
+        prompt_tokens, completion_tokens = request_parsing.usage(prompt, answers)
         return {
             "id": f"msg_{token_hex(12)}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
             "content": content,
-            "stop_reason": "tool_use" if answer.calls else ended,
-            "stop_sequence": answer.stop,
-            "usage": {"input_tokens": before, "output_tokens": after},
+            "stop_reason": "tool_use" if completion.calls else text_stop_reason,
+            "stop_sequence": completion.stop,
+            "usage": {"input_tokens": prompt_tokens, "output_tokens": completion_tokens},
         }
 
     def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
@@ -86,7 +92,7 @@ class Messages(request_parsing.ApiRequest):
         events: list[request_parsing.Names] = [{"type": "message_start", "message": empty}]
         for index, block in enumerate(reply["content"]):
             kind = block["type"]
-            found: dict[str, tuple[request_parsing.Names, str, str, Any]] = {
+            streamed: dict[str, tuple[request_parsing.Names, str, str, Any]] = {
                 "text": ({"text": ""}, "text_delta", "text", block.get("text")),
                 "thinking": ({"thinking": ""}, "thinking_delta", "thinking", block.get("thinking")),
                 "tool_use": (
@@ -96,10 +102,12 @@ class Messages(request_parsing.ApiRequest):
                     request_parsing.arguments_text(block.get("input") or {}),
                 ),
             }
-            begun, name, delta, text = found[kind]
-            events.append({"type": "content_block_start", "index": index, "content_block": {**block, **begun}})
+            empty_fields, delta_type, key, text = streamed[kind]
+            events.append({"type": "content_block_start", "index": index, "content_block": {**block, **empty_fields}})
             for piece in request_parsing.pieces(text):
-                events.append({"type": "content_block_delta", "index": index, "delta": {"type": name, delta: piece}})
+                events.append(
+                    {"type": "content_block_delta", "index": index, "delta": {"type": delta_type, key: piece}}
+                )
             events.append({"type": "content_block_stop", "index": index})
         end = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
         events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
@@ -115,7 +123,7 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
-def _messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
+def _template_messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
     """Convert one message to the form that chat templates expect. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     request_parsing.refuse(
@@ -124,7 +132,7 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
     blocks = (
         [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
     )
-    made: list[request_parsing.Names] = []
+    messages: list[request_parsing.Names] = []
     texts: list[request_parsing.Names] = []
     calls, reasoning = [], ""
     for block in blocks:
@@ -136,13 +144,15 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
         elif kind == "tool_use" and role == "assistant":
             calls.append((block.get("id", ""), block.get("name", ""), block.get("input")))
         elif kind == "tool_result" and role == "user":
-            found = block.get("content")
-            said = found if found is None or isinstance(found, str) else request_parsing.text_of(found, where)
-            made.append(
+            result = block.get("content")
+            result_text = (
+                result if result is None or isinstance(result, str) else request_parsing.text_of(result, where)
+            )
+            messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": request_parsing.required_text(block.get("tool_use_id"), where),
-                    "content": said or "",
+                    "content": result_text or "",
                 }
             )
         else:
@@ -153,9 +163,9 @@ def _messages(message: request_parsing.Names, where: str) -> list[request_parsin
     text = request_parsing.text_of(texts, where)
     if role == "assistant":
         return [request_parsing.assistant(text, reasoning, calls, where)]
-    if text or not made:
-        made.append({"role": "user", "content": text})
-    return made
+    if text or not messages:
+        messages.append({"role": "user", "content": text})
+    return messages
 
 
 def error(status: int, message: str) -> str:

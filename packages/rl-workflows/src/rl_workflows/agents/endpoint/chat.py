@@ -44,9 +44,9 @@ class _OpenAI(request_parsing.ApiRequest):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def _reply(
-        self, kind: str, prefix: str, prompt: Prompt, answers: Sequence[GeneratedMessage], choices: list[Any]
+        self, kind: str, prefix: str, prompt: Prompt, completions: Sequence[GeneratedMessage], choices: list[Any]
     ) -> request_parsing.Names:
-        before, after = request_parsing.usage(prompt, answers)
+        prompt_tokens, completion_tokens = request_parsing.usage(prompt, completions)
         return {
             "id": f"{prefix}-{token_hex(12)}",
             "object": kind,
@@ -54,22 +54,22 @@ class _OpenAI(request_parsing.ApiRequest):
             "model": self.model,
             "choices": choices,
             "usage": {
-                "prompt_tokens": before,
-                "completion_tokens": after,
-                "total_tokens": before + after,
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "total_tokens": prompt_tokens + completion_tokens,
             },
         }
 
     def _chunks(
-        self, reply: request_parsing.Names, kind: str, parts: list[request_parsing.Names]
+        self, reply: request_parsing.Names, kind: str, choices: list[request_parsing.Names]
     ) -> list[tuple[str, Any]]:
         """Return the events of a stream: one chunk per entry of `choices`, the usage if requested, and `[DONE]`."""
         base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
-        told = self.stream_options is not None and self.stream_options.include_usage
+        include_usage = self.stream_options is not None and self.stream_options.include_usage
         events: list[tuple[str, Any]] = [
-            ("", {**base, "choices": [part], **({"usage": None} if told else {})}) for part in parts
+            ("", {**base, "choices": [choice], **({"usage": None} if include_usage else {})}) for choice in choices
         ]
-        if told:
+        if include_usage:
             events.append(("", {**base, "choices": [], "usage": reply["usage"]}))
         return [*events, ("", "[DONE]")]
 
@@ -102,33 +102,33 @@ class ChatCompletion(_OpenAI):
         request_parsing.refuse(
             self.top_logprobs, "top_logprobs", "expected 0; this endpoint has log-probs of sampled tokens only."
         )
-        form = self.response_format or {"type": "text"}
-        if form.get("type") == "json_schema":
-            form = {
+        response_format = self.response_format or {"type": "text"}
+        if response_format.get("type") == "json_schema":
+            response_format = {
                 "type": "json_schema",
-                **request_parsing.objects([form.get("json_schema")], "response_format.json_schema")[0],
+                **request_parsing.objects([response_format.get("json_schema")], "response_format.json_schema")[0],
             }
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
-            messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
+            messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
             tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stops,
-            schema=request_parsing.schema(form, "response_format"),
+            schema=request_parsing.schema(response_format, "response_format"),
         )
 
     def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         choices = []
-        for index, answer in enumerate(answers):
+        for index, completion in enumerate(answers):
             message = {
                 "role": "assistant",
-                "content": answer.message["content"] or (None if answer.calls else ""),
+                "content": completion.message["content"] or (None if completion.calls else ""),
                 "refusal": None,
             }
-            if reasoning := answer.message.get("reasoning_content"):
+            if reasoning := completion.message.get("reasoning_content"):
                 message["reasoning_content"] = reasoning
-            if answer.calls:
+            if completion.calls:
                 message["tool_calls"] = [
                     {
                         **call,
@@ -137,17 +137,17 @@ class ChatCompletion(_OpenAI):
                             "arguments": request_parsing.arguments_text(call["function"]["arguments"]),
                         },
                     }
-                    for call in answer.calls
+                    for call in completion.calls
                 ]
-            finish = "tool_calls" if answer.calls else "length" if answer.is_truncated else "stop"
+            finish_reason = "tool_calls" if completion.calls else "length" if completion.is_truncated else "stop"
             logprobs = (
-                {"content": request_parsing.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
+                {"content": request_parsing.logprobs(completion, tokenizer), "refusal": None} if self.logprobs else None
             )
-            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
 
     def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
-        parts = []
+        chunks = []
         for choice in reply["choices"]:
             message = choice["message"]
             deltas: list[request_parsing.Names] = [{"role": "assistant", "content": ""}]
@@ -158,15 +158,15 @@ class ChatCompletion(_OpenAI):
                 deltas.append({"tool_calls": [{**call, "index": index, "function": {**function, "arguments": ""}}]})
                 for piece in request_parsing.pieces(function["arguments"]):
                     deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-            made = [
+            choice_chunks = [
                 {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
             ]
-            made[0]["logprobs"] = choice["logprobs"]
-            parts += [
-                *made,
-                {**made[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]},
+            choice_chunks[0]["logprobs"] = choice["logprobs"]
+            chunks += [
+                *choice_chunks,
+                {**choice_chunks[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]},
             ]
-        return self._chunks(reply, "chat.completion.chunk", parts)
+        return self._chunks(reply, "chat.completion.chunk", chunks)
 
 
 class Completion(_OpenAI):
@@ -181,9 +181,9 @@ class Completion(_OpenAI):
         prompt = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        good = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+        is_valid = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
         request_parsing.refuse(
-            not good or not prompt, "prompt", "expected non-empty text or a non-empty list of token ids."
+            not is_valid or not prompt, "prompt", "expected non-empty text or a non-empty list of token ids."
         )
         request_parsing.refuse(
             (self.logprobs or 0) > 1, "logprobs", "expected 0 or 1; this endpoint has log-probs of sampled tokens only."
@@ -192,45 +192,45 @@ class Completion(_OpenAI):
 
     def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
         choices = []
-        for index, answer in enumerate(answers):
-            told: request_parsing.Names | None = None
+        for index, completion in enumerate(answers):
+            logprobs: request_parsing.Names | None = None
             if self.logprobs is not None:
-                entries = request_parsing.logprobs(answer, tokenizer)
-                told = {
+                entries = request_parsing.logprobs(completion, tokenizer)
+                logprobs = {
                     "tokens": [entry["token"] for entry in entries],
                     "token_logprobs": [entry["logprob"] for entry in entries],
                     "top_logprobs": None,
                     "text_offset": None,
                 }
-            finish = "length" if answer.is_truncated else "stop"
-            text = answer.message["content"]
-            choices.append({"index": index, "text": text, "logprobs": told, "finish_reason": finish})
+            finish_reason = "length" if completion.is_truncated else "stop"
+            text = completion.message["content"]
+            choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._reply("text_completion", "cmpl", prompt, answers, choices)
 
     def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
-        parts = []
+        chunks = []
         for choice in reply["choices"]:
-            made = [
+            choice_chunks = [
                 {**choice, "text": piece, "finish_reason": None}
                 for piece in request_parsing.pieces(choice["text"]) or [""]
             ]
-            parts += [
-                *({**part, "logprobs": None} for part in made[:-1]),
-                {**made[-1], "finish_reason": choice["finish_reason"]},
+            chunks += [
+                *({**chunk, "logprobs": None} for chunk in choice_chunks[:-1]),
+                {**choice_chunks[-1], "finish_reason": choice["finish_reason"]},
             ]
-        return self._chunks(reply, "text_completion", parts)
+        return self._chunks(reply, "text_completion", chunks)
 
 
 def _tool(tool: request_parsing.Names) -> request_parsing.Names:
-    given = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(given, dict):
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
         raise CallError(
             f"tools: expected tools of type 'function' with an object `function`, found type {tool.get('type')!r}."
         )
-    return request_parsing.function(given.get("name"), given.get("description"), given.get("parameters"))
+    return request_parsing.function(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _message(message: request_parsing.Names, where: str) -> request_parsing.Names:
+def _template_message(message: request_parsing.Names, where: str) -> request_parsing.Names:
     """Convert one message to the form that chat templates expect."""
     role, text = message.get("role"), request_parsing.text_of(message.get("content"), where)
     if role in ("system", "developer", "user"):
@@ -246,10 +246,11 @@ def _message(message: request_parsing.Names, where: str) -> request_parsing.Name
         where,
         f"expected the role system, developer, user, assistant or tool, found {role!r:.80}.",
     )
-    given = request_parsing.objects(message.get("tool_calls") or [], where)
-    functions = request_parsing.objects([call.get("function") for call in given], where)
+    tool_calls = request_parsing.objects(message.get("tool_calls") or [], where)
+    functions = request_parsing.objects([call.get("function") for call in tool_calls], where)
     calls = [
-        (call.get("id", ""), f.get("name", ""), f.get("arguments")) for call, f in zip(given, functions, strict=True)
+        (call.get("id", ""), f.get("name", ""), f.get("arguments"))
+        for call, f in zip(tool_calls, functions, strict=True)
     ]
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return request_parsing.assistant(text, request_parsing.text_of(reasoning, where), calls, where)

@@ -137,10 +137,10 @@ def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], 
             {
                 "id": required_text(key, where),
                 "type": "function",
-                "function": {"name": required_text(name, where), "arguments": read},
+                "function": {"name": required_text(name, where), "arguments": parsed_arguments},
             }
             for key, name, arguments in calls
-            for read in [_arguments(arguments, where)]
+            for parsed_arguments in [_arguments(arguments, where)]
         ]
     return message
 
@@ -155,14 +155,14 @@ def required_text(value: Any, where: str) -> str:
     return str(value)
 
 
-def _arguments(given: Any, where: str) -> Names:
-    if isinstance(given, str):
+def _arguments(arguments: Any, where: str) -> Names:
+    if isinstance(arguments, str):
         try:
-            given = json.loads(given or "{}")
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            given = None
-    refuse(not isinstance(given, dict), where, "expected a JSON object as the arguments of a tool call.")
-    return dict(given)
+            arguments = None
+    refuse(not isinstance(arguments, dict), where, "expected a JSON object as the arguments of a tool call.")
+    return dict(arguments)
 
 
 def function(name: Any, description: Any, parameters: Any) -> Names:
@@ -172,10 +172,10 @@ def function(name: Any, description: Any, parameters: Any) -> Names:
         CallError: the name, the description or the parameters are invalid.
     """
     refuse(not isinstance(parameters or {}, dict), "tools", "expected a JSON schema object as the parameters.")
-    described: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
+    name_and_description: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
     return {
         "type": "function",
-        "function": {**described, "parameters": parameters or {"type": "object", "properties": {}}},
+        "function": {**name_and_description, "parameters": parameters or {"type": "object", "properties": {}}},
     }
 
 
@@ -185,8 +185,8 @@ def objects(found: Any, where: str) -> list[Names]:
     Raises:
         CallError: it is not.
     """
-    good = isinstance(found, list) and all(isinstance(each, dict) for each in found)
-    refuse(not good, where, "expected a JSON object, or a list of JSON objects, as the API defines.")
+    is_valid = isinstance(found, list) and all(isinstance(item, dict) for item in found)
+    refuse(not is_valid, where, "expected a JSON object, or a list of JSON objects, as the API defines.")
     return list(found)
 
 
@@ -232,8 +232,8 @@ def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[Names]:
     entries = []
     for token, logprob in zip(answer.response.output_ids, answer.response.logprobs, strict=True):
         text = tokenizer.decode([token])
-        own = token_bytes(tokenizer, token) if "\ufffd" in text else text.encode()
-        entries.append({"token": text, "logprob": logprob, "bytes": list(own), "top_logprobs": []})
+        encoded = token_bytes(tokenizer, token) if "\ufffd" in text else text.encode()
+        entries.append({"token": text, "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
     return entries
 
 
@@ -246,23 +246,23 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
         return bytes([int(name[3:5], 16)])
     table = _byte_table()
-    known = all(character in table for character in name)
-    return bytes(table[character] for character in name) if known else name.encode()
+    is_byte_level = all(character in table for character in name)
+    return bytes(table[character] for character in name) if is_byte_level else name.encode()
 
 
 @cache
 def _byte_table() -> dict[str, int]:
     """Return GPT-2's table of bytes by character. Printable bytes represent themselves, others start at U+0100."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
 def usage(prompt: Prompt, answers: Sequence[GeneratedMessage]) -> tuple[int, int]:
     """Return the number of tokens of the prompt, and of all completions together."""
-    return len(prompt.ids), sum(len(answer.response.output_ids) for answer in answers)
+    return len(prompt.ids), sum(len(completion.response.output_ids) for completion in answers)
 
 
 def pieces(text: str, size: int = 64) -> list[str]:
     """Split a text into pieces of `size` characters for streaming."""
-    return [text[at : at + size] for at in range(0, len(text), size)]
+    return [text[start : start + size] for start in range(0, len(text), size)]

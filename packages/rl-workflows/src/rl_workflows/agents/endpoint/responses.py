@@ -40,10 +40,10 @@ class Responses(request_parsing.ApiRequest):
             "parallel_tool_calls",
             "expected true; this endpoint cannot prevent parallel tool calls.",
         )
-        form = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
-        others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
+        text_format = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
+        unsupported = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
         request_parsing.refuse(
-            others, "include", f"expected {LOGPROBS} or {ENCRYPTED}, found {min(others, default='')!r:.80}."
+            unsupported, "include", f"expected {LOGPROBS} or {ENCRYPTED}, found {min(unsupported, default='')!r:.80}."
         )
         request_parsing.refuse(
             self.truncation not in (None, "disabled"), "truncation", "expected disabled; prompts are never truncated."
@@ -51,33 +51,33 @@ class Responses(request_parsing.ApiRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
-            _messages(items),
+            _template_messages(items),
             self.instructions or "",
             self.previous_response_id or "",
             keep=self.store is not False,
             tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             max_tokens=self.max_output_tokens,
-            schema=request_parsing.schema(form, "text.format"),
+            schema=request_parsing.schema(text_format, "text.format"),
         )
 
     def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
-        answer = answers[0]
-        status = "incomplete" if answer.is_truncated else "completed"
+        completion = answers[0]
+        status = "incomplete" if completion.is_truncated else "completed"
         output: list[request_parsing.Names] = []
-        if reasoning := answer.message.get("reasoning_content"):
+        if reasoning := completion.message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": reasoning}]
             output.append({"type": "reasoning", "id": f"rs_{token_hex(12)}", "summary": [], "content": content})
-        if answer.message["content"] or not answer.calls:
-            part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
+        if completion.message["content"] or not completion.calls:
+            part = {"type": "output_text", "text": completion.message["content"], "annotations": [], "logprobs": []}
             if LOGPROBS in (self.include or ()):
-                part["logprobs"] = request_parsing.logprobs(answer, tokenizer)
-            said = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
-            output.append({**said, "status": status})
-        for call in answer.calls:
+                part["logprobs"] = request_parsing.logprobs(completion, tokenizer)
+            message = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
+            output.append({**message, "status": status})
+        for call in completion.calls:
             name, arguments = call["function"]["name"], request_parsing.arguments_text(call["function"]["arguments"])
-            called = {"type": "function_call", "id": f"fc_{token_hex(12)}", "call_id": call["id"], "name": name}
-            output.append({**called, "arguments": arguments, "status": "completed"})
-        before, after = request_parsing.usage(prompt, answers)
+            tool_call = {"type": "function_call", "id": f"fc_{token_hex(12)}", "call_id": call["id"], "name": name}
+            output.append({**tool_call, "arguments": arguments, "status": "completed"})
+        prompt_tokens, completion_tokens = request_parsing.usage(prompt, answers)
         return {
             "id": f"resp_{token_hex(12)}",
             "object": "response",
@@ -85,7 +85,7 @@ class Responses(request_parsing.ApiRequest):
             "model": self.model,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if answer.is_truncated else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if completion.is_truncated else None,
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "metadata": self.metadata or {},
@@ -96,21 +96,21 @@ class Responses(request_parsing.ApiRequest):
             "temperature": None,
             "top_p": None,
             "usage": {
-                "input_tokens": before,
+                "input_tokens": prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": after,
+                "output_tokens": completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": before + after,
+                "total_tokens": prompt_tokens + completion_tokens,
             },
         }
 
     def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
-        begun = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        in_progress = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         events: list[request_parsing.Names] = [
-            {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+            {"type": f"response.{name}", "response": in_progress} for name in ("created", "in_progress")
         ]
         for index, item in enumerate(reply["output"]):
-            at = {"output_index": index, "item_id": item["id"]}
+            position = {"output_index": index, "item_id": item["id"]}
             empty: dict[str, request_parsing.Names] = {
                 "message": {"content": []},
                 "function_call": {"arguments": ""},
@@ -118,28 +118,33 @@ class Responses(request_parsing.ApiRequest):
             }
             started = {**item, **empty[item["type"]], **({"status": "in_progress"} if "status" in item else {})}
             events.append({"type": "response.output_item.added", "output_index": index, "item": started})
-            events += _call_events(item, at) if item["type"] == "function_call" else _part_events(item, at)
+            events += _call_events(item, position) if item["type"] == "function_call" else _part_events(item, position)
             events.append({"type": "response.output_item.done", "output_index": index, "item": item})
         events.append({"type": f"response.{reply['status']}", "response": reply})
         return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
 
 
-def _call_events(item: request_parsing.Names, at: request_parsing.Names) -> list[request_parsing.Names]:
+def _call_events(item: request_parsing.Names, position: request_parsing.Names) -> list[request_parsing.Names]:
     name = "response.function_call_arguments"
-    deltas = [{"type": f"{name}.delta", **at, "delta": piece} for piece in request_parsing.pieces(item["arguments"])]
-    return [*deltas, {"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]}]
+    deltas = [
+        {"type": f"{name}.delta", **position, "delta": piece} for piece in request_parsing.pieces(item["arguments"])
+    ]
+    return [*deltas, {"type": f"{name}.done", **position, "name": item["name"], "arguments": item["arguments"]}]
 
 
-def _part_events(item: request_parsing.Names, at: request_parsing.Names) -> list[request_parsing.Names]:
-    part, at = item["content"][0], {**at, "content_index": 0}
+def _part_events(item: request_parsing.Names, position: request_parsing.Names) -> list[request_parsing.Names]:
+    part, position = item["content"][0], {**position, "content_index": 0}
     name = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
-    more: request_parsing.Names = {"logprobs": []} if item["type"] == "message" else {}
-    told = {key: part[key] for key in more}
+    empty_logprobs: request_parsing.Names = {"logprobs": []} if item["type"] == "message" else {}
+    logprobs = {key: part[key] for key in empty_logprobs}
     return [
-        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
-        *({"type": f"{name}.delta", **at, "delta": piece, **more} for piece in request_parsing.pieces(part["text"])),
-        {"type": f"{name}.done", **at, "text": part["text"], **told},
-        {"type": "response.content_part.done", **at, "part": part},
+        {"type": "response.content_part.added", **position, "part": {**part, "text": ""}},
+        *(
+            {"type": f"{name}.delta", **position, "delta": piece, **empty_logprobs}
+            for piece in request_parsing.pieces(part["text"])
+        ),
+        {"type": f"{name}.done", **position, "text": part["text"], **logprobs},
+        {"type": "response.content_part.done", **position, "part": part},
     ]
 
 
@@ -149,49 +154,49 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
-def _messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]:
+def _template_messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]:
     """Convert items to messages for chat templates.
 
     Consecutive reasoning, text and tool calls of the assistant become one message.
     """
-    made: list[request_parsing.Names] = []
-    said: dict[str, Any] | None = None
+    messages: list[request_parsing.Names] = []
+    assistant: dict[str, Any] | None = None
     for number, item in enumerate(items):
         where, kind, role = f"input[{number}]", item.get("type", "message"), item.get("role")
-        theirs = kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant")
-        if theirs:
-            said = said or {"text": "", "reasoning": "", "calls": [], "where": where}
-        elif said is not None:
-            made.append(request_parsing.assistant(**said))
-            said = None
+        is_assistant = kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant")
+        if is_assistant:
+            assistant = assistant or {"text": "", "reasoning": "", "calls": [], "where": where}
+        elif assistant is not None:
+            messages.append(request_parsing.assistant(**assistant))
+            assistant = None
         if kind == "message":
             text = request_parsing.text_of(item.get("content"), where)
-            if said is not None:
-                said["text"] += text
+            if assistant is not None:
+                assistant["text"] += text
                 continue
-            known = role in ("user", "system", "developer")
+            is_supported = role in ("user", "system", "developer")
             request_parsing.refuse(
-                not known,
+                not is_supported,
                 where,
                 f"expected the role user, system, developer or assistant, found {role!r:.80}.",
             )
-            made.append({"role": "user" if role == "user" else "system", "content": text})
+            messages.append({"role": "user" if role == "user" else "system", "content": text})
         elif kind == "function_call_output":
             output = request_parsing.text_of(item.get("output"), where)
-            made.append(
+            messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": request_parsing.required_text(item.get("call_id"), where),
                     "content": output,
                 }
             )
-        elif said is not None and kind == "reasoning":
-            said["reasoning"] += request_parsing.text_of(item.get("content"), where)
-        elif said is not None:
-            said["calls"].append((item.get("call_id", ""), item.get("name", ""), item.get("arguments")))
+        elif assistant is not None and kind == "reasoning":
+            assistant["reasoning"] += request_parsing.text_of(item.get("content"), where)
+        elif assistant is not None:
+            assistant["calls"].append((item.get("call_id", ""), item.get("name", ""), item.get("arguments")))
         else:
             raise CallError(
                 f"{where}: expected an item of type message, reasoning, function_call or function_call_output, found "
                 f"{kind!r:.80}."
             )
-    return made if said is None else [*made, request_parsing.assistant(**said)]
+    return messages if assistant is None else [*messages, request_parsing.assistant(**assistant)]

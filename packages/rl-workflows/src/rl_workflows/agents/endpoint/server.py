@@ -89,13 +89,13 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         reader = MessageParser(tokenizer, self.config.tool_calls, renderer.stop_ids)
         self._model = Model(tokenizer, renderer, reader, self.config)
         self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
-        self._watch: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self._destroyed = False
-        app = web.Application(middlewares=[self._guard], client_max_size=self.config.max_body_bytes)
-        app.add_routes([web.post(path, self._call) for path in ROUTES])
-        app.add_routes([web.post(path, self._count) for path in COUNTS])
-        app.add_routes([web.post("/v1/rewards", self._reward)])
-        app.add_routes([web.get("/v1/models", self._models), web.get("/health", self._health)])
+        app = web.Application(middlewares=[self._convert_errors], client_max_size=self.config.max_body_bytes)
+        app.add_routes([web.post(path, self._handle_call) for path in ROUTES])
+        app.add_routes([web.post(path, self._handle_count) for path in COUNTS])
+        app.add_routes([web.post("/v1/rewards", self._handle_reward)])
+        app.add_routes([web.get("/v1/models", self._handle_models), web.get("/health", self._handle_health)])
         self._connections = Connections(app)
         self._preparing = ThreadPoolExecutor(PREPARING_THREADS, "rollout-endpoint-prompts")
         self._thread = LoopThread("rollout-endpoint")
@@ -117,7 +117,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except OSError:
             await runner.cleanup()
             raise
-        self._watch = asyncio.create_task(self._connections.close_silent_connections())
+        self._watch_task = asyncio.create_task(self._connections.close_silent_connections())
         url = self.config.url.rstrip("/") or url_of(reachable_host(self.config.host), runner.addresses[0][1])
         # for agents whose clients run in this process
         os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")
@@ -177,13 +177,13 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _stop(self) -> None:
         for session, _ in list(self._sessions.values()):
             self._end(session)
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         await self._connections.runner.cleanup()
         await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _convert_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Convert exceptions to error responses in the format of the route's API."""
         code = None
         try:
@@ -199,7 +199,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except Exception as error:  # boundary to HTTP: log the traceback, return the message
             logger.exception("%s %s", request.method, request.path)
             status, text = 500, f"{type(error).__name__}: {error}"
-        return _refusal(request, status, text, code)
+        return _error_response(request, status, text, code)
 
     def _session(self, request: web.Request) -> Session:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -214,7 +214,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             raise CallError("no open session has this key.", 401, "invalid_api_key")
         return self._sessions[key][0]
 
-    async def _read[T: msgspec.Struct](self, request: web.Request, kind: type[T]) -> T:
+    async def _parse_body[T: msgspec.Struct](self, request: web.Request, kind: type[T]) -> T:
         if "Content-Encoding" in request.headers:
             raise CallError("expected a body without Content-Encoding.", 415)
         try:
@@ -229,37 +229,37 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except InferenceError as error:
             raise CallError(str(error)) from error
 
-    async def _call(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_call(self, request: web.Request) -> web.StreamResponse:
         """Handle a call of any API in `ROUTES`."""
         session = self._session(request)
-        with _counted(session):
-            asked = await self._read(request, ROUTES[request.path])
-            task = asyncio.ensure_future(self._reply(session, asked))
+        with _admit_and_count(session):
+            body = await self._parse_body(request, ROUTES[request.path])
+            task = asyncio.ensure_future(self._build_reply(session, body))
             try:
-                if asked.stream:
-                    return await self._stream(request, asked, task)
+                if body.stream:
+                    return await self._stream(request, body, task)
                 return web.json_response(await task)
             finally:
                 task.cancel()
 
-    async def _prepare(self, session: Session, asked: ApiRequest) -> Prepared:
+    async def _prepare(self, session: Session, body: ApiRequest) -> Prepared:
         """Render and tokenize the prompt of a call in a thread, so that calls of other sessions are not delayed."""
         loop = asyncio.get_running_loop()
         await session.preparing.acquire()
-        job = self._preparing.submit(lambda: session.prepare(asked.call()))
+        job = self._preparing.submit(lambda: session.prepare(body.call()))
         # the thread stays in use until the job is done, even if the agent disconnects
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
         return await asyncio.wrap_future(job)
 
-    async def _reply(self, session: Session, asked: ApiRequest) -> dict[str, Any]:
-        prepared = await self._prepare(session, asked)
-        answers = await session.answer(prepared)
-        reply = asked.answered(prepared.prompt, answers, self._model.tokenizer)
-        session.remember_reply(reply["id"], prepared.call, answers)
+    async def _build_reply(self, session: Session, body: ApiRequest) -> dict[str, Any]:
+        prepared = await self._prepare(session, body)
+        completions = await session.answer(prepared)
+        reply = body.answered(prepared.prompt, completions, self._model.tokenizer)
+        session.remember_reply(reply["id"], prepared.call, completions)
         return reply
 
     async def _stream(
-        self, request: web.Request, asked: ApiRequest, task: asyncio.Task[dict[str, Any]]
+        self, request: web.Request, body: ApiRequest, task: asyncio.Task[dict[str, Any]]
     ) -> web.StreamResponse:
         """Send the reply as server-sent events once it is complete.
 
@@ -278,48 +278,48 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             reply = await task
         except RLError as error:
             status = error.status if isinstance(error, CallError) else 500
-            await response.write(f"event: error\ndata: {_error(request, status, str(error))}\n\n".encode())
+            await response.write(f"event: error\ndata: {_error_body(request, status, str(error))}\n\n".encode())
             return response
-        events = asked.events(reply)
+        events = body.events(reply)
         await response.write("".join(map(_event, events)).encode())
         await response.write_eof()
         return response
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _handle_count(self, request: web.Request) -> web.Response:
         """Return the number of tokens of a prompt."""
         session = self._session(request)
-        prepared = await self._prepare(session, await self._read(request, Messages))
+        prepared = await self._prepare(session, await self._parse_body(request, Messages))
         return web.json_response({"input_tokens": len(prepared.prompt.ids)})
 
-    async def _reward(self, request: web.Request) -> web.Response:
+    async def _handle_reward(self, request: web.Request) -> web.Response:
         """Record a reward of a completion or of the episode, and metrics of the episode."""
         session = self._session(request)
-        body = await self._read(request, Rewards)
+        body = await self._parse_body(request, Rewards)
         if session.closed:  # while the body arrived
             raise CallError("the session was closed before the reward arrived.", 401, "invalid_api_key")
         if body.reward is None and not body.figures:
             raise CallError("expected `reward` or `figures`, found neither.")
-        figures = session.figures | body.figures
-        if len(figures) > MAX_METRICS:
-            raise CallError(f"figures: expected at most {MAX_METRICS} names per episode, found {len(figures)}.")
+        metrics = session.figures | body.figures
+        if len(metrics) > MAX_METRICS:
+            raise CallError(f"figures: expected at most {MAX_METRICS} names per episode, found {len(metrics)}.")
         if body.call_id is None:
             session.outcome = session.outcome if body.reward is None else body.reward
         elif body.reward is not None:
             session.add_reward(body.call_id, body.index, body.reward)
-        session.figures = figures
+        session.figures = metrics
         return web.json_response({"object": "reward", "call_id": body.call_id, "reward": body.reward})
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _handle_models(self, request: web.Request) -> web.Response:
         self._session(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _handle_health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ready", "sessions": len(self._sessions)})
 
 
 @contextmanager
-def _counted(session: Session) -> Iterator[None]:
+def _admit_and_count(session: Session) -> Iterator[None]:
     """Admit a call before its body takes memory. Count it as running, and as refused if it is rejected."""
     session.calling += 1
     try:
@@ -348,7 +348,7 @@ def _event(event: tuple[str, Any]) -> str:
     return f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n"
 
 
-def _error(request: web.Request, status: int, text: str, code: str | None = None) -> str:
+def _error_body(request: web.Request, status: int, text: str, code: str | None = None) -> str:
     if request.path.startswith(("/v1/messages", "/v1/v1/")):
         return anthropic_error(status, text)
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
@@ -356,9 +356,9 @@ def _error(request: web.Request, status: int, text: str, code: str | None = None
     return json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}})
 
 
-def _refusal(request: web.Request, status: int, text: str, code: str | None) -> web.Response:
+def _error_response(request: web.Request, status: int, text: str, code: str | None) -> web.Response:
     # clients of OpenAI and Anthropic retry automatically, but a retry would fail in the same way
     headers = {"x-should-retry": "false"}
     return web.Response(
-        status=status, text=_error(request, status, text, code), content_type="application/json", headers=headers
+        status=status, text=_error_body(request, status, text, code), content_type="application/json", headers=headers
     )

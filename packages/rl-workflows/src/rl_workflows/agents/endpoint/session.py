@@ -146,20 +146,20 @@ class Session(RolloutSession):
     """Turns of the completions by the id of their reply."""
     kept: dict[str, list[Message]] = field(default_factory=dict)
     """Stored conversations by the id of their last reply."""
-    _earned: dict[Turn, float] = field(default_factory=dict)
+    _turn_rewards: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
     preparing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock held while a thread prepares a prompt, so that a session uses at most one thread."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
-    _asked: int = 0
+    _pending: int = 0
     """Number of completions that are being generated."""
     _tokens: int = 0
     """Number of tokens of all turns."""
     _memory: int = 0
     """Bytes of the messages and tools of completed calls."""
-    _memory_asked: int = 0
+    _pending_memory: int = 0
     """Bytes of the messages and tools of running calls."""
-    _tools: Sequence[dict[str, Any]] | None = None
+    _last_tools: Sequence[dict[str, Any]] | None = None
     """Tools of the last call. A call with equal tools shares this object."""
 
     def __post_init__(self) -> None:
@@ -181,7 +181,9 @@ class Session(RolloutSession):
 
     @property
     def report(self) -> EpisodeReport:
-        return EpisodeReport(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
+        return EpisodeReport(
+            self.outcome, sum(self._turn_rewards.values()) if self._turn_rewards else None, self.figures
+        )
 
     def add_reward(self, call_id: str, index: int, reward: float) -> None:
         """Set the reward of one completion. A previous reward is replaced.
@@ -201,21 +203,21 @@ class Session(RolloutSession):
             raise CallError(
                 f"index: expected less than {len(turns)}, the number of completions of this call, found {index}."
             )
-        turns[index].reward = self._earned[turns[index]] = reward
+        turns[index].reward = self._turn_rewards[turns[index]] = reward
 
     def trajectories(self, reward: float, per: SequencesPer = "branch") -> list[Trajectory]:
         if not self.closed:
             raise AgentError("the session is still open; call `close` before `trajectories`.")
         config = self.model.config
-        rows = self.conversation.rows(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
+        sequences = self.conversation.rows(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
         decode = self.model.tokenizer.decode
-        for row in rows:
-            first = int(row.loss_mask.argmax()) if per == "call" else int((row.versions >= 0).argmax())
-            row.info |= {
-                "prompt": decode(row.input_ids[:first]),
-                "completion": decode(row.input_ids[first:]),
+        for sequence in sequences:
+            start = int(sequence.loss_mask.argmax()) if per == "call" else int((sequence.versions >= 0).argmax())
+            sequence.info |= {
+                "prompt": decode(sequence.input_ids[:start]),
+                "completion": decode(sequence.input_ids[start:]),
             }
-        return rows
+        return sequences
 
     async def close(self) -> None:
         await self.on_close(self)
@@ -242,7 +244,7 @@ class Session(RolloutSession):
 
     def remember_reply(self, reply_id: str, call: Call, answers: Sequence[GeneratedMessage]) -> None:
         """Record a reply under its id, so that later calls can reward or continue it."""
-        self.calls[reply_id] = [answer.turn for answer in answers]
+        self.calls[reply_id] = [completion.turn for completion in answers]
         if call.keep:
             self.kept[reply_id] = [*call.messages, answers[0].message]
 
@@ -256,11 +258,11 @@ class Session(RolloutSession):
             CallError: see `with_history` and `prompt`.
         """
         call = self.with_history(own)
-        known = call.tools == self._tools
-        call = replace(call, tools=self._tools) if known else call
+        has_same_tools = call.tools == self._last_tools
+        call = replace(call, tools=self._last_tools) if has_same_tools else call
         prompt = self.prompt(call)
-        kept = [own.messages if call.keep else prompt.asked, None if known else call.tools]
-        return Prepared(call, prompt, sum(map(sys.getsizeof, _nested(kept))))
+        retained = [own.messages if call.keep else prompt.asked, None if has_same_tools else call.tools]
+        return Prepared(call, prompt, sum(map(sys.getsizeof, _walk(retained))))
 
     def prompt(self, call: Call) -> Prompt:
         """Return the prompt of a call and its place in the conversation.
@@ -268,31 +270,31 @@ class Session(RolloutSession):
         Raises:
             CallError: the prompt cannot be rendered, or leaves no room for a completion.
         """
-        longest = min(self.max_length or self.model.config.max_tokens, self.model.config.max_tokens)
-        most = longest * self.model.token_characters
-        self._require_short(call, longest, max(most, RENDERED_CHARACTERS))
+        context_length = min(self.max_length or self.model.config.max_tokens, self.model.config.max_tokens)
+        max_characters = context_length * self.model.token_characters
+        self._require_short(call, context_length, max(max_characters, RENDERED_CHARACTERS))
         if call.tools and not self.model.reader.reads_tools:
             raise CallError(
                 "tools: the format of this model's tool calls is unknown; set endpoint.tool_calls, or send no tools."
             )
-        talk = self.conversation
+        conversation = self.conversation
         try:
             if call.tools and not self.model.renderer.renders_tools(call.tools):
                 raise CallError("tools: the chat template of this model does not render tools; send none.")
             if call.messages:
-                before = [{"role": "system", "content": call.system}] if call.system else []
-                prompt = talk.prompt([*before, *call.messages], call.tools, most)
+                system = [{"role": "system", "content": call.system}] if call.system else []
+                prompt = conversation.prompt([*system, *call.messages], call.tools, max_characters)
             else:
-                prompt = talk.completion(call.completion)
+                prompt = conversation.completion(call.completion)
         except PromptTooLongError as error:
-            raise _too_long(longest, f"more ({error})") from error
+            raise _too_long(context_length, f"more ({error})") from error
         except (DataError, RecursionError, UnicodeError) as error:
             raise CallError(f"cannot build the prompt: {error}") from error
-        if not 0 < len(prompt.ids) < longest:
-            raise _too_long(longest, str(len(prompt.ids)))
+        if not 0 < len(prompt.ids) < context_length:
+            raise _too_long(context_length, str(len(prompt.ids)))
         return prompt
 
-    def _require_short(self, call: Call, longest: int, most: int) -> None:
+    def _require_short(self, call: Call, context_length: int, max_characters: int) -> None:
         """Reject a call that cannot fit, before anything is rendered or tokenized.
 
         Each message, tool and token id takes at least one token. Reasoning is not counted here but after rendering,
@@ -306,16 +308,18 @@ class Session(RolloutSession):
         Raises:
             CallError: the call exceeds one of the limits.
         """
-        parts = len(call.messages) + len(call.tools or ())
+        min_tokens = len(call.messages) + len(call.tools or ())
         if not isinstance(call.completion, str):
-            parts = len(call.completion)
-        if parts > longest:
-            raise _too_long(longest, f"at least {parts}")
-        shown = [[value for name, value in each.items() if name != "reasoning_content"] for each in call.messages]
-        texts = _nested([shown, call.tools, call.system, call.completion if isinstance(call.completion, str) else ""])
-        characters = sum(len(value) if isinstance(value, str) else 1 for value in texts)
-        if characters > most:
-            raise _too_long(longest, f"more ({characters} characters)")
+            min_tokens = len(call.completion)
+        if min_tokens > context_length:
+            raise _too_long(context_length, f"at least {min_tokens}")
+        messages = [
+            [value for name, value in message.items() if name != "reasoning_content"] for message in call.messages
+        ]
+        values = _walk([messages, call.tools, call.system, call.completion if isinstance(call.completion, str) else ""])
+        characters = sum(len(value) if isinstance(value, str) else 1 for value in values)
+        if characters > max_characters:
+            raise _too_long(context_length, f"more ({characters} characters)")
 
     async def answer(self, prepared: Prepared) -> list[GeneratedMessage]:
         """Generate the completions of a call and add them to the conversation.
@@ -335,27 +339,27 @@ class Session(RolloutSession):
         self.admit(prompt.added, call.n, prepared.memory)
         task = asyncio.ensure_future(self._generate(call, prompt))
         self._running.add(task)
-        self._asked += call.n
-        self._memory_asked += prepared.memory
+        self._pending += call.n
+        self._pending_memory += prepared.memory
         try:
             await asyncio.wait({task})
         finally:
             self._running.discard(task)
-            self._asked -= call.n
-            self._memory_asked -= prepared.memory
+            self._pending -= call.n
+            self._pending_memory -= prepared.memory
             task.cancel()  # has an effect only if the agent disconnected
         if self.closed:
             raise CallError("the session was closed before the completion was ready.", 401, "invalid_api_key")
         responses = task.result()
         self._memory += prepared.memory
-        self._tools = call.tools or self._tools
-        answers = []
+        self._last_tools = call.tools or self._last_tools
+        completions = []
         for response in responses:
-            message, stop = self._read(call, prompt, response)
+            message, stop = self._parse(call, prompt, response)
             turn = self.conversation.add(prompt, response, message, self.generation.temperature, call.schema is None)
             self._tokens += len(turn.prompt) + len(turn.output)
-            answers.append(GeneratedMessage(message, response, stop, turn))
-        return answers
+            completions.append(GeneratedMessage(message, response, stop, turn))
+        return completions
 
     def admit(self, added: int = 0, answers: int = 1, memory: int = 0) -> None:
         """Reject a call that exceeds a limit of the episode.
@@ -369,38 +373,38 @@ class Session(RolloutSession):
             CallError: the call exceeds a limit, which the message names.
         """
         config = self.model.config
-        at_once = max(self.calling, self._asked + answers)
+        concurrent = max(self.calling, self._pending + answers)
         limits = (
-            (len(self.conversation.turns) + self._asked + answers, config.max_calls, "completions", "max_calls"),
-            (at_once, config.max_concurrent, "concurrent completions", "max_concurrent"),
+            (len(self.conversation.turns) + self._pending + answers, config.max_calls, "completions", "max_calls"),
+            (concurrent, config.max_concurrent, "concurrent completions", "max_concurrent"),
             (self._tokens + added + answers, config.max_tokens, "tokens", "max_tokens"),
-            (self._memory + self._memory_asked + memory, config.max_memory, "bytes of messages", "max_memory"),
+            (self._memory + self._pending_memory + memory, config.max_memory, "bytes of messages", "max_memory"),
         )
-        for found, most, what, name in limits:
-            if found > most:
+        for count, limit, unit, name in limits:
+            if count > limit:
                 raise CallError(
-                    f"an episode may have at most {most} {what} (endpoint.{name}); with this call it would have "
-                    f"{found}.",
+                    f"an episode may have at most {limit} {unit} (endpoint.{name}); with this call it would have "
+                    f"{count}.",
                     429,
                     "rate_limit_exceeded",
                 )
 
     async def _generate(self, call: Call, prompt: Prompt) -> list[ModelResponse]:
-        most = min(call.max_tokens or self.generation.max_new_tokens, self.generation.max_new_tokens)
+        max_new_tokens = min(call.max_tokens or self.generation.max_new_tokens, self.generation.max_new_tokens)
         if self.max_length is not None:
-            most = min(most, self.max_length - len(prompt.ids))
+            max_new_tokens = min(max_new_tokens, self.max_length - len(prompt.ids))
         generation = replace(
             self.generation,
-            max_new_tokens=most,
-            min_new_tokens=min(most, self.generation.min_new_tokens),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(max_new_tokens, self.generation.min_new_tokens),
             stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
         )
         request = ModelRequest(prompt.ids, generation, schema=call.schema)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ask(request)) for _ in range(call.n)]
+                tasks = [group.create_task(self._generate_one(request)) for _ in range(call.n)]
         except* Exception as errors:
-            failure = _first(errors)
+            failure = _first_error(errors)
             if call.schema is not None and isinstance(failure, InferenceError):
                 # most likely the server rejected the schema
                 raise CallError(f"response_format: {failure}") from errors
@@ -408,16 +412,16 @@ class Session(RolloutSession):
             raise self._failure from errors
         return [task.result() for task in tasks]
 
-    async def _ask(self, request: ModelRequest) -> ModelResponse:
+    async def _generate_one(self, request: ModelRequest) -> ModelResponse:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.engine.agenerate(request), self.loop))
 
-    def _read(self, call: Call, prompt: Prompt, response: ModelResponse) -> tuple[Message, str | None]:
+    def _parse(self, call: Call, prompt: Prompt, response: ModelResponse) -> tuple[Message, str | None]:
         """Return the message for the agent and the stop string that ended the completion, or None."""
         reader, ids = self.model.reader, response.output_ids
-        whole = reader.text(ids)
-        stopped = ids[-1] not in self.generation.stop_token_ids and response.stop_reason != StopReason.LENGTH
-        given = [*call.stop, *self.generation.stop]
-        stop = min((s for s in given if s in whole), key=whole.find, default=None) if stopped else None
+        text = reader.text(ids)
+        has_stop_string = ids[-1] not in self.generation.stop_token_ids and response.stop_reason != StopReason.LENGTH
+        stop_strings = [*call.stop, *self.generation.stop]
+        stop = min((s for s in stop_strings if s in text), key=text.find, default=None) if has_stop_string else None
         stops = [stop] if stop else ()
         if not call.messages:
             return {"role": "assistant", "content": reader.text(ids, stops)}, stop
@@ -427,29 +431,29 @@ class Session(RolloutSession):
         return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
 
 
-def _too_long(longest: int, size: str) -> CallError:
+def _too_long(context_length: int, size: str) -> CallError:
     return CallError(
-        f"This model's maximum context length is {longest} tokens: expected a prompt of 1 to "
-        f"{longest - 1} tokens, found {size}.",
+        f"This model's maximum context length is {context_length} tokens: expected a prompt of 1 to "
+        f"{context_length - 1} tokens, found {size}.",
         code="context_length_exceeded",
     )
 
 
-def _nested(value: Any) -> Iterator[Any]:
+def _walk(value: Any) -> Iterator[Any]:
     """Yield a value and, recursively, all values and keys that it contains."""
-    waiting = [value]
-    while waiting:
-        yield (value := waiting.pop())
+    pending = [value]
+    while pending:
+        yield (value := pending.pop())
         if isinstance(value, dict):
-            waiting += value
-            waiting += value.values()
+            pending += value
+            pending += value.values()
         elif isinstance(value, list | tuple):
-            waiting += value
+            pending += value
 
 
-def _first(errors: BaseExceptionGroup) -> RLError:
+def _first_error(errors: BaseExceptionGroup) -> RLError:
     error = errors.exceptions[0]
     if isinstance(error, BaseExceptionGroup):
-        return _first(error)
-    named = f"the engine raised {type(error).__name__}: {error}"
-    return error if isinstance(error, RLError) else InferenceError(named)
+        return _first_error(error)
+    message = f"the engine raised {type(error).__name__}: {error}"
+    return error if isinstance(error, RLError) else InferenceError(message)

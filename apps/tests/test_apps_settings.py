@@ -523,7 +523,7 @@ ELSEWHERE = [
             f"rollout.endpoint.{keys}",
             "an agent",
             "packages/rl-workflows/tests/test_workflows_endpoint.py::"
-            "test_calls_beyond_each_limit_are_refused_and_the_others_stay",
+            "test_calls_beyond_limit_return_429_and_others_are_kept",
             (GRPO, SFT),
             value=value,
         )

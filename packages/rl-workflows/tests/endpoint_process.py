@@ -1,4 +1,4 @@
-"""A process with an endpoint over an engine that says the same to all; writes its URL and a session's key to a file."""
+"""Process with an endpoint whose engine returns a fixed completion. Writes the URL and a session key to a file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 
-async def main(told: Path) -> None:
+async def main(connection_file: Path) -> None:
     engine = ScriptedEngine("qwen3", lambda prompt: {"content": "it"})
     endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_calls=2**30, max_tokens=2**40))
     session = await endpoint.open(engine, GenerationConfig(max_new_tokens=512))
-    told.with_suffix(".part").write_text(f"{session.url}\n{session.api_key}")
-    told.with_suffix(".part").rename(told)
+    connection_file.with_suffix(".part").write_text(f"{session.url}\n{session.api_key}")
+    connection_file.with_suffix(".part").rename(connection_file)
     while True:
         await asyncio.sleep(1)
-        engine.responses.clear()  # which tests look at, and which grow
+        engine.responses.clear()  # the engine keeps all responses for tests; clear them so that memory stays constant
 
 
 if __name__ == "__main__":

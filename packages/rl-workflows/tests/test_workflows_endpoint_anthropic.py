@@ -1,4 +1,4 @@
-"""The official `anthropic` client against the endpoint: what agents commonly do."""
+"""Typical requests of agents with the official `anthropic` client."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ QUESTION: Any = [{"role": "user", "content": "what is it?"}]
 CALLS = [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "add", "arguments": {"a": 3, "b": 4}}]
 
 
-def calls_then_says(prompt: str) -> dict[str, Any]:
+def calls_then_text(prompt: str) -> dict[str, Any]:
+    """Return two tool calls, or text if the prompt contains their results."""
     if "result" not in prompt:
         return {"calls": CALLS, "reasoning": "hm"}
     return {"content": "it is 12"}
 
 
 @asynccontextmanager
-async def asking(engine: ScriptedEngine, root: bool = False) -> AsyncIterator[tuple[Session, anthropic.AsyncAnthropic]]:
-    """A session over an engine, and a client of it; `root`: which gets the base URL without `/v1`."""
+async def connect(
+    engine: ScriptedEngine, root: bool = False
+) -> AsyncIterator[tuple[Session, anthropic.AsyncAnthropic]]:
+    """Yield a session and a client for it. With `root` the base URL of the client has no `/v1`."""
     async with served(engine) as session:
         url = session.base_url.removesuffix("/v1") if root else session.base_url
         async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as agent:
@@ -38,29 +41,29 @@ async def asking(engine: ScriptedEngine, root: bool = False) -> AsyncIterator[tu
 
 
 @pytest.mark.parametrize("root", [False, True])
-async def test_messages_answer_has_text_usage_and_the_reason_of_its_end(root: bool) -> None:
+async def test_messages_response_has_text_usage_and_stop_reason(root: bool) -> None:
     engine = ScriptedEngine("gemma3", lambda prompt: {"content": "it is é 12"})
-    async with asking(engine, root) as (_, agent):
+    async with connect(engine, root) as (_, agent):
         blocks: Any = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
-        made = await agent.messages.create(model="m", max_tokens=100, system=blocks, messages=QUESTION)
+        message = await agent.messages.create(model="m", max_tokens=100, system=blocks, messages=QUESTION)
         counted = await agent.messages.count_tokens(model="m", system="be brief", messages=QUESTION)
 
-        assert [block.model_dump(exclude_none=True) for block in made.content] == [
+        assert [block.model_dump(exclude_none=True) for block in message.content] == [
             {"type": "text", "text": "it is é 12"}
         ]
-        assert (made.stop_reason, made.role) == ("end_turn", "assistant")
+        assert (message.stop_reason, message.role) == ("end_turn", "assistant")
         (response,) = engine.responses
-        assert made.usage.input_tokens == counted.input_tokens == len(response.input_ids)
-        assert made.usage.output_tokens == len(response.output_ids)
+        assert message.usage.input_tokens == counted.input_tokens == len(response.input_ids)
+        assert message.usage.output_tokens == len(response.output_ids)
         system = {"role": "system", "content": "be brief"}
         assert engine.tokenizer.decode(response.input_ids) == engine.renderer.text([system, *QUESTION])
 
 
 @pytest.mark.parametrize("name", CHAT_FORMATS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_parallel_tool_calls_and_their_results_are_one_row(name: str, stream: bool) -> None:
-    engine = ScriptedEngine(name, calls_then_says)
-    async with asking(engine) as (session, agent):
+async def test_messages_parallel_tool_calls_become_one_sequence(name: str, stream: bool) -> None:
+    engine = ScriptedEngine(name, calls_then_text)
+    async with connect(engine) as (session, agent):
         messages = list(QUESTION)
         while True:
             options: Any = {"model": "m", "max_tokens": 300, "messages": messages, "tools": [ADD], "system": "be brief"}
@@ -68,48 +71,48 @@ async def test_messages_parallel_tool_calls_and_their_results_are_one_row(name: 
                 async with agent.messages.stream(**options) as events:
                     async for _ in events:
                         pass
-                    made = await events.get_final_message()
+                    message = await events.get_final_message()
             else:
-                made = await agent.messages.create(**options)
-            messages.append({"role": "assistant", "content": made.content})
-            used = [block for block in made.content if block.type == "tool_use"]
-            if not used:
+                message = await agent.messages.create(**options)
+            messages.append({"role": "assistant", "content": message.content})
+            tool_uses = [block for block in message.content if block.type == "tool_use"]
+            if not tool_uses:
                 break
-            assert made.stop_reason == "tool_use"
-            assert [block.input for block in used] == [call["arguments"] for call in CALLS]
+            assert message.stop_reason == "tool_use"
+            assert [block.input for block in tool_uses] == [call["arguments"] for call in CALLS]
             results = [
                 {"type": "tool_result", "tool_use_id": block.id, "content": f"result {sum(block.input.values())}"}
-                for block in used
+                for block in tool_uses
             ]
             messages.append({"role": "user", "content": results})
         await session.close()
 
-        assert made.content[-1].text.strip() == "it is 12"
-        (row,) = session.trajectories(1.0)
+        assert message.content[-1].text.strip() == "it is 12"
+        (trajectory,) = session.trajectories(1.0)
         first, second = engine.responses
-        assert row.input_ids.tolist() == second.input_ids + second.output_ids
+        assert trajectory.input_ids.tolist() == second.input_ids + second.output_ids
         assert second.input_ids[: len(first.input_ids + first.output_ids)] == first.input_ids + first.output_ids
-        assert "result 7" in row.info["completion"]
+        assert "result 7" in trajectory.info["completion"]
 
 
-async def test_messages_stream_of_text_and_thinking_comes_in_pieces() -> None:
+async def test_messages_stream_sends_text_and_thinking_in_pieces() -> None:
     engine = ScriptedEngine("qwen3", lambda prompt: {"content": "it is " * 40, "reasoning": "hm " * 40})
-    async with asking(engine) as (_, agent):
+    async with connect(engine) as (_, agent):
         texts = []
         async with agent.messages.stream(model="m", max_tokens=400, messages=QUESTION) as events:
             async for text in events.text_stream:
                 texts.append(text)
-            made = await events.get_final_message()
+            message = await events.get_final_message()
 
         assert len(texts) > 1
         assert "".join(texts) == "it is " * 40
-        assert [block.type for block in made.content] == ["thinking", "text"]
-        assert made.usage.output_tokens == len(engine.responses[0].output_ids)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert message.usage.output_tokens == len(engine.responses[0].output_ids)
 
 
-async def test_messages_limit_and_stop_sequence_say_why_the_answer_ended() -> None:
+async def test_messages_limit_and_stop_sequence_set_stop_reason() -> None:
     engine = ScriptedEngine("gemma3", lambda prompt: "it\n" if "say" in prompt else {"content": "it is 12"})
-    async with asking(engine) as (_, agent):
+    async with connect(engine) as (_, agent):
         cut = await agent.messages.create(model="m", max_tokens=2, messages=QUESTION)
         say: Any = [{"role": "user", "content": "say"}]
         stopped = await agent.messages.create(model="m", max_tokens=9, messages=say, stop_sequences=["x", "\n"])
@@ -119,7 +122,7 @@ async def test_messages_limit_and_stop_sequence_say_why_the_answer_ended() -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "messages: expected"),
         ({"messages": []}, "at least one"),
@@ -128,10 +131,10 @@ async def test_messages_limit_and_stop_sequence_say_why_the_answer_ended() -> No
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
     ],
 )
-async def test_messages_what_the_endpoint_has_not_is_refused_in_a_sentence(asked: Any, message: str) -> None:
+async def test_messages_unsupported_request_is_rejected(fields: Any, message: str) -> None:
     engine = ScriptedEngine("gemma3", lambda prompt: {"content": "it"})
-    async with asking(engine) as (_, agent):
+    async with connect(engine) as (_, agent):
         with pytest.raises(anthropic.BadRequestError, match=message):
-            await agent.messages.create(**{"model": "m", "max_tokens": 9, "messages": QUESTION, **asked})
+            await agent.messages.create(**{"model": "m", "max_tokens": 9, "messages": QUESTION, **fields})
         with pytest.raises(anthropic.AuthenticationError, match="no open session"):
             await agent.with_options(api_key="another").messages.create(model="m", max_tokens=9, messages=QUESTION)

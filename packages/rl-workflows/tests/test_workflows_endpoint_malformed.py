@@ -1,5 +1,7 @@
-"""Requests of every route that are wrong in generated ways: each is answered, or refused in a sentence, and none leaves
-a traceback or grows the process."""
+"""Property tests with malformed requests to every route.
+
+Each request gets a completion or an error message. None causes a traceback or makes the process grow.
+"""
 
 from __future__ import annotations
 
@@ -71,19 +73,19 @@ HEADERS = st.sampled_from(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """All (container, key) of a JSON value."""
+    """Return all pairs (container, key) of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, inner in items for place in ((value, key), *places(inner))]
 
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
-    """A body that is wrong in up to three places, damaged as bytes, or no JSON at all."""
+    """Generate a body with up to three wrong values, damaged bytes, or no JSON at all."""
     body = json.loads(json.dumps(BODIES[path]))
     for _ in range(draw(st.integers(0, 3))):
-        if not (there := places(body)):
+        if not (locations := places(body)):
             break
-        container, key = there[draw(st.integers(0, len(there) - 1))]
+        container, key = locations[draw(st.integers(0, len(locations) - 1))]
         match draw(st.integers(0, 4)):
             case 0:
                 del container[key]
@@ -99,8 +101,8 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
         case 0:
             return data[: draw(st.integers(0, len(data)))]
         case 1:
-            at = draw(st.integers(0, len(data)))
-            return data[:at] + draw(st.binary(min_size=1, max_size=4)) + data[at:]
+            offset = draw(st.integers(0, len(data)))
+            return data[:offset] + draw(st.binary(min_size=1, max_size=4)) + data[offset:]
         case 2:
             return draw(st.binary(max_size=300))
         case 3:
@@ -111,64 +113,70 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Sent:
+class RawRequest:
+    """Head and body of an HTTP request as sent."""
+
     head: str
     body: bytes
-    whole: bool
-    """Whether it says how long it is, and is that long."""
-    known: bool
-    """Whether it is for a route; what is no HTTP is refused by the parser of HTTP, in its own words."""
+    is_complete: bool
+    """Whether the body has the length that the head declares."""
+    has_route: bool
+    """Whether the request reaches a route. Otherwise the HTTP parser may reject it with its own message."""
 
 
 @st.composite
-def requests(draw: st.DrawFn, key: str) -> Sent:
+def requests(draw: st.DrawFn, key: str) -> RawRequest:
+    """Generate a request that is usually valid HTTP, with a body from `bodies`."""
     rare = st.integers(0, 19).map(lambda number: number == 0)
     path = draw(st.sampled_from(sorted(BODIES)))
-    body, method, more = draw(bodies(path)), "POST", ""
+    body, method, extra_header = draw(bodies(path)), "POST", ""
     key = draw(KEYS) if draw(rare) else key
     if draw(rare):
         method = draw(st.sampled_from(["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "X"]))
     if draw(rare):
         path = draw(st.sampled_from(["/", "/v1", "/v1/models", "/health", "//v1/messages", "/v1/%ff", "/v1/rewards/"]))
     if draw(rare):
-        more = draw(HEADERS) + "\r\n"
+        extra_header = draw(HEADERS) + "\r\n"
     cut = draw(st.integers(1, len(body))) if body and draw(rare) else 0
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
-        f"{more}Content-Length: {len(body)}\r\n\r\n"
+        f"{extra_header}Content-Length: {len(body)}\r\n\r\n"
     )
-    return Sent(head, body[: len(body) - cut], not cut and not more, path in BODIES and method not in ("X", "HEAD"))
+    return RawRequest(
+        head, body[: len(body) - cut], not cut and not extra_header, path in BODIES and method not in ("X", "HEAD")
+    )
 
 
 class Endpoint:
-    """A process with an endpoint."""
+    """Separate process with an endpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self.log, told = folder / "log", folder / "told"
+        self.log, connection_file = folder / "log", folder / "connection"
         script = Path(__file__).with_name("endpoint_process.py")
-        self.process = fork_script(script, [str(told)], self.log)
-        asyncio.run(until(told.exists, 120))
-        url, self.key = told.read_text().split("\n")
+        self.process = fork_script(script, [str(connection_file)], self.log)
+        asyncio.run(until(connection_file.exists, 120))
+        url, self.key = connection_file.read_text().split("\n")
         self.address = urlsplit(url).hostname, urlsplit(url).port
 
     @property
     def kib(self) -> int:
-        """Resident memory."""
+        """Resident memory of the process in KiB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", text)[1])  # type: ignore[index]
 
-    def ask(self, sent: Sent) -> tuple[int, bytes]:
-        """Status and body of the answer; status 0: none."""
+    def send(self, request: RawRequest) -> tuple[int, bytes]:
+        """Return the status and the body of the response; status 0 if there is none."""
         with socket.create_connection(self.address, timeout=60) as connection:
             try:
-                connection.sendall(sent.head.encode("latin-1") + sent.body)
-                if not sent.whole:  # or it would be waited for; a whole one that ends so has gone away
+                connection.sendall(request.head.encode("latin-1") + request.body)
+                if not request.is_complete:
+                    # else the server waits for the rest; after a complete request it would count as a disconnect
                     connection.shutdown(socket.SHUT_WR)
-                answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+                response = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             except ConnectionError:
                 return 0, b""
-        found = re.match(rb"HTTP/1\.\d (\d{3})", answer)
-        return int(found[1]) if found else 0, answer.partition(b"\r\n\r\n")[2]
+        status = re.match(rb"HTTP/1\.\d (\d{3})", response)
+        return int(status[1]) if status else 0, response.partition(b"\r\n\r\n")[2]
 
 
 @pytest.fixture
@@ -179,45 +187,41 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     endpoint.process.join()
 
 
-def _survives(endpoint: Endpoint, requests_: int, record: Any) -> None:
-    found: Counter[int] = Counter()
+def _check_requests(endpoint: Endpoint, number: int, record: Any) -> None:
+    statuses: Counter[int] = Counter()
 
-    @settings(max_examples=requests_ // 2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(sent=requests(endpoint.key))
-    def one(sent: Sent) -> None:
-        status, answer = endpoint.ask(sent)
-        found[status] += 1
-        assert status or not sent.whole, sent
-        assert status < 500, (sent, answer)
-        assert b"Traceback" not in answer
-        if sent.whole and sent.known and status >= 400:
-            error = json.loads(answer)["error"]
-            assert re.search(r"\w+ \w+", error["message"]), (sent, answer)
-            assert (json.loads(answer).get("type") == "error") == ("/messages" in sent.head.split("\r\n")[0])
+    @settings(max_examples=number // 2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(request=requests(endpoint.key))
+    def send_and_check(request: RawRequest) -> None:
+        status, body = endpoint.send(request)
+        statuses[status] += 1
+        assert status or not request.is_complete, request
+        assert status < 500, (request, body)
+        assert b"Traceback" not in body
+        if request.is_complete and request.has_route and status >= 400:
+            error = json.loads(body)["error"]
+            assert re.search(r"\w+ \w+", error["message"]), (request, body)
+            assert (json.loads(body).get("type") == "error") == ("/messages" in request.head.split("\r\n")[0])
 
-    one()
+    send_and_check()
     first = endpoint.kib
-    one()
+    send_and_check()
     log = endpoint.log.read_text()
-    record("answers by status", dict(sorted(found.items())))
+    record("responses by status", dict(sorted(statuses.items())))
     record("KiB after each half", [first, endpoint.kib])
     assert "Traceback" not in log, log[:4000]
     assert endpoint.kib <= 1.1 * first
-    assert found[200] > requests_ / 50
-    assert found[400] > requests_ / 4
+    assert statuses[200] > number / 50
+    assert statuses[400] > number / 4
     assert endpoint.process.is_alive()
 
 
 @pytest.mark.slow
-def test_2_000_malformed_requests_are_answered_or_refused_in_a_sentence(
-    endpoint: Endpoint, record_property: Any
-) -> None:
-    _survives(endpoint, 2_000, record_property)
+def test_2_000_malformed_requests_get_completion_or_error(endpoint: Endpoint, record_property: Any) -> None:
+    _check_requests(endpoint, 2_000, record_property)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_20_000_malformed_requests_are_answered_or_refused_in_a_sentence(
-    endpoint: Endpoint, record_property: Any
-) -> None:
-    _survives(endpoint, 20_000, record_property)
+def test_20_000_malformed_requests_get_completion_or_error(endpoint: Endpoint, record_property: Any) -> None:
+    _check_requests(endpoint, 20_000, record_property)

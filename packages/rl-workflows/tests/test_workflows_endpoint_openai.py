@@ -1,4 +1,4 @@
-"""The official `openai` client against the endpoint: what agents commonly do."""
+"""Typical requests of agents with the official `openai` client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADD = {
     "function": {
         "name": "add",
         "description": "adds",
-        "strict": True,  # older clients stream the calls of strict tools only
+        "strict": True,  # older clients support streamed calls of strict tools only
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
@@ -31,16 +31,16 @@ OTHER = {"name": "add", "arguments": {"a": 3, "b": 4}}
 QUESTION: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
 
 
-def calls_then_says(prompt: str) -> dict[str, Any]:
-    """Two calls at once; after their results, what they are."""
+def calls_then_text(prompt: str) -> dict[str, Any]:
+    """Return two tool calls, or text if the prompt contains their results."""
     if "result" not in prompt:
         return {"calls": [CALL, OTHER], "reasoning": "hm"}
     return {"content": "it is 12"}
 
 
 @asynccontextmanager
-async def asking(engine: ScriptedEngine, **options: Any) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
-    """A session over an engine, and a client of it."""
+async def connect(engine: ScriptedEngine, **options: Any) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
+    """Yield a session and a client for it."""
     async with (
         served(engine, **options) as session,
         openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent,
@@ -48,29 +48,29 @@ async def asking(engine: ScriptedEngine, **options: Any) -> AsyncIterator[tuple[
         yield session, agent
 
 
-async def test_chat_answer_has_text_usage_and_the_reason_of_its_end() -> None:
+async def test_chat_response_has_text_usage_and_finish_reason() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is é 12"})
-    async with asking(engine) as (_, agent):
-        made = await agent.chat.completions.create(model="policy", messages=QUESTION, temperature=0.2, seed=1)
+    async with connect(engine) as (_, agent):
+        reply = await agent.chat.completions.create(model="policy", messages=QUESTION, temperature=0.2, seed=1)
 
-        (choice,) = made.choices
+        (choice,) = reply.choices
         assert choice.message.content == "it is é 12"
         assert choice.finish_reason == "stop"
-        assert made.model == "policy"
-        assert made.usage is not None
+        assert reply.model == "policy"
+        assert reply.usage is not None
         (response,) = engine.responses
-        assert made.usage.prompt_tokens == len(response.input_ids)
-        assert made.usage.completion_tokens == len(response.output_ids)
+        assert reply.usage.prompt_tokens == len(response.input_ids)
+        assert reply.usage.completion_tokens == len(response.output_ids)
         assert engine.tokenizer.decode(response.input_ids) == engine.renderer.text(QUESTION)
 
 
-async def test_chat_several_answers_with_logprobs_of_every_sampled_token() -> None:
+async def test_chat_n_completions_have_logprobs_of_every_token() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is 12"})
-    async with asking(engine) as (session, agent):
-        made = await agent.chat.completions.create(model="m", messages=QUESTION, n=3, logprobs=True)
+    async with connect(engine) as (session, agent):
+        response = await agent.chat.completions.create(model="m", messages=QUESTION, n=3, logprobs=True)
 
-        assert [choice.index for choice in made.choices] == [0, 1, 2]
-        for choice in made.choices:
+        assert [choice.index for choice in response.choices] == [0, 1, 2]
+        for choice in response.choices:
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
             assert "".join(entry.token for entry in choice.logprobs.content) == "it is 12<|eot_id|>"
@@ -81,9 +81,9 @@ async def test_chat_several_answers_with_logprobs_of_every_sampled_token() -> No
 
 @pytest.mark.parametrize("name", CHAT_FORMATS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_parallel_tool_calls_and_their_results_are_one_row(name: str, stream: bool) -> None:
-    engine = ScriptedEngine(name, calls_then_says)
-    async with asking(engine) as (session, agent):
+async def test_chat_parallel_tool_calls_become_one_sequence(name: str, stream: bool) -> None:
+    engine = ScriptedEngine(name, calls_then_text)
+    async with connect(engine) as (session, agent):
         messages = list(QUESTION)
         while True:
             if stream:
@@ -92,81 +92,81 @@ async def test_chat_parallel_tool_calls_and_their_results_are_one_row(name: str,
                         pass
                     message = (await chunks.get_final_completion()).choices[0].message
             else:
-                made = await agent.chat.completions.create(model="m", messages=messages, tools=[ADD])  # type: ignore[list-item]
-                message = made.choices[0].message
+                response = await agent.chat.completions.create(model="m", messages=messages, tools=[ADD])  # type: ignore[list-item]
+                message = response.choices[0].message
             messages.append(message)
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
-                given = json.loads(call.function.arguments)
-                result = f"result {sum(given.values())}"
+                arguments = json.loads(call.function.arguments)
+                result = f"result {sum(arguments.values())}"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         await session.close()
 
         assert str(message.content).strip() == "it is 12"
-        (row,) = session.trajectories(1.0)
+        (trajectory,) = session.trajectories(1.0)
         first, second = engine.responses
         assert second.input_ids[: len(first.input_ids + first.output_ids)] == first.input_ids + first.output_ids
-        assert row.input_ids.tolist() == second.input_ids + second.output_ids
-        assert row.loss_mask.sum() == len(first.output_ids) + len(second.output_ids)
+        assert trajectory.input_ids.tolist() == second.input_ids + second.output_ids
+        assert trajectory.loss_mask.sum() == len(first.output_ids) + len(second.output_ids)
         assert "result 7" in engine.tokenizer.decode(second.input_ids)
-        assert row.reward == 1.0
+        assert trajectory.reward == 1.0
 
 
-async def test_chat_stream_comes_in_pieces_with_usage_at_the_end() -> None:
+async def test_chat_stream_sends_pieces_then_usage() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is " * 40})
-    async with asking(engine) as (_, agent):
+    async with connect(engine) as (_, agent):
         chunks = await agent.chat.completions.create(
             model="m", messages=QUESTION, stream=True, n=2, stream_options={"include_usage": True}
         )
-        texts, ends, usage = ["", ""], {}, None
+        texts, finish_reasons, usage = ["", ""], {}, None
         async for chunk in chunks:
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
                 if choice.finish_reason:
-                    ends[choice.index] = choice.finish_reason
+                    finish_reasons[choice.index] = choice.finish_reason
             usage = chunk.usage or usage
 
         assert texts == ["it is " * 40] * 2
-        assert ends == {0: "stop", 1: "stop"}
+        assert finish_reasons == {0: "stop", 1: "stop"}
         assert usage is not None
         assert usage.completion_tokens == sum(len(response.output_ids) for response in engine.responses)
 
 
-async def test_chat_reasoning_is_told_apart_and_comes_back_with_the_message() -> None:
-    says: Any = {"calls": [CALL], "reasoning": "hm"}
-    engine = ScriptedEngine("qwen3", lambda prompt: says if "result" not in prompt else {"content": "12"})
-    async with asking(engine) as (session, agent):
-        made = await agent.chat.completions.create(model="m", messages=QUESTION, tools=[ADD])  # type: ignore[list-item]
-        message = made.choices[0].message
+async def test_chat_reasoning_is_separate_and_can_be_sent_back() -> None:
+    first_message: Any = {"calls": [CALL], "reasoning": "hm"}
+    engine = ScriptedEngine("qwen3", lambda prompt: first_message if "result" not in prompt else {"content": "12"})
+    async with connect(engine) as (session, agent):
+        response = await agent.chat.completions.create(model="m", messages=QUESTION, tools=[ADD])  # type: ignore[list-item]
+        message = response.choices[0].message
         assert message.reasoning_content == "hm"  # type: ignore[attr-defined]
         assert message.tool_calls
         result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "result"}
         await agent.chat.completions.create(model="m", messages=[*QUESTION, message, result], tools=[ADD])  # type: ignore[list-item]
         await session.close()
 
-        assert [row.info["turns"] for row in session.trajectories(0.0)] == [2]
+        assert [trajectory.info["turns"] for trajectory in session.trajectories(0.0)] == [2]
 
 
-async def test_chat_limit_of_tokens_and_stop_strings_of_the_agent_hold() -> None:
+async def test_chat_max_tokens_and_stop_of_agent_apply() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: "it is 12\nand more" if "what" in prompt else "it\n")
-    async with asking(engine) as (session, agent):
-        cut = await agent.chat.completions.create(model="m", messages=QUESTION, max_completion_tokens=2)
-        assert cut.choices[0].finish_reason == "length"
+    async with connect(engine) as (session, agent):
+        limited = await agent.chat.completions.create(model="m", messages=QUESTION, max_completion_tokens=2)
+        assert limited.choices[0].finish_reason == "length"
         assert len(engine.responses[0].output_ids) == 2
         stopped = await agent.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "say"}], stop=["\n"]
         )
         assert stopped.choices[0].message.content == "it"
         await session.close()
-        assert [row.truncated for row in session.trajectories(0.0)] == [True, False]
+        assert [trajectory.truncated for trajectory in session.trajectories(0.0)] == [True, False]
 
 
-async def test_chat_prompt_without_room_is_refused_as_openai_does_and_the_rest_stays() -> None:
+async def test_chat_too_long_prompt_is_rejected_and_earlier_call_kept() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is 12"})
-    async with asking(engine, max_length=120) as (session, agent):
-        made = await agent.chat.completions.create(model="m", messages=QUESTION)
-        longer: Any = [*QUESTION, made.choices[0].message, {"role": "user", "content": "what? " * 60}]
+    async with connect(engine, max_length=120) as (session, agent):
+        response = await agent.chat.completions.create(model="m", messages=QUESTION)
+        longer: Any = [*QUESTION, response.choices[0].message, {"role": "user", "content": "what? " * 60}]
         with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens") as refused:
             await agent.chat.completions.create(model="m", messages=longer)
         assert refused.value.code == "context_length_exceeded"
@@ -174,20 +174,20 @@ async def test_chat_prompt_without_room_is_refused_as_openai_does_and_the_rest_s
         assert len(session.trajectories(0.0)) == 1
 
 
-async def test_chat_answer_ends_at_the_end_of_the_context() -> None:
+async def test_chat_completion_ends_at_context_length() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is " * 400})
-    async with asking(engine, max_length=100) as (_, agent):
-        made = await agent.chat.completions.create(model="m", messages=QUESTION)
-        assert made.choices[0].finish_reason == "length"
-        assert made.usage is not None
-        assert made.usage.total_tokens == 100
+    async with connect(engine, max_length=100) as (_, agent):
+        response = await agent.chat.completions.create(model="m", messages=QUESTION)
+        assert response.choices[0].finish_reason == "length"
+        assert response.usage is not None
+        assert response.usage.total_tokens == 100
 
 
-async def test_completions_of_text_and_tokens_go_on_with_what_was_sampled() -> None:
+async def test_completions_prompt_continues_sampled_tokens() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: "it is 12\n" if prompt.endswith("answer: ") else "no")
-    async with asking(engine) as (session, agent):
-        made = await agent.completions.create(model="m", prompt="the question\nanswer: ", max_tokens=20, logprobs=1)
-        text = "the question\nanswer: " + made.choices[0].text
+    async with connect(engine) as (session, agent):
+        response = await agent.completions.create(model="m", prompt="the question\nanswer: ", max_tokens=20, logprobs=1)
+        text = "the question\nanswer: " + response.choices[0].text
         await agent.completions.create(model="m", prompt=text + "sure?", max_tokens=20)
         last = engine.responses[-1]
         again = await agent.completions.create(model="m", prompt=[*last.input_ids, *last.output_ids, 9], stream=True)
@@ -195,18 +195,20 @@ async def test_completions_of_text_and_tokens_go_on_with_what_was_sampled() -> N
             pass
         await session.close()
 
-        assert made.choices[0].text == "it is 12\n"
-        assert made.choices[0].logprobs is not None
-        assert made.choices[0].logprobs.token_logprobs == engine.responses[0].logprobs
-        assert [row.info["turns"] for row in session.trajectories(0.0)] == [3]
+        assert response.choices[0].text == "it is 12\n"
+        assert response.choices[0].logprobs is not None
+        assert response.choices[0].logprobs.token_logprobs == engine.responses[0].logprobs
+        assert [trajectory.info["turns"] for trajectory in session.trajectories(0.0)] == [3]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_with_tools_reasoning_and_their_results(stream: bool) -> None:
-    says: Any = {"calls": [CALL, OTHER], "reasoning": "hm"}
-    engine = ScriptedEngine("qwen3", lambda prompt: says if "result" not in prompt else {"content": "it is 12"})
+async def test_responses_tool_calls_and_reasoning_are_one_sequence(stream: bool) -> None:
+    first_message: Any = {"calls": [CALL, OTHER], "reasoning": "hm"}
+    engine = ScriptedEngine(
+        "qwen3", lambda prompt: first_message if "result" not in prompt else {"content": "it is 12"}
+    )
     tools: Any = [{"type": "function", **ADD["function"]}]  # type: ignore[dict-item]
-    async with asking(engine) as (session, agent):
+    async with connect(engine) as (session, agent):
         items: list[Any] = [{"role": "user", "content": "what is it?"}]
         while True:
             options: Any = {"model": "m", "input": items, "tools": tools, "instructions": "be brief"}
@@ -214,11 +216,11 @@ async def test_responses_with_tools_reasoning_and_their_results(stream: bool) ->
                 async with agent.responses.stream(**options) as events:
                     async for _ in events:
                         pass
-                    made = await events.get_final_response()
+                    response = await events.get_final_response()
             else:
-                made = await agent.responses.create(**options)
-            items += [item.model_dump(exclude_none=True) for item in made.output]
-            calls = [item for item in made.output if item.type == "function_call"]
+                response = await agent.responses.create(**options)
+            items += [item.model_dump(exclude_none=True) for item in response.output]
+            calls = [item for item in response.output if item.type == "function_call"]
             if not calls:
                 break
             for call in calls:
@@ -226,21 +228,23 @@ async def test_responses_with_tools_reasoning_and_their_results(stream: bool) ->
                 items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
         await session.close()
 
-        assert made.output_text == "it is 12"
-        assert made.status == "completed"
-        (row,) = session.trajectories(0.0)
-        assert row.info["turns"] == 2
-        assert "result 7" in row.info["completion"]
-        assert "hm" in row.info["completion"]
+        assert response.output_text == "it is 12"
+        assert response.status == "completed"
+        (trajectory,) = session.trajectories(0.0)
+        assert trajectory.info["turns"] == 2
+        assert "result 7" in trajectory.info["completion"]
+        assert "hm" in trajectory.info["completion"]
 
 
-async def test_responses_go_on_from_a_stored_one_and_have_log_probs() -> None:
-    says: Any = {"calls": [CALL, OTHER], "reasoning": "hm"}
-    engine = ScriptedEngine("qwen3", lambda prompt: says if "result" not in prompt else {"content": "it is 12"})
+async def test_responses_continue_stored_response_with_logprobs() -> None:
+    first_message: Any = {"calls": [CALL, OTHER], "reasoning": "hm"}
+    engine = ScriptedEngine(
+        "qwen3", lambda prompt: first_message if "result" not in prompt else {"content": "it is 12"}
+    )
     tools: Any = [{"type": "function", **ADD["function"]}]  # type: ignore[dict-item]
     options: Any = {"model": "m", "tools": tools, "instructions": "be brief"}
     options["include"] = ["message.output_text.logprobs"]
-    async with asking(engine) as (session, agent):
+    async with connect(engine) as (session, agent):
         first = await agent.responses.create(input="what is it?", **options)
         results: Any = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "result 7"}
@@ -259,43 +263,43 @@ async def test_responses_go_on_from_a_stored_one_and_have_log_probs() -> None:
         assert last.previous_response_id == first.id
         part = last.output[-1].content[0]  # type: ignore[union-attr, index]
         assert [entry.logprob for entry in part.logprobs] == engine.responses[-1].logprobs  # type: ignore[union-attr]
-        (row,) = session.trajectories(0.0)
-        assert row.info["turns"] == 2
-        assert row.info["prompt"].count("be brief") == 1
+        (trajectory,) = session.trajectories(0.0)
+        assert trajectory.info["turns"] == 2
+        assert trajectory.info["prompt"].count("be brief") == 1
 
 
 SCHEMA: Any = {"type": "object", "properties": {"fine": {"type": "boolean"}}, "required": ["fine"]}
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_answers_kept_to_a_format_reach_the_agent_and_are_context_alone(api: str) -> None:
+async def test_constrained_completions_reach_agent_and_are_not_learned(api: str) -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": '{"fine": true}' if "judge" in prompt else "it is 12"})
     engine.schemas = True
-    asked: list[ModelRequest] = []
-    engine.faults.generate = lambda request: asked.append(request) or None  # type: ignore[func-returns-value]
+    requests: list[ModelRequest] = []
+    engine.faults.generate = lambda request: requests.append(request) or None  # type: ignore[func-returns-value]
     judging: Any = [*QUESTION, {"role": "assistant", "content": "it is 12"}, {"role": "user", "content": "judge it"}]
-    async with asking(engine) as (session, agent):
+    async with connect(engine) as (session, agent):
         await agent.chat.completions.create(model="m", messages=QUESTION)
         if api == "chat":
             form: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA, "strict": True}}
-            made = await agent.chat.completions.create(model="m", messages=judging, response_format=form)
-            said = made.choices[0].message.content
+            response = await agent.chat.completions.create(model="m", messages=judging, response_format=form)
+            content = response.choices[0].message.content
         else:
             text: Any = {"format": {"type": "json_schema", "name": "verdict", "schema": SCHEMA}}
-            said = (await agent.responses.create(model="m", input=judging, text=text)).output_text
+            content = (await agent.responses.create(model="m", input=judging, text=text)).output_text
         await session.close()
-        (row,) = session.trajectories(0.0)
+        (trajectory,) = session.trajectories(0.0)
 
-    assert said == '{"fine": true}'
-    assert [request.schema for request in asked] == [None, SCHEMA]
-    assert engine.tokenizer.decode(row.input_ids[row.loss_mask]) == "it is 12<|eot_id|>"
+    assert content == '{"fine": true}'
+    assert [request.schema for request in requests] == [None, SCHEMA]
+    assert engine.tokenizer.decode(trajectory.input_ids[trajectory.loss_mask]) == "it is 12<|eot_id|>"
 
 
-async def test_a_format_that_servers_refuse_is_refused_to_the_agent_and_is_no_failure_of_the_run() -> None:
+async def test_chat_format_rejected_by_server_is_no_session_failure() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is 12"})
     engine.schemas = True
     engine.faults.generate = lambda request: request.schema and InferenceError("no such type")  # type: ignore[assignment, return-value]
-    async with asking(engine) as (session, agent):
+    async with connect(engine) as (session, agent):
         with pytest.raises(openai.BadRequestError, match="response_format: no such type"):
             await agent.chat.completions.create(model="m", messages=QUESTION, response_format={"type": "json_object"})
         await agent.chat.completions.create(model="m", messages=QUESTION)
@@ -306,7 +310,7 @@ async def test_a_format_that_servers_refuse_is_refused_to_the_agent_and_is_no_fa
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"text": {"format": {"type": "json_object"}}}, "response_format: expected text"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema: expected"),
@@ -319,16 +323,16 @@ async def test_a_format_that_servers_refuse_is_refused_to_the_agent_and_is_no_fa
         ({"background": True}, "unknown parameter 'background'"),
     ],
 )
-async def test_responses_what_the_endpoint_has_not_is_refused_in_a_sentence(asked: Any, message: str) -> None:
+async def test_responses_unsupported_request_is_rejected(fields: Any, message: str) -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it"})
-    async with asking(engine) as (_, agent):
+    async with connect(engine) as (_, agent):
         with pytest.raises(openai.BadRequestError, match=message):
-            await agent.responses.create(**{"model": "m", "input": "what is it?", **asked})
+            await agent.responses.create(**{"model": "m", "input": "what is it?", **fields})
         assert not engine.responses
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format: expected text"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.schema: expected"),
@@ -348,23 +352,23 @@ async def test_responses_what_the_endpoint_has_not_is_refused_in_a_sentence(aske
         ({"n": 1000}, "n: expected"),
     ],
 )
-async def test_chat_what_the_endpoint_has_not_is_refused_in_a_sentence(asked: Any, message: str) -> None:
+async def test_chat_unsupported_request_is_rejected(fields: Any, message: str) -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it"})
-    async with asking(engine) as (session, agent):
+    async with connect(engine) as (session, agent):
         with pytest.raises(openai.BadRequestError, match=message):
-            await agent.chat.completions.create(**{"model": "m", "messages": QUESTION, **asked})
+            await agent.chat.completions.create(**{"model": "m", "messages": QUESTION, **fields})
         assert not engine.responses
         assert session.refused == 1
 
 
-async def test_chat_sampling_is_the_runs_whatever_the_agent_asks() -> None:
+async def test_chat_sampling_uses_settings_of_run() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "it"})
-    asked = []
-    engine.faults.generate = lambda request: asked.append(request.generation) or None  # type: ignore[func-returns-value]
-    async with asking(engine, generation=GenerationConfig(max_new_tokens=7, temperature=0.7)) as (_, agent):
+    generations = []
+    engine.faults.generate = lambda request: generations.append(request.generation) or None  # type: ignore[func-returns-value]
+    async with connect(engine, generation=GenerationConfig(max_new_tokens=7, temperature=0.7)) as (_, agent):
         await agent.chat.completions.create(
             model="m", messages=QUESTION, temperature=0, top_p=0.1, max_tokens=100, frequency_penalty=1
         )
-    (generation,) = asked
+    (generation,) = generations
     assert (generation.temperature, generation.top_p, generation.max_new_tokens) == (0.7, 1.0, 7)
     assert generation.frequency_penalty == 0

@@ -1,4 +1,4 @@
-"""Fields of requests and replies that clients rely on in detail."""
+"""Details of requests and responses that clients rely on."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import aiohttp
 import openai
 import pytest
 from agent_model import ScriptedEngine, served
-from test_workflows_endpoint import MESSAGES, Agent, says_it, sentence
+from test_workflows_endpoint import MESSAGES, Agent, error_message, fixed_message
 
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.request_parsing import token_bytes
 
 
 async def test_endpoint_empty_stop_string_is_rejected() -> None:
-    engine = ScriptedEngine("llama3", says_it)
+    engine = ScriptedEngine("llama3", fixed_message)
     async with served(engine) as session, aiohttp.ClientSession() as http:
-        for path, more in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "a"})):
-            status, text = await Agent(session, http).post(path, {**more, "stop": ""})
-            assert (status, "stop" in sentence(text)) == (400, True)
+        for path, fields in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "a"})):
+            status, text = await Agent(session, http).post(path, {**fields, "stop": ""})
+            assert (status, "stop" in error_message(text)) == (400, True)
         assert session.failure is None
 
 
 async def test_logprobs_bytes_of_split_characters_join_to_the_text() -> None:
     engine = ScriptedEngine("llama3", lambda prompt: {"content": "é 🦜 €"})
     async with served(engine) as session, aiohttp.ClientSession() as http:
-        text = (await Agent(session, http).ask(logprobs=True))[1]
+        text = (await Agent(session, http).chat(logprobs=True))[1]
         entries = json.loads(text)["choices"][0]["logprobs"]["content"]
         joined = bytes(byte for entry in entries for byte in entry["bytes"])
         assert joined.decode() == "é 🦜 €<|eot_id|>"
         assert len(entries) > len("é 🦜 €") + 1
 
 
-def test_token_bytes_of_a_sentencepiece_byte_is_that_byte() -> None:
+def test_token_bytes_sentencepiece_byte_token_returns_byte() -> None:
     class Tokenizer:
         def convert_ids_to_tokens(self, token: int) -> str:
             return "<0xE2>"
@@ -42,7 +42,7 @@ def test_token_bytes_of_a_sentencepiece_byte_is_that_byte() -> None:
 
 
 async def test_endpoint_calls_of_agents_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScriptedEngine("llama3", says_it)
+    engine = ScriptedEngine("llama3", fixed_message)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
@@ -55,8 +55,8 @@ async def test_endpoint_calls_of_agents_bypass_the_proxy(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("host", ["::1", "::"])
-async def test_endpoint_on_an_ipv6_address_is_reached_at_its_url(host: str) -> None:
-    engine = ScriptedEngine("llama3", says_it)
+async def test_endpoint_on_ipv6_address_is_reachable_at_its_url(host: str) -> None:
+    engine = ScriptedEngine("llama3", fixed_message)
     async with served(engine, EndpointConfig(host=host)) as session, aiohttp.ClientSession() as http:
         assert session.base_url.startswith("http://[")
-        assert (await Agent(session, http).ask())[0] == 200
+        assert (await Agent(session, http).chat())[0] == 200

@@ -13,7 +13,7 @@ from rl_apps.programs import gsm8k_grpo, gsm8k_sft
 from rl_apps.run.components import weights_directory
 from rl_apps.settings.compose import describe, to_yaml
 from rl_apps.settings.model import find_models
-from rl_apps.settings.synonyms import SYNONYMS
+from rl_apps.settings.synonyms import RENAMED, SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.processes import free_port
 
@@ -64,7 +64,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("algorithm.proximal=current actor.minibatches=2", "algorithm.proximal: expected .*actor.minibatches"),
         ("publish.route=carrier-pigeon", "one of auto, shm, disk"),
         ("rollout.interrupt=abort", "rollout.interrupt: expected one of keep, recompute, wait"),
-        ("publish.route=disk publish.host=10.0.0.7", "publish.host: expected nothing where publish.route=disk"),
+        ("publish.route=disk publish.host=10.0.0.7", "publish.host: expected empty with publish.route=disk"),
         ("launcher.kind=kubernetes", "Installed: local"),
         ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0 .*, found 1"),
     ],
@@ -239,7 +239,14 @@ def test_setting_by_the_name_that_others_give_it_is_told_by_ours(theirs, ours):
 
 def test_names_of_others_stand_for_settings_that_there_are():
     keys = {key for app in (gsm8k_grpo.APP,) for key, _, _ in describe(app.config())}
-    assert set(SYNONYMS.values()) <= keys
+    assert {*SYNONYMS.values(), *RENAMED.values()} <= keys
+    assert not RENAMED.keys() & keys
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_setting_by_its_earlier_name_is_rejected_with_the_new_one(name):
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*{RENAMED[name]}"):
+        _grpo(f"{name}=1")
 
 
 def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):

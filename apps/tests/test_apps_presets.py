@@ -89,7 +89,7 @@ def test_docs_column_of_corrections_says_what_each_preset_carries():
         assert (carried.kind == "truncate") == bool(cap), name
         if cap:
             assert (carried.level, carried.cap) == ("token", float(cap[1])), name
-    others = re.search(r"\*\*every preset but (.*?) weighs a token by old / behaviour, truncated", DOCS, re.DOTALL)[1]
+    others = re.search(r"\*\*every preset but (.*?) weighs a token by old / behavior, truncated", DOCS, re.DOTALL)[1]
     assert set(re.findall(r"`(\w+)`", others)) == {name for name, said in told.items() if "at most" not in said}
 
 

@@ -337,7 +337,7 @@ def commands(at, port=4711):
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
         "checkpoint.every": 2,  # not at the first step, at which the other two are looked at
-        "checkpoint.best_figure": "grad_norm",
+        "checkpoint.best_metric": "grad_norm",
         "recover.every": 2,
     }
     rows = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
@@ -359,7 +359,7 @@ def commands(at, port=4711):
         "publish.route": "broadcast",
         "publish.host": "localhost",
         "publish.canary_tokens": 40,  # within context and micro-batches
-        "gap.answer_every": 1,
+        "gap.regenerate_every": 1,
     }
     algorithm = {
         "rollout.max_concurrent": 4,

@@ -130,7 +130,7 @@ def _learn_from_answers_made_a_step_before(run, clean, steps=2):
 
 
 def test_gap_asynchronous_run_has_answers_made_where_its_batches_have_no_fresh_token(run):
-    run.forget(answer_every=2)
+    run.forget(regenerate_every=2)
     clean = run.answers()
     assert _learn_from_answers_made_a_step_before(run, clean, 1)["gap/fresh_mean_abs"] is None
     stats = _learn_from_answers_made_a_step_before(run, run.answers(), 2)
@@ -140,7 +140,7 @@ def test_gap_asynchronous_run_has_answers_made_where_its_batches_have_no_fresh_t
 
 @pytest.mark.parametrize(("fault", "name"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
 def test_gap_fault_of_an_asynchronous_run_is_named_by_answers_made_for_it(run, fault_file, fault, name):
-    run.forget(answer_every=2)
+    run.forget(regenerate_every=2)
     clean = run.answers()
     fault_file.write_text(fault)
     assert f"Likely cause: {name}" in _alarm(_learn_from_answers_made_a_step_before, run, clean, 4)

@@ -91,7 +91,7 @@ class Run:
         self.servers = Servers(path, dtype, **servers)
         self.servers.commit(self.engine)
         self.gate = GapGate(
-            self.engine, self.servers, loop, GapConfig(patience=1, answer_every=0), trained="float32", served=dtype
+            self.engine, self.servers, loop, GapConfig(patience=1, regenerate_every=0), trained="float32", served=dtype
         )
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
 

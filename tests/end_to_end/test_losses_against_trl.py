@@ -110,7 +110,7 @@ def trl_loss(batch, theta, told):
         "entropy_coef": entropy_coef,
         "_metrics": {"train": defaultdict(list)},
     }
-    old, ref, behaviour = (batch[name][:, 1:] for name in ("prox_logprobs", "ref_logprobs", "logprobs"))
+    old, ref, behavior = (batch[name][:, 1:] for name in ("prox_logprobs", "ref_logprobs", "logprobs"))
     inputs = {
         "prompt_ids": batch["input_ids"][:, :1],
         "prompt_mask": torch.ones(ROWS, 1, dtype=torch.int32),
@@ -119,7 +119,7 @@ def trl_loss(batch, theta, told):
         "advantages": batch["per_row"],
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
-        "importance_sampling_ratio": (old - behaviour).exp().clamp(max=cap) * mask if cap else None,
+        "importance_sampling_ratio": (old - behavior).exp().clamp(max=cap) * mask if cap else None,
         "num_items_in_batch": mask.sum(),
     }
     return trainer._compute_loss(trainer.model, inputs)

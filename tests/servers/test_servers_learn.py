@@ -209,7 +209,7 @@ def test_one_server_learns_the_task_over_each_route(start, learned, server, rout
 )
 def test_servers_of_others_compute_with_what_ranks_of_megatron_publish(start, server, trainer, route):
     command = start(
-        server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.rows=8", trainer=trainer
+        server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.sequences=8", trainer=trainer
     )
     command.end()
     steps = [record for record in command.records if "rows" in record]

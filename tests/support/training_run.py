@@ -65,9 +65,9 @@ class Run:
         self.publisher = WeightPublisher(self.engine, client, loop, PublishConfig(canary=canary), str(directory))
         self.forget()
 
-    def forget(self, answer_every: int = 0) -> None:
+    def forget(self, regenerate_every: int = 0) -> None:
         """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
-        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1, answer_every=answer_every)
+        config = GapConfig(sequences=3, warn=0.005, stop=2.0, patience=1, regenerate_every=regenerate_every)
         self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
         self.publisher.publish(self.engine.version)

@@ -153,7 +153,7 @@ COMPOSITIONS = {
     },
     "gae": {"advantage": AdvantageConfig("gae", whiten=True)},
     "interpolate": {"proximal": "interpolate", "ratio": "sequence"},
-    "behaviour": {"proximal": "behaviour", "loss": LossConfig("cispo")},
+    "behavior": {"proximal": "behavior", "loss": LossConfig("cispo")},
 }
 
 

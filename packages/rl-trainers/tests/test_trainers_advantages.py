@@ -27,11 +27,11 @@ SETTINGS = {
     "return": {"advantage": AdvantageConfig("return", gamma=0.9), "kl": KLConfig("reward", 0.1, "k2")},
     "rewards normalized over batch": {
         "advantage": AdvantageConfig("return"),
-        "reward": RewardConfig(normalise="batch", clip=0.8),
+        "reward": RewardConfig(normalize="batch", clip=0.8),
     },
     "rewards normalized over groups": {
         "advantage": AdvantageConfig("return"),
-        "reward": RewardConfig(normalise="group", scale=2.0, bias=1.0),
+        "reward": RewardConfig(normalize="group", scale=2.0, bias=1.0),
     },
     "gae": {"advantage": AdvantageConfig("gae", lam=0.9, whiten=True)},
     "turns": {

@@ -32,8 +32,8 @@ from rl_trainers.algorithms.objective import make_policy_loss
             "algorithm.ratio with algorithm.loss.kind=reinforce: expected `token`",
         ),
         (
-            {"correction": CorrectionConfig("mask"), "proximal": "behaviour"},
-            "correction.kind=mask .* found 'behaviour'",
+            {"correction": CorrectionConfig("mask"), "proximal": "behavior"},
+            "correction.kind=mask .* found 'behavior'",
         ),
         (
             {"advantage": AdvantageConfig("gdpo"), "reward": RewardConfig(scale=2.0)},
@@ -43,7 +43,7 @@ from rl_trainers.algorithms.objective import make_policy_loss
             {"advantage": AdvantageConfig(std="mean"), "reward": RewardConfig(overlong_max=9)},
             "advantage.std with .* found 'mean'",
         ),
-        ({"mask": MaskConfig("ratio"), "proximal": "behaviour"}, "mask.kind=ratio.* found 'behaviour'"),
+        ({"mask": MaskConfig("ratio"), "proximal": "behavior"}, "mask.kind=ratio.* found 'behavior'"),
     ],
 )
 def test_algorithm_invalid_combination_is_rejected(settings, message):

@@ -81,7 +81,7 @@ def test_checkpoint_appears_only_when_complete_while_steps_continue(tmp_path: Pa
 
 
 def test_keep_last_and_keep_best_remove_other_checkpoints(tmp_path: Path) -> None:
-    config = CheckpointConfig(every=1, keep_last=2, keep_best=1, best_figure="eval/accuracy")
+    config = CheckpointConfig(every=1, keep_last=2, keep_best=1, best_metric="eval/accuracy")
     engine = ExportingEngine()
     checkpoints = Checkpoints(engine, tmp_path, config)
 
@@ -122,9 +122,9 @@ def test_last_checkpoint_replaces_one_of_earlier_run(tmp_path: Path) -> None:
 def test_load_state_dict_other_metric_discards_ratings(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"every": 1, "keep_last": 1, "keep_best": 1}
     engine = ExportingEngine()
-    before = Checkpoints(engine, tmp_path, CheckpointConfig(**settings, best_figure="reward"))
+    before = Checkpoints(engine, tmp_path, CheckpointConfig(**settings, best_metric="reward"))
     run(engine, before, [{"reward": 30.0}])
-    resumed = Checkpoints(engine, tmp_path, CheckpointConfig(**settings, best_figure="eval/accuracy"))
+    resumed = Checkpoints(engine, tmp_path, CheckpointConfig(**settings, best_metric="eval/accuracy"))
 
     resumed.load_state_dict(before.state_dict())
 
@@ -134,20 +134,20 @@ def test_load_state_dict_other_metric_discards_ratings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("max", {3, 4}), ("min", {1, 4})])
 def test_select_retained_ties_prefer_later_step_and_min_mode_lower_value(mode: str, expected: set[int]) -> None:
-    config = CheckpointConfig(keep_last=1, keep_best=1, best_figure="loss/eval", best_mode=mode)
+    config = CheckpointConfig(keep_last=1, keep_best=1, best_metric="loss/eval", best_mode=mode)
     assert select_retained([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 1.0}, config) == expected
 
 
 def test_rate_missing_metric_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = ExportingEngine()
-    config = CheckpointConfig(every=1, keep_last=1, keep_best=1, best_figure="eval/acuracy")
+    config = CheckpointConfig(every=1, keep_last=1, keep_best=1, best_metric="eval/acuracy")
     run(engine, Checkpoints(engine, tmp_path, config), [{"eval/accuracy": 1.0}] * 3)
 
-    assert caplog.text.count("checkpoint.best_figure=eval/acuracy: step 1 ") == 1
+    assert caplog.text.count("checkpoint.best_metric=eval/acuracy: step 1 ") == 1
     assert "did you mean eval/accuracy?" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{"keep_best": 1, "best_figure": "x"}, {"keep_best": 1, "keep_last": 1}])
+@pytest.mark.parametrize("settings", [{"keep_best": 1, "best_metric": "x"}, {"keep_best": 1, "keep_last": 1}])
 def test_keep_best_without_metric_or_keep_last_is_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best: expected .*checkpoint\.keep_last"):
         CheckpointConfig(**settings)

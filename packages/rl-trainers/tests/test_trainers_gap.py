@@ -137,7 +137,9 @@ def _run_step(gate, fleet, seed=0):
 
 def _gate(fleet, loop, served="float32", **settings):
     fleet.engine.version = 1
-    return GapGate(fleet.engine, fleet, loop, GapConfig(answer_every=0, **settings), served=served, trained="float32")
+    return GapGate(
+        fleet.engine, fleet, loop, GapConfig(regenerate_every=0, **settings), served=served, trained="float32"
+    )
 
 
 def _run_until_error(gate, fleet, comparisons):
@@ -227,7 +229,7 @@ def _exact_batch(engine, offset=0.0):
 
 
 def test_gate_current_version_tokens_are_compared_before_update(engine, loop):
-    batch, gate = _exact_batch(engine, -0.125), _gate(Fleet(engine), loop, rows=4, warn=1.0, stop=1.0)
+    batch, gate = _exact_batch(engine, -0.125), _gate(Fleet(engine), loop, sequences=4, warn=1.0, stop=1.0)
     current = [1, 3, 6, 7]
     batch["versions"][current] = torch.where(batch["versions"][current] >= 0, 1, -1).int()
     stats = gate.before_update(batch)
@@ -245,7 +247,7 @@ def test_gate_batch_without_current_version_tokens_reports_none(engine, loop):
 
 def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
     fleet = Fleet(engine)
-    gate, batch = _gate(fleet, loop, rows=4), _batch(size=16)
+    gate, batch = _gate(fleet, loop, sequences=4), _batch(size=16)
     gate.before_update(batch)
     assert sorted(gate._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
 
@@ -311,7 +313,7 @@ def _gate_with_sleep(fleet, loop, served="float32", **settings):
 )
 def test_gate_sleeping_servers_score_each_batch_only_as_reference(engine, loop, options, served, scores):
     fleet = SleepingFleet(engine, **options)
-    _gate_with_sleep(fleet, loop, served, rows=4).before_update(_exact_batch(engine))
+    _gate_with_sleep(fleet, loop, served, sequences=4).before_update(_exact_batch(engine))
     assert set(fleet.calls) == ({"score"} if scores else {"sleep"})
 
 
@@ -319,21 +321,21 @@ def test_gate_server_as_own_reference_scores_before_sleep(engine, loop):
     fleet = SleepingFleet(engine, dtype="bfloat16")
     fleet.capabilities = Capabilities(checksums=False, sleeps=True)
     engine.as_served = lambda: _rounded(engine.model)
-    _gate_with_sleep(fleet, loop, "bfloat16", rows=4).before_update(_exact_batch(engine))
+    _gate_with_sleep(fleet, loop, "bfloat16", sequences=4).before_update(_exact_batch(engine))
     assert fleet.calls == ["score"] * 8, "each of 4 sequences twice"
 
 
 def test_gate_sleeping_servers_wake_to_generate_and_sleep_again(engine, loop):
     fleet = SleepingFleet(engine)
-    gate = _gate_with_sleep(fleet, loop, rows=4)
-    gate.config.answer_every = 1
+    gate = _gate_with_sleep(fleet, loop, sequences=4)
+    gate.config.regenerate_every = 1
     gate.before_update(_exact_batch(engine))
     assert fleet.calls == ["sleep", "wake", *["generate"] * 4, "sleep"]
 
 
 def test_gate_sleeping_servers_wake_for_diagnosis(engine, loop, caplog):
     fleet, batch = SleepingFleet(engine), _exact_batch(engine, -0.1)
-    gate = _gate_with_sleep(fleet, loop, rows=4)
+    gate = _gate_with_sleep(fleet, loop, sequences=4)
     batch["versions"][:] = torch.where(batch["versions"] >= 0, 1, -1).int()
     gate.before_update(batch)
     assert "servers and trainer disagree" in caplog.text
@@ -367,7 +369,7 @@ def test_gate_supervised_sequences_are_compared_at_loss_tokens(engine, loop, off
 
 def test_gate_prompt_tokens_are_ignored(engine, loop):
     fleet = Fleet(engine)
-    gate, batch = _gate(fleet, loop, rows=3), _batch()
+    gate, batch = _gate(fleet, loop, sequences=3), _batch()
     gate.before_update(batch)
     sequences = gate._comparison.sequences
     generated, score = sequences["versions"] >= 0, fleet.score
@@ -393,7 +395,7 @@ def test_gate_large_gap_stops_run(engine, loop):
 
 
 def test_gate_switched_off_reports_none(engine, loop):
-    gap = _run_step(_gate(Fleet(engine), loop, rows=0), Fleet(engine))
+    gap = _run_step(_gate(Fleet(engine), loop, sequences=0), Fleet(engine))
     assert gap.pop("gap/empty") == 0.0
     assert set(gap.values()) == {None}
 
@@ -448,7 +450,7 @@ def test_gate_servers_that_only_score_at_temperature_1_compare_there(engine, loo
 
 def test_gate_compares_each_server_in_turn(engine, loop):
     fleet = Fleet(engine, 3)
-    gate = _gate(fleet, loop, rows=1)
+    gate = _gate(fleet, loop, sequences=1)
     _run_steps(gate, fleet, 6)
     assert fleet.requests == [*fleet.servers, *fleet.servers]
 
@@ -461,7 +463,7 @@ def test_gate_server_unknown_to_another_dp_leader_is_not_compared(engine, loop):
             return [value, value[1:], None] if value == fleet.servers else [value]
 
     engine.parallel = Leaders()
-    gate = _gate(fleet, loop, rows=1)
+    gate = _gate(fleet, loop, sequences=1)
     _run_steps(gate, fleet, 4)
     assert fleet.requests == [*fleet.servers[1:], *fleet.servers[1:]]
 
@@ -522,7 +524,7 @@ def test_gate_one_of_four_bfloat16_servers_behind_is_named_at_lr_1e_6(model_path
 @pytest.mark.nightly
 def test_gate_server_falls_behind_after_excused_rounding_is_named(model_path, loop):
     fleet = Fleet(_engine(model_path, lr=1e-5), 2, "bfloat16")
-    gate = _gate(fleet, loop, "bfloat16", rows=8, patience=2, warn=0.004)
+    gate = _gate(fleet, loop, "bfloat16", sequences=8, patience=2, warn=0.004)
     assert all(stats["gap/mean_abs"] > 0.004 for stats in _run_steps(gate, fleet, 12)), (
         "failed at each of 6 comparisons per server"
     )
@@ -599,7 +601,7 @@ def _run_steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"
         fleet.engine.parallel = rank
         fleet.failure = InferenceError("evicted") if fail and rank.is_dp_leader else None
         fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
-        return _run_steps(_gate(fleet, loop, dtype, rows=3), fleet, count)[-1]
+        return _run_steps(_gate(fleet, loop, dtype, sequences=3), fleet, count)[-1]
 
     return on_ranks(2, work), [bool(fleet.requests) for fleet in fleets]
 
@@ -623,8 +625,8 @@ def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path):
 
     def work(rank):
         fleet, loop = fleets[rank.rank], loops[rank.rank]
-        fleet.engine.parallel, gate = rank, _gate(fleet, loop, rows=3, patience=2)
-        gate.config.answer_every = 1
+        fleet.engine.parallel, gate = rank, _gate(fleet, loop, sequences=3, patience=2)
+        gate.config.regenerate_every = 1
         if rank.is_dp_leader:
             loop.close()
         metrics = [_run_step(gate, fleet)]

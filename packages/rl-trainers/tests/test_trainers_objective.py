@@ -53,7 +53,7 @@ SMOOTH = {
     "weighted kl k1": {"kl": KLConfig("loss", 0.3, "k1", weighted=True)},
     "weighted kl k3": {"kl": KLConfig("loss", 0.3, "k3", weighted=True)},
     "entropy": {"entropy_coef": 0.2},
-    "behaviour": {"proximal": "behaviour"},
+    "behavior": {"proximal": "behavior"},
 }
 """Compositions whose gradient is the derivative of their value."""
 SURROGATE = {

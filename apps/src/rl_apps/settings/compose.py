@@ -24,7 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rl_apps.settings.model import EMBEDDED, MADE, PRETRAINED
-from rl_apps.settings.synonyms import SYNONYMS
+from rl_apps.settings.synonyms import RENAMED, SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
 from rl_contracts.config import Settings, field_docstrings
@@ -418,8 +418,10 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
 
 
 def _hint(key: str, values: Mapping[str, Any]) -> str:
-    """What may be meant by a setting that there is not: one of the same section, else one of any, with what the section
-    has."""
+    """Return a suggestion for an unknown setting: its new name, one of the same section, or one of another section with
+    what the section has."""
+    if RENAMED.get(key) in values:
+        return f" It is {RENAMED[key]!r} now."
     place, _, leaf = key.rpartition(".")
     while place and not any(known.startswith(f"{place}.") for known in values):
         place = place.rpartition(".")[0]

@@ -200,7 +200,7 @@ def require_plain_sampling(rollout: RolloutSettings) -> None:
     require(
         rollout.allow_biased_sampling or not (generation.truncates or generation.penalizes),
         "rollout.generation",
-        "top_p=1, top_k=0, min_p=0 and no penalties (the behaviour log-probs are those of the full distribution, so "
+        "top_p=1, top_k=0, min_p=0 and no penalties (the behavior log-probs are those of the full distribution, so "
         "training on samples of another one would be biased without notice; rollout.allow_biased_sampling=true allows "
         "it)",
         {n: getattr(generation, n) for n in names if getattr(generation, n) != getattr(plain, n)},

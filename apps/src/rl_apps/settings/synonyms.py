@@ -1,4 +1,4 @@
-"""What others call our settings, so that a setting which is unknown here can be told by its name here."""
+"""Other names of settings: those of other libraries, and earlier names. Errors on unknown settings suggest them."""
 
 from __future__ import annotations
 
@@ -96,3 +96,11 @@ _NAMES = {
 
 SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()}
 """The last part of another name, to the key of ours."""
+
+RENAMED = {
+    "algorithm.reward.normalise": "algorithm.reward.normalize",
+    "checkpoint.best_figure": "checkpoint.best_metric",
+    "gap.answer_every": "gap.regenerate_every",
+    "gap.rows": "gap.sequences",
+}
+"""Earlier names of settings, each with the current one."""

@@ -47,7 +47,7 @@ class RewardConfig(Settings):
     """Offset added to the scaled reward."""
     clip: float = bounded(0.0, "0 (off) or more", lambda clip: clip >= 0)
     """Bound of the shaped reward, which is clipped to [-clip, clip]; 0 disables clipping."""
-    normalise: str = choice("none", NORMALIZATION_SCOPES)
+    normalize: str = choice("none", NORMALIZATION_SCOPES)
     """Scope of the normalization (r - mean) / std: each `group`, the whole `batch`, or `none`."""
 
     def __post_init__(self) -> None:
@@ -288,7 +288,7 @@ class AlgorithmConfig(Settings):
     """Reduction of token losses to one number."""
     proximal: str = choice("auto", ("auto", *PROXIMALS))
     """Source of the proximal ("old") log-probs: `recompute` (a forward pass before the update), `current` (the current
-    policy, detached; needs one minibatch per step), `behaviour` (the sampler, which makes every correction 1),
+    policy, detached; needs one minibatch per step), `behavior` (the sampler, which makes every correction 1),
     `interpolate` (between sampler and current policy, by version; A-3PO), or `auto`. `auto` means `current` with one
     minibatch and no mask over a whole minibatch (`second_moment`), else `recompute`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -328,7 +328,7 @@ class AlgorithmConfig(Settings):
             self.mask.kind.split("+")
         )
         require(
-            not masks_by_ratio or self.proximal != "behaviour",
+            not masks_by_ratio or self.proximal != "behavior",
             f"algorithm.proximal with algorithm.correction.kind={self.correction.kind} and "
             f"algorithm.mask.kind={self.mask.kind}, which mask by pi_proximal / pi_behavior",
             "`recompute` or `auto`; with the sampler's log-probs the ratio is always 1 and nothing is masked",
@@ -346,7 +346,7 @@ class AlgorithmConfig(Settings):
         return self.advantage.kind == "gae"
 
     def resolve_proximal(self, minibatches: int, whole: bool = False) -> str:
-        """Return `recompute`, `current`, `behaviour` or `interpolate`, by resolving `auto`.
+        """Return `recompute`, `current`, `behavior` or `interpolate`, by resolving `auto`.
 
         Args:
             minibatches: optimizer steps per training batch.
@@ -366,7 +366,7 @@ class AlgorithmConfig(Settings):
         require(
             self.proximal != "current" or minibatches == 1,
             "algorithm.proximal",
-            "`recompute`, `interpolate` or `behaviour` if actor.minibatches is more than 1, since each minibatch "
+            "`recompute`, `interpolate` or `behavior` if actor.minibatches is more than 1, since each minibatch "
             "changes the policy",
             self.proximal,
         )

@@ -207,7 +207,7 @@ def shape_rewards(
         cache = config.overlong_cache or max(config.overlong_max // 5, 1)
         rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
     rewards = shape(rewards, config.scale, config.bias, config.clip)
-    scope = normalization_scope(rewards, groups)[config.normalise]
+    scope = normalization_scope(rewards, groups)[config.normalize]
     return normalize(rewards, scope, scope)
 
 

@@ -47,6 +47,6 @@ def _interpolate(outputs: TokenOutputs, packed: PackedBatch) -> torch.Tensor:
 PROXIMALS = {
     "recompute": Proximal(lambda outputs, packed: packed[PROXIMAL_KEY], _add_logprobs),
     "current": Proximal(lambda outputs, packed: outputs.logprobs.detach()),
-    "behaviour": Proximal(lambda outputs, packed: packed["logprobs"]),
+    "behavior": Proximal(lambda outputs, packed: packed["logprobs"]),
     "interpolate": Proximal(_interpolate, _add_staleness),
 }

@@ -35,19 +35,19 @@ class CheckpointConfig(EveryConfig):
     keep_last: int = bounded(0, "0 (all) or more", lambda number: number >= 0)
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: int = bounded(0, "0 or more", lambda number: number >= 0)
-    """Number of checkpoints with the best `best_figure` to keep; they may be among the newest."""
-    best_figure: str = ""
+    """Number of checkpoints with the best `best_metric` to keep; they may be among the newest."""
+    best_metric: str = ""
     """Metric of `metrics.jsonl` that ranks checkpoints, for example `eval/accuracy`. A checkpoint whose step lacks this
     metric is not ranked."""
     best_mode: str = choice("max", ("max", "min"))
-    """Direction of `best_figure`: `max` if higher is better, `min` if lower is better."""
+    """Direction of `best_metric`: `max` if higher is better, `min` if lower is better."""
     timeout: float = bounded(240.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds in which a checkpoint must be written. The next one and the end of the run wait for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        complete = self.keep_last >= 1 and self.best_figure != ""
-        expected = "0, or checkpoint.keep_last of at least 1 and checkpoint.best_figure set"
+        complete = self.keep_last >= 1 and self.best_metric != ""
+        expected = "0, or checkpoint.keep_last of at least 1 and checkpoint.best_metric set"
         require(self.keep_best == 0 or complete, "checkpoint.keep_best", expected, self.keep_best)
 
 
@@ -117,15 +117,15 @@ class Checkpoints:
         if not self.config.keep_best:
             return
         self._names |= {name for name, value in metrics.items() if value is not None}
-        value = metrics.get(self.config.best_figure)
+        value = metrics.get(self.config.best_metric)
         if value is not None and math.isfinite(value):
             self._rated[step] = value
         elif self._pending and self._pending.path.name == f"step_{step}" and not self._warned:
             self._warned = True
             log.warning(
-                "checkpoint.best_figure=%s: step %d has no such metric, so its checkpoint is not ranked. Choose "
+                "checkpoint.best_metric=%s: step %d has no such metric, so its checkpoint is not ranked. Choose "
                 "evaluation.every so that the steps of checkpoints are evaluated.",
-                self.config.best_figure,
+                self.config.best_metric,
                 step,
             )
 
@@ -136,10 +136,10 @@ class Checkpoints:
             EngineError: it cannot be written.
         """
         self._finish()
-        if self.config.keep_best and self._names and self.config.best_figure not in self._names:
-            matches = get_close_matches(self.config.best_figure, self._names, 1)
+        if self.config.keep_best and self._names and self.config.best_metric not in self._names:
+            matches = get_close_matches(self.config.best_metric, self._names, 1)
             suggestion = f"; did you mean {matches[0]}?" if matches else "."
-            log.warning("checkpoint.best_figure=%s: no step had such a metric%s", self.config.best_figure, suggestion)
+            log.warning("checkpoint.best_metric=%s: no step had such a metric%s", self.config.best_metric, suggestion)
         path = self.directory / f"step_{step}"
         if self._written != path:  # an existing directory of that name may belong to another run
             self.start_write(step)
@@ -149,14 +149,14 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule and the ratings of steps."""
-        return {"due": self._schedule_state, "figure": self.config.best_figure, "rated": sorted(self._rated.items())}
+        return {"due": self._schedule_state, "figure": self.config.best_metric, "rated": sorted(self._rated.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self._schedule_state = state["due"]
         self._schedule.load_state_dict(self._schedule_state)
         if (
-            state.get("figure", self.config.best_figure) == self.config.best_figure
+            state.get("figure", self.config.best_metric) == self.config.best_metric
         ):  # otherwise the ratings are of another metric
             self._rated = {int(step): float(value) for step, value in state["rated"]}
 

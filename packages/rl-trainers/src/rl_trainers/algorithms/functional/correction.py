@@ -174,7 +174,7 @@ def second_moment_outliers(
     return keys >= cutoff[minibatch]
 
 
-def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+def interpolated_logprobs(logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
     """Return log pi_old, interpolated between sampler and current policy by version (A-3PO, arXiv 2512.06547).
 
     The interpolation is linear in the log-probs. An update at version v' produces version v' + 1. A token of version v
@@ -183,11 +183,11 @@ def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: 
 
     Args:
         logprobs: [N], log-probs of the current policy.
-        behaviour: [N], log-probs of the sampling policy.
+        behavior_logprobs: [N], log-probs of the sampling policy.
         age: [N], age of each token, in versions.
 
     Returns:
         [N], detached.
     """
     age = age.to(logprobs.dtype)
-    return behaviour.lerp(logprobs.detach(), age / (age + 1))
+    return behavior_logprobs.lerp(logprobs.detach(), age / (age + 1))

@@ -54,7 +54,7 @@ class GapConfig(Settings):
     """Thresholds of the log-prob gap gate."""
 
     setting: ClassVar[str] = "gap"
-    rows: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
+    sequences: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
     """Sequences of each batch to compare, over all replicas; each replica compares at least one. They come from as many
     groups as possible. 0 switches the gate off. With fewer than 4 groups a server that is behind is found later."""
     warn: float = bounded(0.02, "more than 0", lambda nats: nats > 0)
@@ -65,7 +65,7 @@ class GapConfig(Settings):
     patience: int = bounded(5, "at least 1", lambda times: times >= 1)
     """Consecutive failed comparisons, of the same server, at which the run stops. Comparisons that could not be made
     count too. Gaps explained by rounding to 16 bits do not stop the run this way."""
-    answer_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
+    regenerate_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
     """Consecutive steps without tokens of the current version after which the servers generate some: new completions of
     the sequences' prompts, at most 16 tokens each. 0: never. Asynchronous runs seldom have such tokens otherwise."""
     timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
@@ -153,7 +153,9 @@ class GapGate:
         servers only when it needs them.
         """
         needs_scores = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
-        self._scores_each_batch = bool(self.config.rows) and bool(self.engine.parallel.broadcast_json(needs_scores))
+        self._scores_each_batch = bool(self.config.sequences) and bool(
+            self.engine.parallel.broadcast_json(needs_scores)
+        )
         return self._scores_each_batch
 
     def _with_servers_awake(self) -> AbstractContextManager[None]:
@@ -163,8 +165,8 @@ class GapGate:
         """Compare the recorded log-probs of tokens of the current version with the trainer's (collective).
 
         Also choose the sequences and the server of this step. A token is of the current version if its whole prefix
-        carries the trainer's version. After `answer_every` steps without such tokens, the servers generate completions
-        for the sequences' prompts again.
+        carries the trainer's version. After `regenerate_every` steps without such tokens, the servers generate
+        completions for the sequences' prompts again.
 
         Args:
             batch: this rank's sequences, from which the trainer is about to learn.
@@ -176,15 +178,15 @@ class GapGate:
         Raises:
             WeightUpdateError: the gap is above `stop`, or the comparison failed too often; names the cause.
         """
-        if not self.config.rows:
+        if not self.config.sequences:
             return _gap_metrics("gap/fresh_", None)
         experiments = self.experiments
-        sequences = _sample_sequences(batch, self.config.rows, self.engine.version, self.engine.parallel)
+        sequences = _sample_sequences(batch, self.config.sequences, self.engine.version, self.engine.parallel)
         trainer_logprobs = experiments.trainer_logprobs(sequences)
         self._comparison = self._prepare(sequences, trainer_logprobs)
         gap = experiments.compare(trainer_logprobs, sequences["logprobs"], self._current_mask(sequences))
         self._steps_without_current = 0 if gap is not None else self._steps_without_current + 1
-        if self.config.answer_every and self._steps_without_current >= self.config.answer_every:
+        if self.config.regenerate_every and self._steps_without_current >= self.config.regenerate_every:
             self._steps_without_current = 0
             with self._with_servers_awake():
                 regenerated = experiments.attempt(experiments.regenerate, sequences)

@@ -1,4 +1,4 @@
-"""Fail if docstrings, messages, pages or names of tests break the language rules of AGENTS.md.
+"""Fail if docstrings, messages, pages or names of tests break the section "Language" of AGENTS.md.
 
     python infra/ci/lint_language.py
 
@@ -17,7 +17,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CHECKED = ("packages/rl-contracts", "packages/rl-trainers", "infra/ci/commit_message.py")
+CHECKED = (
+    *("packages/rl-contracts", "packages/rl-trainers"),
+    *("AGENTS.md", "docs/glossary.md", "infra/ci/commit_message.py"),
+)
 """Paths that are checked. A package is added when its last sentence is in plain English."""
 BANNED = (
     "told, anew, go on, goes on, going on, went on, whoever, somebody, anybody, nobody, everybody, mend, mends, "

@@ -1,4 +1,4 @@
-"""What accepted groups become: one batch of tensors, or what a recover point keeps of them."""
+"""Conversion of accepted groups to a batch of tensors, or to state for a recovery checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN_ARRAYS = {
     "versions": "int32",
     "token_rewards": "float32",
 }
-"""Per-token arrays of a trajectory and their dtypes; rewards only where a workflow gives them."""
+"""Per-token arrays of a trajectory and their dtypes. Only some workflows set `token_rewards`."""
 
 ROW_VALUES = {
     "reward": float,
@@ -35,19 +35,20 @@ ROW_VALUES = {
     "episode_id": int,
     "info": dict,
 }
-"""JSON values of a trajectory and their types: a workflow may have given numpy's."""
+"""Other fields of a trajectory and the types they are converted to: a workflow may set NumPy values, which are not
+JSON."""
 
 
 def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
-    """One batch of all trajectories of the groups, [rows, T].
+    """Stack all trajectories of the groups into one batch, [sequences, T].
 
     Args:
-        groups: accepted groups; none gives a batch of no rows.
+        groups: accepted groups; without groups, the batch has no sequences.
         version: version of the trainer.
 
     Raises:
-        InferenceError: a token carries a version that was replaced before its group was admitted, or one that the
-            trainer has not reached: a server does not serve what was committed, or stamps it wrongly.
+        InferenceError: a token's version is older than the admission of its group, or newer than the trainer's. The
+            server then does not serve the committed version, or stamps its tokens incorrectly.
     """
     import torch
 
@@ -71,10 +72,13 @@ def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
 
 
 def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
-    """Groups as `{"groups": JSON, "tensors": {name: 1-D tensor}}`; rows lie end to end in the tensors.
+    """Convert groups to JSON values and tensors.
+
+    Returns:
+        `{"groups": JSON, "tensors": {name: 1-D tensor}}`. Each tensor concatenates one array of all sequences.
 
     Raises:
-        DataError: a row holds images or processor outputs, which cannot be saved.
+        DataError: a sequence has images or processor outputs, which cannot be saved.
     """
     trajectories = [answer for group in groups for answer in group.trajectories]
     if any(row.multi_modal is not None for row in trajectories):
@@ -93,7 +97,7 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
 
 
 def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
-    """Inverse of `groups_to_state`."""
+    """Rebuild groups from the result of `groups_to_state`."""
     left = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
 
     def take(name: str, length: int) -> Any:
@@ -115,7 +119,7 @@ def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
     import torch
 
     arrays = [array for array in (getattr(row, name) for row in rows) if array is not None]
-    # the empty array in front gives no rows a dtype; between two parts the loop may have Python's lock
+    # The empty array sets the dtype if there are no sequences. Chunks let the event loop take the GIL in between.
     parts = (np.concatenate(some).astype(dtype, copy=False) for some in batched([np.empty(0, dtype), *arrays], 1000))
     return torch.cat([torch.from_numpy(part) for part in parts])
 

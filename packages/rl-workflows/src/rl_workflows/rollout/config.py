@@ -11,27 +11,29 @@ from rl_contracts.errors import ConfigError
 
 @dataclass
 class RuntimeConfig(Settings):
-    """How episodes are run, for training and for evaluation alike."""
+    """Settings of episodes, used in training and in evaluation."""
 
     setting: ClassVar[str] = "rollout"
     failure_budget: float = bounded(0.1, "a fraction in [0, 1]", lambda fraction: 0 <= fraction <= 1)
-    """Share of the last `failure_window` groups that may fail before the run stops with the first failure's trace."""
+    """Fraction of the last `failure_window` groups that may fail. Above it the run stops with the trace of the first
+    failure."""
     failure_window: int = 1000
-    """Finished groups of each head that `failure_budget` speaks of."""
+    """Number of the latest finished groups, per data-parallel leader, to which `failure_budget` applies."""
     failure_min_groups: int = bounded(16, "at least 1", lambda groups: groups >= 1)
-    """Groups that must have finished before `failure_budget` is looked at."""
+    """Groups that must finish before `failure_budget` is checked."""
     max_failed_in_row: int = bounded(100, "at least 1", lambda groups: groups >= 1)
-    """Groups that fail one after the other, after which the run stops, whatever the budget."""
+    """Consecutive failed groups after which the run stops, regardless of `failure_budget`."""
     eval_concurrent: int = bounded(256, "at least 1", lambda episodes: episodes >= 1)
-    """Evaluation episodes that run at the same time on each head, beside the training ones."""
+    """Evaluation episodes that run at the same time on each data-parallel leader, in addition to training episodes."""
     stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds without any progress (nothing generated, accepted, rejected or failed) after which a wait ends with an
-    error that names the stuck stage; a run that has a recover point is then started again."""
+    """Seconds without progress (nothing generated, accepted, rejected or failed) after which the run fails with an
+    error that names the stuck stage. The launcher restarts a run that has a recovery checkpoint."""
     trainer_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds after which a trainer that is in no call of the runtime counts as stuck: longer than any training step,
-    with what is saved after it. Its process then ends with an error that says where it is, as with `stall_timeout`."""
+    """Seconds between two calls of the runtime after which the trainer counts as stuck. Set it above the duration of
+    any training step, including saves. The process then ends with an error that shows the trainer's stack; it is
+    restarted as after `stall_timeout`."""
     seed: int = 0
-    """Sampling seeds derive from it, the prompt, the epoch and the sample."""
+    """Seed from which each sampling seed is derived, together with prompt, epoch and sample."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,23 +47,24 @@ class RuntimeConfig(Settings):
 
 @dataclass
 class RolloutConfig(RuntimeConfig):
-    """How prompts become groups, and how far generation may run ahead of training."""
+    """Settings of groups, and of how far generation may run ahead of training."""
 
     max_staleness: int = bounded(1, "0 (on-policy) or more", lambda versions: versions >= 0)
-    """Versions that may pass between a group's start and the step that trains on it; 0 is exactly on-policy."""
+    """Maximum number of versions between the start of a group and the step that trains on it. 0 is exactly
+    on-policy."""
     max_concurrent: int | None = bounded(
         None, "at least 1 group, or null for no further limit", lambda groups: groups is None or groups >= 1
     )
-    """Groups that run at the same time over all heads. None: as many as `max_staleness` admits, which is
-    (max_staleness + 1) * batch size."""
+    """Groups that run at the same time on all data-parallel leaders together. None: as many as `max_staleness` admits,
+    which is (max_staleness + 1) * batch size."""
     group_size: int = bounded(8, "at least 1", lambda episodes: episodes >= 1)
     """Episodes per prompt."""
     min_group: int | None = None
-    """Episodes that must succeed for the group to go on without the others. None: all of them."""
+    """Episodes that must succeed; the group is then used without the others. None: all episodes."""
     dynamic_sampling: bool = False
-    """Reject groups whose rewards are all equal; other prompts take their place."""
+    """Reject groups whose rewards are all equal and replace them with groups of other prompts."""
     max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
-    """Groups rejected without one accepted in between, after which the run stops."""
+    """Consecutive rejected groups after which the run stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,15 +83,15 @@ class RolloutConfig(RuntimeConfig):
 
     @property
     def needed(self) -> int:
-        """Episodes that a group needs."""
+        """Number of episodes that must succeed in each group."""
         return self.group_size if self.min_group is None else self.min_group
 
 
 def groups_per_replica(total: int, replicas: int, what: str) -> int:
-    """How many of `total` groups one data-parallel replica collects.
+    """Return the number of groups per data-parallel replica, out of `total`.
 
     Raises:
-        ConfigError: it does not divide; names the nearest numbers that do.
+        ConfigError: `total` is not divisible by `replicas`; the message suggests the nearest numbers that are.
     """
     if total >= replicas and total % replicas == 0:
         return total // replicas

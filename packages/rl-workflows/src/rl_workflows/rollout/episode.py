@@ -1,4 +1,4 @@
-"""One episode: what its code may know of it, and its own handle on the engine."""
+"""State of one running episode, and the engine handle that its workflow receives."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from rl_contracts.workflow import RolloutWorkflow
 
 WORKFLOW = "workflow"
-"""Stage of an episode while it is in nothing that has a name of its own."""
+"""Stage of an episode outside of any named stage, such as `reward`."""
 
 
 @dataclass(eq=False, slots=True)
 class Episodes:
-    """What all episodes of one purpose (training, or one evaluation) have in common, and which of them run."""
+    """Settings and running episodes that share one purpose: training, or one evaluation."""
 
     workflow: RolloutWorkflow
-    """What happens in an episode."""
+    """Workflow that each episode runs."""
     engine: InferenceEngine
-    """What they generate with."""
+    """Inference engine of all episodes."""
     clock: Clock
-    """All time."""
+    """Clock for all times and timeouts."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     label: str = "train"
-    """First part of the request ids; tells training from evaluation."""
+    """Prefix of the request ids, which distinguishes training from evaluation."""
     generation: GenerationConfig | None = None
-    """Sampling that replaces the workflow's own, for evaluation. What ends an answer is kept: the workflow's stop ids
-    and strings are added."""
+    """Sampling settings that replace those of the workflow, for evaluation. The workflow's stop strings and stop token
+    ids are added to them."""
     running: dict[EpisodeContext, asyncio.Task[None]] = field(default_factory=dict)
-    """Those that run, the oldest first, and their tasks."""
+    """Running episodes and their tasks, oldest first."""
     last_moved: float = field(init=False)
-    """Clock seconds of the last answer, end of a group, or other sign of life."""
+    """Time of the last progress, in clock seconds: a completion, the end of a group, or more tokens on the servers."""
     tokens: int = 0
     """Tokens generated since the counter was last read."""
 
@@ -51,12 +51,12 @@ class Episodes:
         self.touch()
 
     def touch(self) -> None:
-        """Something moved."""
+        """Record that progress was made now."""
         self.last_moved = self.clock.now()
 
 
 class EpisodeContext:
-    """One episode that runs."""
+    """Ids and current stage of one running episode."""
 
     __slots__ = ("cache", "clock", "epoch", "group_id", "prompt_id", "sample", "since", "stage")
 
@@ -64,24 +64,24 @@ class EpisodeContext:
         self, prompt_id: int, group_id: int, sample: int, epoch: int, cache: dict[str, Any], clock: Clock
     ) -> None:
         self.prompt_id = prompt_id
-        """Data row that is answered."""
+        """Id of the example."""
         self.group_id = group_id
-        """Admission of the prompt."""
+        """Id of the group."""
         self.sample = sample
-        """Which of the group's episodes this is."""
+        """Index of the episode within its group."""
         self.epoch = epoch
-        """Pass over the data."""
+        """Epoch of the example; -1 in evaluation."""
         self.cache = cache
-        """Shared by the group: what depends on the prompt alone is computed once."""
+        """Dictionary shared by the group, for values that depend on the prompt alone."""
         self.clock = clock
-        """The runtime's clock."""
+        """Clock of the runtime."""
         self.stage = WORKFLOW
-        """What it is doing; the watch names it when nothing moves."""
+        """Current activity of the episode. The watchdog reports it in a stall."""
         self.since = clock.now()
-        """Since when, in seconds of the clock."""
+        """Start of the current stage, in clock seconds."""
 
     def enter(self, stage: str) -> None:
-        """Say what the episode does from now on."""
+        """Set the current stage."""
         self.stage, self.since = stage, self.clock.now()
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ _current: ContextVar[EpisodeContext | None] = ContextVar("rl_episode", default=N
 
 
 def current_episode() -> EpisodeContext | None:
-    """The episode in which this code runs; None outside of the runtime, for example in a test of a workflow."""
+    """Return the episode that runs this code, or None outside of the runtime, for example in a test of a workflow."""
     return _current.get()
 
 
@@ -103,7 +103,7 @@ def set_current_episode(context: EpisodeContext) -> None:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Name what an episode does inside the block, for example `reward`."""
+    """Name the activity of the current episode inside the block, for example `reward`."""
     context = _current.get()
     if context is None:
         yield
@@ -117,27 +117,27 @@ def stage(name: str) -> Iterator[None]:
 
 
 def group_cache() -> dict[str, Any]:
-    """A dictionary that all episodes of the group share; a new one outside of the runtime."""
+    """Return the dictionary that all episodes of the group share, or a new one outside of the runtime."""
     context = _current.get()
     return {} if context is None else context.cache
 
 
 def sampling_seed(seed: int, prompt_id: int, epoch: int, sample: int, call: int = 0) -> int:
-    """Seed of one generation, 0 to 2**63 - 1: a stable hash of what is asked, never of when.
+    """Return the seed of one generation, 0 to 2**63 - 1: a stable hash of the arguments, independent of timing.
 
     Args:
-        seed: of the run.
-        prompt_id: the data row.
-        epoch: pass over the data.
-        sample: which of the group's episodes.
-        call: which of the episode's generations.
+        seed: seed of the run.
+        prompt_id: id of the example.
+        epoch: epoch of the example.
+        sample: index of the episode within its group.
+        call: index of the generation within its episode.
     """
     digest = hashlib.blake2b(b"%d/%d/%d/%d/%d" % (seed, prompt_id, epoch, sample, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class EpisodeEngine(InferenceEngine):
-    """An episode's own handle: its requests get the episode's seeds, ids and group. It cannot control servers."""
+    """Engine handle of one episode. It adds the episode's seeds, request ids and group, and cannot control servers."""
 
     __slots__ = ("_calls", "_context", "_episodes")
 
@@ -162,14 +162,14 @@ class EpisodeEngine(InferenceEngine):
         return self._episodes.engine.servers
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """As the engine's, with the episode's seed, request id and group where the request has none."""
+        """Generate with the engine. The episode supplies the seed, request id and group if the request has none."""
         episodes, context, call = self._episodes, self._context, self._calls
         self._calls += 1
         seed = request.seed
         if seed is None:
             seed = sampling_seed(episodes.seed, context.prompt_id, context.epoch, context.sample, call)
         group = f"{episodes.label}-{context.group_id}"
-        request = ModelRequest(  # `replace` takes twice the time, once per answer
+        request = ModelRequest(  # `replace` would take twice the time per completion
             input_ids=request.input_ids,
             generation=self._bounded(self._sampling(request.generation), len(request.input_ids)),
             request_id=request.request_id or f"{group}-{context.sample}-{call}",
@@ -224,17 +224,17 @@ class EpisodeEngine(InferenceEngine):
 
 
 async def call_user_code[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:
-    """What code of the user's gives.
+    """Run code of the user with a time limit and return its result.
 
     Args:
-        work: calls it.
-        name: of the code, for people.
-        seconds: that it may take.
-        boundary: error that stands for all others that it raises, and for its being late.
+        work: starts the code.
+        name: name of the code in error messages.
+        seconds: time limit.
+        boundary: class of the error for a timeout and for exceptions that are no `RLError`.
 
     Raises:
-        RLError: its own are let through, all others become `boundary`: also `sys.exit()`, and a cancellation that is
-            none of the caller's.
+        RLError: an `RLError` of the code passes unchanged. All other exceptions become `boundary`, including
+            `SystemExit` and cancellations that the caller did not request.
     """
     try:
         async with asyncio.timeout(seconds) as deadline:

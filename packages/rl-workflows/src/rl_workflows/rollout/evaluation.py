@@ -1,4 +1,4 @@
-"""Answering held-out rows through the same servers, apart from all training counters."""
+"""Evaluation on held-out examples with the same servers, apart from all training counters."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 log = get_logger("workflows")
 
 CLOSE_SECONDS = 10.0
-"""Time that episodes have to end once they are cancelled."""
+"""Seconds to wait for cancelled episodes to end."""
 
 
 async def evaluate_held_out(
     episodes: Episodes, rows: Sequence[dict[str, Any]], first: int, n: int, version: int, config: RolloutConfig
 ) -> list[FinishedGroup]:
-    """Answer each row `n` times: one group per row, in order.
+    """Run `n` episodes per example and return one group per example, in order.
 
-    An episode that fails or is rejected has no reward and is left out, with a warning: whoever takes a mean counts it
-    as wrong. It is held against the same failure budget as in training.
+    An episode that fails or is rejected has no reward. It is left out with a warning, and callers that compute a mean
+    count it as wrong. The failure budget applies as in training.
 
     Args:
-        episodes: how they are run; its `generation` is the evaluation's.
-        rows: the rows.
-        first: index of the first of them among the rows of all heads.
-        n: answers per row.
-        version: version that is committed at least.
-        config: concurrency, budget and the watch's limit.
+        episodes: episodes of this evaluation; its `generation` has the sampling settings.
+        rows: examples of this data-parallel leader.
+        first: index of the first of them among the examples of all data-parallel leaders.
+        n: completions per example.
+        version: minimum version that the servers have committed.
+        config: concurrency, failure budget and stall timeout.
 
     Raises:
-        InferenceError: the tokens do not all carry one committed version.
-        RLError: too many episodes failed, or nothing moved for too long.
+        InferenceError: the tokens carry several versions, or one older than `version`.
+        RLError: too many episodes failed, or there was no progress for `stall_timeout`.
     """
     if not rows:
         return []
@@ -100,7 +100,7 @@ def _check_failures(budget: FailureBudget, group: FinishedGroup, n: int) -> None
 
 
 async def _await_cancelled(episodes: Episodes) -> None:
-    """Wait for episodes that were cancelled, though not for ever."""
+    """Wait for cancelled episodes, up to `CLOSE_SECONDS`."""
     tasks = list(episodes.running.values())
     try:
         if tasks:
@@ -110,7 +110,7 @@ async def _await_cancelled(episodes: Episodes) -> None:
 
 
 def _finish(groups: list[FinishedGroup], episodes: Episodes, version: int, n: int) -> None:
-    """Say how the answers were sampled, and refuse those of several versions."""
+    """Set the temperature of all trajectories and check that their tokens carry a single version."""
     import numpy as np
 
     assert episodes.generation is not None

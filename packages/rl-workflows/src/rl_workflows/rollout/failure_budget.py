@@ -1,4 +1,4 @@
-"""How many failures a run puts up with, and what it says when that is exceeded."""
+"""Limits on the failed and rejected groups of a run."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ if TYPE_CHECKING:
 
 
 class FailureBudget:
-    """Remembers what became of the last groups, so that it notices late in a run what it notices early.
+    """Failure rate of the most recent groups, compared with the limits of the settings.
+
+    A window of recent groups makes the limit equally sensitive at any time of the run.
 
     Args:
-        config: how many of how many may fail, and how many in a row may fail or be rejected.
-        total: groups that there will be at all; the fraction is then taken over all of them.
+        config: window and allowed fraction of failures, and limits of consecutive failures and rejections.
+        total: total number of groups, if known; the fraction then refers to all of them.
     """
 
     def __init__(self, config: RolloutConfig, total: int | None = None) -> None:
         self._config = config
         self._enough = config.failure_min_groups if total is None else min(config.failure_min_groups, total)
-        # of a group that failed its boundary and trace, else nothing
+        # boundary and trace of a failed group, else None
         self._recent: deque[tuple[str, str] | None] = deque(maxlen=config.failure_window if total is None else total)
         self._failed_in_row = self._rejected_in_row = 0
 
     def accepted(self) -> None:
-        """A group was accepted."""
+        """Record an accepted group."""
         self._recent.append(None)
         self._failed_in_row = self._rejected_in_row = 0
 
     def rejected(self) -> None:
-        """A group was rejected.
+        """Record a rejected group.
 
         Raises:
-            RLError: too many in a row; training would wait for ever.
+            RLError: too many consecutive groups were rejected, so training would wait forever.
         """
         self._recent.append(None)
         self._failed_in_row = 0
@@ -49,10 +51,10 @@ class FailureBudget:
             )
 
     def failed(self, error: BaseException) -> None:
-        """A group failed.
+        """Record a failed group.
 
         Raises:
-            RLError: too many did, of the last ones or in a row; its message holds the first trace of them.
+            RLError: too many recent or consecutive groups failed. The message contains the trace of the first of them.
         """
         trace = "".join(traceback.format_exception(error))
         self._recent.append((boundary_of(error), f"{type(error).__name__}: {str(error).partition('\n')[0]}\n{trace}"))
@@ -64,10 +66,10 @@ class FailureBudget:
             self.check(error)
 
     def check(self, last: BaseException | None = None) -> None:
-        """Compare the fraction of failed groups with the budget, however few have finished.
+        """Compare the fraction of failed groups with the budget, regardless of `failure_min_groups`.
 
         Raises:
-            RLError: it is exceeded; the message holds the first trace.
+            RLError: the budget is exceeded. The message contains the trace of the first failure.
         """
         failed = [entry for entry in self._recent if entry]
         if len(failed) > self._config.failure_budget * len(self._recent):
@@ -81,7 +83,7 @@ class FailureBudget:
         ) from last
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         return {
             "recent": list(self._recent),
             "failed_in_row": self._failed_in_row,
@@ -89,8 +91,7 @@ class FailureBudget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`. Of what an earlier version did not save, nothing is remembered: the run then puts up
-        with a few failures more."""
+        """Restore the state of `state_dict`. Missing keys, as in states of earlier releases, count as no failures."""
         self._recent.extend(entry and (str(entry[0]), str(entry[1])) for entry in state.get("recent", ()))
         self._failed_in_row = int(state.get("failed_in_row", 0))
         self._rejected_in_row = int(state.get("rejected_in_row", 0))

@@ -1,4 +1,4 @@
-"""A group: one prompt, fanned out into episodes, and what became of it. In training and in evaluation alike."""
+"""Group of episodes of one prompt, from its start to its outcome, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from rl_workflows.rollout.staleness import Ticket
 
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
-"""Arrays of a trajectory that speak of its tokens."""
+"""Fields of a trajectory that have one entry per token."""
 
 EPS = 1e-6
-"""Of the mean, if that is above 1."""
+"""Largest standard deviation of equal rewards, relative to their mean if the mean is above 1."""
 
 ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
-"""`(trajectories of one group) -> whether it is trained on`. A rejected group is replaced and its prompt counted."""
+"""Filter `(trajectories of one group) -> whether to train on it`. A rejected group is counted and replaced by another
+prompt."""
 
 
 def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the rewards of a group, or any of their parts, differ (DAPO, arXiv 2503.14476, section 3.2).
+    """Return whether the rewards of a group, or any reward component, differ (DAPO, arXiv 2503.14476, section 3.2).
 
-    Equal rewards give every member the advantage 0: the group would only thin the batch. Rewards whose sample standard
-    deviation is at most `EPS` count as equal, as they do in advantages.
+    With equal rewards all advantages are 0, so the group would only dilute the batch. Rewards with a sample standard
+    deviation of at most `EPS` count as equal, as in the computation of advantages.
     """
     import numpy as np
 
@@ -42,33 +43,33 @@ def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
 
 @dataclass(slots=True)
 class FinishedGroup:
-    """What became of one admission. Exactly one of accepted, rejected and failed."""
+    """Outcome of one admitted group. It is accepted, rejected or failed."""
 
     ticket: Ticket
     prompt: dict[str, Any]
-    """The data row."""
+    """Example of the group."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Of all members that succeeded, in order of (episode, trajectory of the episode)."""
+    """Trajectories of all successful episodes, in order of (episode, trajectory of the episode)."""
     rejected: str | None = None
-    """Why it was rejected: `workflow` (too many members were) or `filter`."""
+    """Reason of a rejection: `workflow` (it rejected too many episodes) or `filter`. None if not rejected."""
     error: BaseException | None = None
-    """Why it failed."""
+    """Error that failed the group, or None."""
     failures: list[BaseException] = field(default_factory=list)
-    """Errors of members, in the order in which they failed, also of a group that went on without them."""
+    """Errors of episodes in order of time, including those of a group that was used without the failed episodes."""
     declined: int = 0
-    """Members that the workflow rejected."""
+    """Number of episodes that the workflow rejected."""
     figures: Metrics = field(default_factory=Metrics)
-    """What its episodes recorded, also those that failed."""
+    """Metrics recorded by all episodes, including failed ones."""
 
 
 class _Members:
-    """A group whose members run: what they have in common, and what has become of them so far."""
+    """State of a running group: values shared by its episodes, and their results so far."""
 
     __slots__ = ("cache", "decided", "epoch", "group", "left", "needed", "prompt_id", "succeeded")
 
     def __init__(self, group: FinishedGroup, size: int, needed: int, held_out: bool) -> None:
         self.group, self.left, self.needed = group, size, needed
-        # a held-out row needs no id: the group's, its index, stands in; the epoch keeps its seeds apart from training
+        # A held-out example needs no id; its index, the group id, replaces it. Epoch -1 keeps its seeds distinct.
         self.prompt_id = int(group.prompt.get("prompt_id", group.ticket.group_id))
         self.epoch = -1 if held_out else int(group.prompt.get("epoch", 0))
         self.cache: dict[str, Any] = {}
@@ -76,7 +77,7 @@ class _Members:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_member_done(self, sample: int, trajectories: list[Trajectory] | None, error: BaseException | None) -> None:
-        """One member ended. Whatever comes after the decision is too late."""
+        """Record the end of one episode. Results after the group was decided are ignored."""
         if self.decided.done():
             return
         self.left -= 1
@@ -98,15 +99,17 @@ async def run_group(
     needed: int,
     should_accept: ShouldAccept | None = None,
 ) -> FinishedGroup:
-    """Fan a prompt out into episodes, end those that can no longer matter, and say what became of the group.
+    """Run the episodes of one prompt and return the outcome of the group.
+
+    It ends as soon as the remaining episodes cannot change the outcome, and cancels those episodes.
 
     Args:
-        episodes: how they are run; those that run are in its `running`.
-        prompt: the data row; each episode gets a copy of its own.
+        episodes: settings of the episodes; running ones are registered in its `running`.
+        prompt: the example; each episode gets a separate copy.
         ticket: the group's admission.
-        size: episodes.
-        needed: episodes that must succeed for the group to go on without the others; 0 lets every one end by itself.
-        should_accept: filter of a group that has what it needs.
+        size: number of episodes.
+        needed: episodes that must succeed; 0 waits for all episodes, whether they succeed or fail.
+        should_accept: filter for groups with at least `needed` successful episodes.
     """
     group = FinishedGroup(ticket, prompt)
     members = _Members(group, size, needed, held_out=episodes.generation is not None)
@@ -114,7 +117,7 @@ async def run_group(
         tasks = [asyncio.create_task(_episode(episodes, members, sample)) for sample in range(size)]
     try:
         await members.decided
-    finally:  # also where the group itself is cancelled
+    finally:  # also if the group itself is cancelled
         members.decided.cancel()
         for task in tasks:
             task.cancel()
@@ -145,34 +148,34 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
     except asyncio.CancelledError as killed:
         if members.decided.done():
             raise
-        # a workflow cancelled the task it runs in, or let the error of a task that it cancelled through
+        # The workflow cancelled its own task, or did not catch the error of a task that it cancelled.
         error = RLError(
             f"the episode of {context} was cancelled, but not by the runtime: by something in the workflow."
         )
         error.__cause__ = killed
-    except Exception as caught:  # noqa: BLE001 - the boundary of user code: recorded, counted, held against the budget
+    except Exception as caught:  # noqa: BLE001 - boundary of user code; recorded and counted in the budget
         error = caught
     finally:
         del episodes.running[context]
     members.on_member_done(sample, trajectories, error)
-    del group, members, task, error  # the error's traceback holds this frame, which would hold the error
+    del group, members, task, error  # the error's traceback references this frame: avoid a reference cycle
 
 
 def _filtered(
     trajectories: list[Trajectory], should_accept: ShouldAccept | None
 ) -> tuple[str | None, BaseException | None]:
-    """Why a complete group is rejected, or the error of the filter."""
+    """Return the reason why the filter rejects a complete group, or the error that the filter raised."""
     try:
         return (None if should_accept is None or should_accept(trajectories) else "filter"), None
-    except Exception as error:  # noqa: BLE001 - user code: the group fails with it and the budget counts it
+    except Exception as error:  # noqa: BLE001 - user code; the group fails and the budget counts it
         return None, error
 
 
 def prompt_id_of(prompt: dict[str, Any]) -> int:
-    """The data row's `prompt_id`.
+    """Return the `prompt_id` of an example.
 
     Raises:
-        DataError: it has none, or one that is not an integer.
+        DataError: it is missing or not an integer.
     """
     value = prompt.get("prompt_id")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -181,8 +184,11 @@ def prompt_id_of(prompt: dict[str, Any]) -> int:
 
 
 def deep_copy_data(prompt: dict[str, Any]) -> dict[str, Any]:
-    """A copy for one episode, lists and dictionaries in it copied as well: members must not see each other's edits, and
-    a prompt that is saved while it runs must be as it came. Arrays, tensors and images are shared."""
+    """Return a copy of the example for one episode, with nested lists and dictionaries copied.
+
+    Episodes must not see changes that other episodes make, and a prompt saved while it runs must be unchanged. Arrays,
+    tensors and images are shared.
+    """
     return {key: _copied(value) for key, value in prompt.items()}
 
 
@@ -195,12 +201,12 @@ def _copied(value: Any) -> Any:
 def with_ids(
     trajectories: list[Trajectory] | None, context: EpisodeContext, workflow: str = "the workflow"
 ) -> list[Trajectory] | None:
-    """What a workflow returned, with the ids of its episode.
+    """Check the result of a workflow, and set the ids of its episode.
 
     Raises:
-        DataError: it is no list or an empty one; arrays of a trajectory differ in length; a reward is not finite in
-            float32; or the rewards of its rows differ, of which an episode has one.
-        TypeError, ValueError: a reward is no number.
+        DataError: the result is not a list, or it is empty; the arrays of a trajectory differ in length; a reward is
+            not finite in float32; or the trajectories of the episode have different rewards.
+        TypeError, ValueError: a reward is not a number.
     """
     if trajectories is None:
         return None
@@ -239,7 +245,7 @@ def with_ids(
 
 
 def _aligned(trajectory: Trajectory) -> bool:
-    """Whether the arrays of a trajectory have one entry per token each."""
+    """Return whether all arrays of a trajectory have one entry per token."""
     length, rewards = len(trajectory.input_ids), trajectory.token_rewards
     same = len(trajectory.loss_mask) == len(trajectory.logprobs) == len(trajectory.versions) == length
     return same and (rewards is None or len(rewards) == length)

@@ -1,4 +1,4 @@
-"""Where prompts come from: an iterator of rows, and before it the prompts that a stopped run had in flight."""
+"""Source of prompts: first those that a stopped run had in flight, then an iterator of examples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from rl_contracts.errors import ConfigError, DataError
 Row = dict[str, Any]
 
 MAX_DROPPED = 1_000_000
-"""Rows that are read to say which they were."""
+"""Maximum number of remaining examples that are read to report them as left over."""
 
 
 class PromptSource:
-    """Hands out data rows once each, and can be saved between any two.
+    """Iterator that returns each example once and can be saved between any two examples.
 
-    An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other must give the same rows
-    in the same order in a new process: on restoring, the rows that were drawn before are skipped. To go on with another
-    number of heads, the iterable needs `load_states`, which takes the states of the former heads' iterables, in order.
+    An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other iterable must yield the
+    same examples in the same order in a new process, because restoring skips those that were already drawn. To resume
+    with another number of data-parallel leaders, the iterable needs `load_states`. It takes the states of the previous
+    leaders' iterables, in their order.
 
     Args:
-        rows: dict rows with an integer `prompt_id`, finite or endless.
+        rows: examples (dictionaries with an integer `prompt_id`), finite or endless.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -35,15 +36,15 @@ class PromptSource:
 
     @cached_property
     def _iterator(self) -> Iterator[Row]:
-        return iter(self._rows)  # not before a state is loaded into the rows
+        return iter(self._rows)  # created lazily, after a state was loaded into the iterable
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last row was handed out."""
+        """Whether the last example was returned."""
         return self._exhausted and not self._requeued
 
     def next_row(self) -> Row | None:
-        """The next row; None at the end."""
+        """Return the next example, or None at the end of the data."""
         if self._requeued:
             return self._requeued.popleft()
         row = next(self._iterator, None)
@@ -52,7 +53,10 @@ class PromptSource:
         return row
 
     def drop_rest(self) -> list[Row]:
-        """Hand out no more; the rows that there were still (up to `MAX_DROPPED`, where there is no end)."""
+        """Return the remaining examples and end the source.
+
+        At most `MAX_DROPPED` examples are read from the iterable, because it may be endless.
+        """
         rest = list(islice(self._iterator, MAX_DROPPED))
         left = [*self._requeued, *rest]
         self._requeued.clear()
@@ -60,19 +64,19 @@ class PromptSource:
         return left
 
     def requeue_first(self, rows: Iterable[Row]) -> None:
-        """Hand these rows out again, in this order, before all others."""
+        """Return these examples again, in this order, before all others."""
         self._requeued.extendleft(reversed(list(rows)))
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, as far as the iterable's own state is."""
+        """Return the state. It consists of JSON values if the state of the iterable does."""
         state = self._rows.state_dict() if hasattr(self._rows, "state_dict") else None
         return {"drawn": self._drawn, "requeued": list(self._requeued), "rows": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Restore the state of `state_dict`.
 
         Raises:
-            DataError: the data is shorter than what was drawn before, or cannot go on from its state.
+            DataError: the data has fewer examples than were drawn before, or its iterable cannot load the saved state.
         """
         if state["rows"] is not None:
             if not hasattr(self._rows, "load_state_dict"):
@@ -92,11 +96,12 @@ class PromptSource:
         self._requeued.extend(state["requeued"])
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue with this head's part of the rows that another number of heads had left. The rows that those were to
-        hand out again are not among them.
+        """Continue with this leader's shard of the remaining examples, out of the states of all previous leaders.
+
+        Requeued examples of the previous leaders are not included.
 
         Raises:
-            ConfigError: the rows cannot be divided anew.
+            ConfigError: the iterable cannot divide its remaining examples among another number of leaders.
         """
         if not hasattr(self._rows, "load_states") or any(state["rows"] is None for state in states):
             raise ConfigError(

@@ -1,12 +1,14 @@
-"""How a run that was saved with n heads goes on with m.
+"""Resumption of a run with another number of data-parallel leaders.
 
-The former heads stood at different places of the order, and held different numbers of groups. What they had is dealt to
-the new ones like cards, so that each is used once: the accepted groups with their trajectories, by age; then the
-prompts that were in flight or were to be asked again; then the rows that are left of the data, which the loader deals
-(`load_states` of the iterable that the prompts come from).
+The previous leaders stopped at different positions in the data and held different numbers of groups. Their state is
+distributed round-robin to the new leaders, so that each item is used once:
 
-Seeds of samples derive from (seed, prompt, epoch, sample), so they do not change. Ids of groups stay unique: the new
-heads share the numbers above all former ones.
+- accepted groups with their trajectories, by age;
+- prompts that were in flight or requeued;
+- remaining examples, which the loader distributes (`load_states` of the iterable of prompts).
+
+Sampling seeds derive from (seed, prompt, epoch, sample), so they do not change. Group ids stay unique: the new leaders
+use ids above all previous ones.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def leader_states(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states of all heads of a saved run in order of head, out of those of all its ranks.
+    """Return the states of all data-parallel leaders in order, out of the states of all ranks of a saved run.
 
     Raises:
-        ConfigError: some are missing, or they are not of one moment.
+        ConfigError: states are missing, or were saved at different versions.
     """
     heads = {int(state["layout"]["head"]): state for state in states if "manager" in state}
     count = max((int(state["layout"]["heads"]) for state in heads.values()), default=0)
@@ -37,12 +39,14 @@ def leader_states(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reshard_groups(states: Sequence[dict[str, Any]], head: int, heads: int) -> dict[str, Any]:
-    """One head's state, but for the data's, out of those of all former heads.
+    """Return the state of one new data-parallel leader, out of the states of all previous leaders.
+
+    The position in the data is not included.
 
     Args:
-        states: of `RolloutScheduler.state_dict`, of all former heads.
-        head: which of the new heads this is.
-        heads: how many there are.
+        states: results of `RolloutScheduler.state_dict` of all previous leaders.
+        head: index of this new leader.
+        heads: number of new leaders.
     """
     managers = [state["manager"] for state in states]
     groups: list[FinishedGroup] = sorted((g for state in states for g in state["groups"]), key=lambda g: g.ticket)
@@ -64,7 +68,10 @@ def reshard_groups(states: Sequence[dict[str, Any]], head: int, heads: int) -> d
 
 
 def _merged(budgets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What became of the last groups of all heads, the latest of each last."""
+    """Merge the failure budgets of all leaders.
+
+    The outcomes are aligned at their ends, so that the latest outcomes of each leader come last.
+    """
     recents = [budget.get("recent", ()) for budget in budgets]
     before_last = [(len(recent) - number, entry) for recent in recents for number, entry in enumerate(recent)]
     before_last.sort(key=lambda aged: -aged[0])

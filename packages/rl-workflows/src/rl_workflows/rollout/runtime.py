@@ -1,8 +1,8 @@
-"""The rollout runtime as a training loop sees it: blocking calls, collective over all ranks.
+"""Rollout runtime for training loops: blocking calls that are collective over all trainer ranks.
 
-Each data-parallel head runs a `RolloutScheduler` on an event loop of its own; the other ranks only take part in the
-exchange. Ranks meet at short intervals while they wait, so that one head's failure ends the wait of all within a
-second.
+Each data-parallel leader runs a `RolloutScheduler` on a separate event loop. The other ranks only take part in the
+exchange of sequences. Waiting ranks synchronize every `POLL_SECONDS`, so a failure on one leader ends the wait of all
+ranks within a second.
 """
 
 from __future__ import annotations
@@ -37,50 +37,51 @@ if TYPE_CHECKING:
     from rl_contracts.workflow import RolloutWorkflow
 
 POLL_SECONDS = 0.5
-"""How often ranks meet while they wait."""
+"""Seconds between two synchronizations of waiting ranks."""
 
 CALL_SECONDS = 60.0
-"""Time that a call that waits for no episode may take."""
+"""Time limit in seconds for calls that do not wait for episodes."""
 
 GC_THRESHOLDS = (1_000_000, 20, 50)
-"""Of `gc.set_threshold`. A young collection is due when a million more objects were made than freed, about 50,000
-episodes. Finished episodes that are replaced by new ones add few: in a steady run of 100,000 outstanding ones there was
-one collection per 120,000 episodes."""
+"""Arguments of `gc.set_threshold`. A young collection runs when allocations exceed deallocations by a million objects,
+about 50,000 episodes. A steady run with 100,000 outstanding episodes had one collection per 120,000 episodes, because
+new episodes replace finished ones."""
 
 
 COLLECTION_FRACTION = 0.01
-"""Of the time, at most, that is spent on freeing at the ends of steps what they left in reference cycles: a tensor in
-one is a small object, whose memory the thresholds do not see."""
+"""Maximum fraction of the time to spend on garbage collection at the ends of steps. These collections free tensors in
+reference cycles: a tensor is a small Python object, so the thresholds ignore its memory."""
 FULL_COLLECTION_EVERY = 50
-"""Collections. What outlived the end of its step is found by a full one, every so many."""
+"""Number of collections per full collection. Only a full collection frees objects that survived the end of their
+step."""
 
 
 class DistRollout(RolloutRuntime):
     """Asynchronous rollouts under the admission rule of `rl_workflows.rollout.staleness`.
 
     Args:
-        engine: client of the inference servers; used on data-parallel heads only.
-        workflow: what happens in an episode.
-        prompts: this head's data rows: dicts with an integer `prompt_id` and, where the data is passed more than once,
-            an `epoch`. Finite or endless; see `rl_workflows.rollout.prompt_source` for what resuming asks of it.
-        batch_size: groups per step over all heads.
+        engine: client of the inference servers; used on data-parallel leaders only.
+        workflow: workflow that each episode runs.
+        prompts: examples of this leader, finite or endless. They are dictionaries with an integer `prompt_id` and, if
+            the data is repeated, an `epoch`. `rl_workflows.rollout.prompt_source` states the requirements for resuming.
+        batch_size: groups per step over all leaders.
         config: settings.
-        parallel: this rank among the trainer's.
-        minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
-        should_accept: filter of complete groups, besides `config.dynamic_sampling`.
-        on_answers: told of this head's answers, for example to write them to disk; see
+        parallel: position of this rank among the trainer ranks.
+        minibatches: optimizer steps per batch. The batch's entry `minibatch` assigns each sequence to a minibatch.
+        should_accept: filter of complete groups, in addition to `config.dynamic_sampling`.
+        on_answers: called with this leader's completions, for example to write them to disk; see
             `rl_workflows.rollout.scheduler.OnCompletions`.
-        clock: all time; the real one unless a simulated one is given.
-        loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
-            `destroy` then closes the engine as well.
+        clock: clock for all times; the system clock by default.
+        loop: thread with the event loop for the engine's coroutines, if the engine is shared. With None, the runtime
+            creates a separate one, and `destroy` also closes the engine.
         version: version that the servers hold at the start.
-        on_stuck_trainer: told, on the loop, when the trainer has been elsewhere for `config.trainer_timeout`: its own
-            thread cannot be given an error before it comes back, so this should end the process. In any case the next
-            call raises the error, if there is one.
-        stop: whether this process was asked to stop; asked while `next_batch` waits. None: it never is.
+        on_stuck_trainer: called on the loop when the trainer made no call for `config.trainer_timeout`. It should end
+            the process, because an error cannot be raised in the trainer's thread. The next call raises the error in
+            any case.
+        stop: returns whether this process received a stop request; polled while `next_batch` waits. None: never.
 
     Raises:
-        ConfigError: the batch, or `max_concurrent`, does not divide over the heads.
+        ConfigError: `batch_size` or `max_concurrent` is not divisible by the number of leaders.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class DistRollout(RolloutRuntime):
                     )
                 if total < self.batch_size and self.parallel.is_dp_leader:
                     self._call(self.scheduler.finish())
-            # only the last batch of a finite data set is smaller
+            # Only the last batch of a finite data set is smaller.
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
 
@@ -188,7 +189,7 @@ class DistRollout(RolloutRuntime):
         self._call(self.scheduler.set_paused(False))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state; see the contract. Call it between `end_step` and `next_batch`.
+        """Return the state of this rank. Call it between `end_step` and `next_batch`.
 
         Raises:
             RLError: a batch is being trained on.
@@ -202,10 +203,10 @@ class DistRollout(RolloutRuntime):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of the same rank.
+        """Restore the state of the same rank.
 
         Raises:
-            ConfigError: the saved run had another number of heads, or this is another head's state.
+            ConfigError: the saved run had another number of data-parallel leaders, or the state is of another leader.
         """
         if state["layout"] != self._layout:
             raise ConfigError(
@@ -216,12 +217,13 @@ class DistRollout(RolloutRuntime):
             self._call(self.scheduler.load_state_dict(_with_groups(state)))
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue from the states of all ranks of a run, in order of rank, whatever their number and layout were. No
-        prompt is lost or repeated, however far the former heads were apart.
+        """Restore from the states of all ranks of a run, in rank order, for any previous number and layout of ranks.
+
+        No prompt is lost or repeated, even if the previous leaders had drawn different amounts of data.
 
         Raises:
-            ConfigError: there is not one state of each head; or their number was another, and the data cannot be
-                divided anew.
+            ConfigError: the state of a leader is missing, or states have different versions; or the number of leaders
+                changed and the data cannot be divided among the new ones.
         """
         own = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
         if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_leader):
@@ -235,13 +237,20 @@ class DistRollout(RolloutRuntime):
         return {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
 
     def stats(self) -> Metrics:
-        """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
-        `groups/failed` (and per boundary), `groups/left_over` (prompts that are not trained on, because the data of
-        some head were over; 0 but with the last batch), `episodes/failed/<boundary>`, `groups/outstanding` (now),
-        `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
-        `groups/wait_seconds`, `tokens/generated`; of all answers in finished groups, trained on or not,
-        `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`; what episodes recorded;
-        and, from the first head, the servers' own as `server/<name>`.
+        """Return this leader's metrics since the last call.
+
+        - `groups/accepted`; `groups/rejected` and `groups/rejected/<reason>`; `groups/failed` and
+          `groups/failed/<boundary>`.
+        - `groups/left_over`: prompts that are not trained on because the data of some leader was exhausted; 0 before
+          the last batch.
+        - `groups/outstanding`: current number of outstanding groups.
+        - `groups/staleness_mean` and `groups/staleness_max`: versions from a group's start to its batch.
+        - `groups/wait_seconds`: seconds that `next_batch` waited.
+        - `episodes/failed/<boundary>` and `tokens/generated`.
+        - `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`: over all completions of
+          finished groups, including groups that are not trained on.
+        - Metrics that episodes recorded.
+        - `server/<name>`: metrics of the servers, on the first leader only.
         """
         if not self.parallel.is_dp_leader:
             return Metrics()
@@ -265,7 +274,7 @@ class DistRollout(RolloutRuntime):
             self.loop.close()
 
     def _wait_for_all(self) -> int:
-        """Wait until every head can fill its share; the groups of all of them together."""
+        """Wait until every leader has a batch, and return the number of groups in all of them."""
         poll = None if self.parallel.world_size == 1 and self._stop is None else POLL_SECONDS
         begun = False
         while True:
@@ -296,14 +305,16 @@ class DistRollout(RolloutRuntime):
         return self._wait(coroutine, CALL_SECONDS)
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run something on the loop. What waits for episodes is ended by the watch there; here only the loop is
-        watched."""
+        """Run a coroutine on the loop and wait for its result.
+
+        The watchdog ends waits for episodes. Only the loop itself is monitored here.
+        """
         with self.scheduler.watchdog.trainer_call():
             return self.loop.run(coroutine, timeout, blocked=self.config.stall_timeout)
 
 
 def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
-    """A head's state, with the groups that `groups_to_state` took apart."""
+    """Return the state of a leader with its groups rebuilt from `groups_to_state`."""
     from rl_workflows.rollout.batches import groups_from_state
 
     return state | {"groups": groups_from_state(state)}
@@ -317,17 +328,19 @@ def _accept_all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:
 
 
 def tune_garbage_collection() -> None:
-    """Keep Python's cycle collector from walking over all outstanding episodes again and again.
+    """Reduce how often Python's cycle collector visits all outstanding episodes.
 
-    An outstanding episode is about twenty tracked objects (coroutines, a task, requests), which survive the young
-    collections and are then visited by each full one. With 100,000 of them and Python's own thresholds, that nearly
-    doubles the processor time of an episode; a young collection per 100,000 new objects still takes a quarter of it.
-    The runtime makes no cycles (a test sees to it), so reference counts free all that it uses; what workflows and
-    libraries leave in cycles is still found, only later. What exists at the call, mostly modules, is never looked at
+    An outstanding episode has about twenty tracked objects (coroutines, a task, requests). They survive the young
+    collections, and each full collection then visits them. With 100,000 episodes and Python's default thresholds, this
+    nearly doubles the processor time of an episode. A young collection per 100,000 new objects still takes a quarter of
+    it.
+
+    The runtime creates no cycles (verified by a test), so reference counts free all its objects. Cycles that workflows
+    and libraries create are still freed, only later. Objects that exist at the call, mostly modules, are never visited
     again.
 
-    This is a setting of the whole process. So its owner calls this, once, after its imports and before the first
-    episode; the runtime itself does not.
+    The setting affects the whole process. The runtime therefore does not change it: the program calls this function
+    once, after its imports and before the first episode.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The asynchronous side of one data-parallel head. Everything here runs on one event loop and never blocks it."""
+"""Asynchronous scheduler of one data-parallel leader. It runs on one event loop and never blocks it."""
 
 from __future__ import annotations
 
@@ -29,31 +29,34 @@ if TYPE_CHECKING:
 log = get_logger("workflows")
 
 MAX_ADMISSIONS_PER_TURN = 64
-"""Groups that start in one turn of the loop, so that answers are taken in between."""
+"""Maximum number of groups to start in one iteration of the event loop, so that completions are processed in
+between."""
 
 DESCRIBED_TOGETHER = 1024
-"""Answers of finished groups whose figures are computed at once: for a group alone numpy's calls take longer than all
-else that ends it."""
+"""Number of finished trajectories whose metrics are computed in one call. For a single group, the NumPy calls would
+take longer than the rest of its processing."""
 
 
 OnCompletions = Callable[[int, Sequence["Trajectory"], str | None], None]
-"""`(step, trajectories, why they are not trained on)`. Of the batch that leaves for a step the reason is None; of a
-group that is rejected or fails, the step is that of the next batch. Called on the event loop, so it must be quick."""
+"""Callback `(step, trajectories, reason)`. For a batch, `step` trains on it and `reason` is None. For a rejected or
+failed group, `step` is that of the next batch and `reason` states why the group is not trained on. It runs on the event
+loop and must be quick."""
 
 
 class RolloutScheduler:
-    """Admits prompts, runs their groups, keeps the accepted ones and hands out batches.
+    """Scheduler that admits prompts, runs their groups, stores accepted groups and returns batches.
 
     Args:
-        engine: what episodes generate with.
-        workflow: what happens in an episode.
-        prompts: data rows, finite or endless.
+        engine: inference engine of all episodes.
+        workflow: workflow that each episode runs.
+        prompts: examples, finite or endless.
         manager: admission.
         config: settings of the runtime.
-        clock: all time.
+        clock: clock for all times.
         should_accept: filter of complete groups.
-        on_answers: told of each batch, and of groups that are not trained on; see `OnCompletions`.
-        on_stuck_trainer: told, beside whoever waits next, when the trainer does not come back.
+        on_answers: called with each batch and with groups that are not trained on; see `OnCompletions`.
+        on_stuck_trainer: called if the trainer makes no call for `config.trainer_timeout`; the next wait raises the
+            same error.
     """
 
     def __init__(
@@ -83,11 +86,11 @@ class RolloutScheduler:
         self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
         self.outcomes: list[dict[str, Any]] = []
-        """What became of prompts, as far as nobody was told; see `RolloutRuntime.outcomes`."""
+        """Outcomes of prompts that were not yet returned; see `RolloutRuntime.outcomes`."""
         self._finished: list[Trajectory] = []
         self._taken: list[FinishedGroup] = []
         self._ids: deque[int] = deque()
-        """Ids of the groups that a stopped run had in flight, which are admitted again first."""
+        """Ids of the groups that a stopped run had in flight. They are reused for the first admissions."""
         self.metrics = Metrics()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
@@ -98,10 +101,10 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._asking: asyncio.Task[dict[str, float]] | None = None
         self._last_servers: dict[str, float] = {}
-        self._context = copy_context()  # one for all callbacks
+        self._context = copy_context()  # shared by all callbacks
 
     def fail(self, error: BaseException) -> None:
-        """Something in the background died: whoever waits, now or later, gets the error."""
+        """Store the error of a background task; every current and later wait raises it."""
         if self._error is None and isinstance(error, RLError):
             self._error = error
         elif self._error is None:
@@ -110,23 +113,23 @@ class RolloutScheduler:
         self._changed.set()
 
     async def begin_wait(self) -> None:
-        """Somebody waits for a batch from now on: prompts are admitted, and nothing moving counts as a stall."""
+        """Begin waiting for a batch: admit prompts, and let the watchdog detect stalls."""
         self.watchdog.begin_wait()
         if not self._started:
             self._started = True
             self._admit_groups()
 
     async def fill(self, timeout: float | None = None) -> int | None:
-        """Wait until a batch may leave.
+        """Wait until a batch is ready.
 
         Args:
-            timeout: seconds to wait at most, of real time.
+            timeout: maximum time to wait, in seconds of real time.
 
         Returns:
-            the groups that it would have, 0 at the end of the data; None if the time passed first.
+            the number of groups of the batch, 0 at the end of the data; None if the timeout passed first.
 
         Raises:
-            RLError: something in the background failed, with its cause; or nothing moved for too long.
+            RLError: a background task failed (the error is its cause), or there was no progress for `stall_timeout`.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -141,7 +144,7 @@ class RolloutScheduler:
         return min(self.manager.accepted, self.manager.batch_size)
 
     async def take(self) -> list[FinishedGroup]:
-        """The groups of the batch that `fill` found ready, oldest first."""
+        """Return the groups of the batch that `fill` found ready, oldest first."""
         tickets = self.manager.take_batch(self.source.exhausted)
         self._count_staleness([self.manager.version - ticket.start for ticket in tickets])
         groups = self._taken = [self.accepted.pop(ticket.group_id) for ticket in tickets]
@@ -150,7 +153,7 @@ class RolloutScheduler:
         return groups
 
     async def return_batch(self) -> None:
-        """Undo `take`, except where its batch was the last one, after `end`.
+        """Undo `take`. The last batch cannot be returned after `finish`.
 
         Raises:
             RLError: no batch was taken, or it was the last.
@@ -165,13 +168,16 @@ class RolloutScheduler:
         ]
 
     async def end_step(self, version: int) -> None:
-        """Free the places of the batch and admit more."""
+        """Free the slots of the batch and admit more groups."""
         self._taken = []
         self.manager.end_step(version)
         self._admit_groups()
 
     async def finish(self) -> None:
-        """The batch that was taken is the last: the data of a head are over. What is left is counted and dropped."""
+        """End the run after the batch that was taken, because the data of a leader is exhausted.
+
+        The remaining groups and prompts are counted and dropped.
+        """
         held = {group_id: group.prompt for group_id, group in self.accepted.items()}
         held |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
         left: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in held.items()]
@@ -190,25 +196,25 @@ class RolloutScheduler:
         for group in self.accepted.values():
             self._report(self.manager.steps, group.trajectories, "left over")
         self.manager.drop_rest()
-        self._taken = []  # without the rest, the batch cannot be returned
+        self._taken = []  # the batch cannot be returned after the rest was dropped
         self.running.clear()
         self.accepted.clear()
 
     async def take_outcomes(self) -> list[dict[str, Any]]:
-        """What became of prompts since the last call."""
+        """Return the outcomes of prompts since the last call."""
         endings, self.outcomes = self.outcomes, []
         return endings
 
     async def set_paused(self, paused: bool) -> None:
-        """Stop or go on admitting."""
+        """Stop or resume admission."""
         self._paused = paused
         self._admit_groups()
 
     async def stats(self, of_servers: bool = True) -> Metrics:
-        """Counters since the last call, what episodes recorded, and the servers' own.
+        """Return counters since the last call, metrics that episodes recorded, and those of the servers.
 
-        A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
-        the servers; each further one gives what they said to the call before, and asks them again meanwhile.
+        Busy servers respond slowly, and the training loop calls this at every step. Only the first call waits for the
+        servers. Each later call returns their replies to the previous request and sends a new one.
         """
         self._describe()
         self.metrics.add("groups/outstanding", self.manager.outstanding, kind="sum")
@@ -223,8 +229,11 @@ class RolloutScheduler:
         return figures
 
     async def state_dict(self) -> dict[str, Any]:
-        """Admission, prompts in flight, the position in the data, and the accepted groups, which change no more:
-        tensors are made of them elsewhere, so that this loop is not held up."""
+        """Return the state of admission, the prompts in flight, the position in the data, and the accepted groups.
+
+        Accepted groups no longer change. The caller converts them to tensors, so that the conversion does not block the
+        event loop.
+        """
         manager = self.manager.state_dict()
         return {
             "manager": manager,
@@ -237,7 +246,7 @@ class RolloutScheduler:
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, before `begin_wait`.
+        """Restore the state of `state_dict`. Call this before `begin_wait`.
 
         Raises:
             RLError: prompts were admitted already.
@@ -247,12 +256,14 @@ class RolloutScheduler:
         self.source.requeue_first(again)
 
     async def load_states(self, states: Sequence[dict[str, Any]], leader: int, leaders: int) -> None:
-        """Continue as one of `heads` heads from the states of all heads of a run, in their order, before `begin_wait`.
-        With the same number this is `load_state_dict` of this head's; else see `rl_workflows.rollout.resharding`.
+        """Restore the state of one of `leaders` leaders from the states of all leaders of a run, in order.
+
+        Call this before `begin_wait`. If the number of leaders is unchanged, it restores the state with index `leader`;
+        otherwise see `rl_workflows.rollout.resharding`.
 
         Raises:
             RLError: prompts were admitted already.
-            ConfigError: the data cannot be divided anew.
+            ConfigError: the data cannot be divided among the new number of leaders.
         """
         if len(states) == leaders:
             await self.load_state_dict(states[leader])
@@ -262,13 +273,13 @@ class RolloutScheduler:
         self.source.requeue_first(again)
 
     def _load(self, state: dict[str, Any]) -> list[Row]:
-        """All but the position in the data; the prompts to ask again, before others."""
+        """Restore all but the position in the data, and return the prompts to admit again first."""
         refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.budget.load_state_dict(state.get("budget", {}))
-        self.outcomes = list(state.get("endings", ()))  # which points of earlier commits do not have, nor the next
-        if "in_flight_ids" in state:  # those of a batch stand in the order of their ids
+        self.outcomes = list(state.get("endings", ()))  # missing in checkpoints of earlier releases
+        if "in_flight_ids" in state:  # reuse the ids: sequences of a batch are ordered by them
             self._ids.extend([*sorted(refused), *state["in_flight_ids"]])
         prompts = {group.ticket.group_id: group.prompt for group in groups}
         return [*(prompts[group_id] for group_id in sorted(refused)), *state["in_flight"]]
@@ -284,10 +295,10 @@ class RolloutScheduler:
         for group in groups:
             group.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # not gather, which a caller with a deadline could not leave
+            await asyncio.wait(tasks)  # not gather: a caller with a timeout could not leave it
 
     def _admit_groups(self) -> None:
-        """Admit while there are places and prompts, a slice per turn of the loop."""
+        """Admit groups while slots and prompts are available, a limited number per iteration of the event loop."""
         self._pump_is_due = False
         if self._paused or not self._started or self._error is not None:
             return
@@ -297,19 +308,19 @@ class RolloutScheduler:
                 if prompt is None:
                     self._changed.set()
                     return
-                prompt_id_of(prompt)  # refused before it has a place
+                prompt_id_of(prompt)  # raises before the prompt is admitted
                 ticket = self.manager.admit(self._ids.popleft() if self._ids else None)
                 group = asyncio.create_task(self._run(prompt, ticket))
                 self.running[ticket.group_id] = (prompt, group)
                 group.add_done_callback(self._group_ended, context=self._context)
-        except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
+        except Exception as error:  # noqa: BLE001 - the data iterator is user code; next_batch raises its error
             self.fail(error)
             return
         if self.manager.capacity:
             self._schedule_admission()
 
     def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
-        """The group of a prompt that was admitted; simulations put another one in its place."""
+        """Return the coroutine that runs an admitted group. Simulations replace this method."""
         size, needed = self.config.group_size, self.config.needed
         return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
 
@@ -322,19 +333,19 @@ class RolloutScheduler:
         try:
             group = task.result()
             if group.error is not None and (gone := _no_servers(group.failures)):
-                raise gone  # other prompts would fail, too: this one stays in flight
+                raise gone  # other prompts would fail, too; this one stays in flight
             del self.running[group.ticket.group_id]
             self._record_group(group)
         except asyncio.CancelledError:
             self.fail(RLError("the task of a group was cancelled, but not by the runtime; by a workflow?"))
-        except Exception as error:  # noqa: BLE001 - next_batch raises it
+        except Exception as error:  # noqa: BLE001 - next_batch raises this error
             self.fail(error)
 
     def _record_group(self, group: FinishedGroup) -> None:
-        """Say what became of a group to admission, figures and budget, and admit more.
+        """Record the outcome of a group in admission, metrics and failure budget, and schedule further admissions.
 
         Raises:
-            RLError: too many failed or were rejected.
+            RLError: too many groups failed or were rejected.
         """
         self.episodes.touch()
         self.metrics.merge(group.figures)
@@ -343,7 +354,7 @@ class RolloutScheduler:
             self._describe()
         for failure in group.failures:
             self.metrics.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
-        group.failures.clear()  # which hold the frames of their episodes
+        group.failures.clear()  # they reference the frames of their episodes
         group_id = group.ticket.group_id
         if group.error is not None:
             boundary = boundary_of(group.error)
@@ -379,7 +390,7 @@ class RolloutScheduler:
         self.metrics.add(f"groups/{ending}", groups, kind="sum")
 
     def _describe(self) -> None:
-        """Take the answers of finished groups into the figures, whether they are trained on or not."""
+        """Add the completions of finished groups to the metrics, including those that are not trained on."""
         import numpy as np
 
         answers, self._finished = self._finished, []
@@ -402,11 +413,11 @@ class RolloutScheduler:
 
 
 def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
-    """The first error among these and their causes that says that no server is left."""
+    """Return the first `NoServersError` among the errors and their causes, or None."""
     return next((each for error in failures for each in causes(error) if isinstance(each, NoServersError)), None)
 
 
 def _outcome(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
-    """What became of a prompt, as `RolloutRuntime.outcomes` tells it."""
+    """Return the outcome of a prompt in the format of `RolloutRuntime.outcomes`."""
     epoch = int(prompt.get("epoch", 0))
     return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}

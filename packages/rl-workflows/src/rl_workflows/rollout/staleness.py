@@ -1,38 +1,37 @@
-"""Admission: which groups may start, and which may leave in a batch, so that none is ever too old.
+"""Admission of groups and release of batches under a bound on staleness.
 
-Pure bookkeeping, one per data-parallel head: no clock, no event loop, no tensors. Everything is counted in groups.
+This module only counts groups, separately for each data-parallel leader. It uses no clock, event loop or tensors.
 
 With B groups per step, eta = `max_staleness` and the trainer's version v, a group that was admitted at version s is
-*due* at s + eta: a batch that leaves later may not hold it.
+*due* at s + eta: no batch that is released later may contain it.
 
     outstanding = running + accepted + in the batch that is being trained on
     capacity    = min(max_concurrent - running, (eta + 1) * B - outstanding)
 
-Look-ahead: a batch leaves only if, for every k >= 0, at most k * B of the groups that stay behind (running or
-accepted) are due by v + k. Otherwise it waits for groups that are due instead of leaving with younger ones. Batches
-take the oldest start first.
+Look-ahead: a batch is released only if, for every k >= 0, at most k * B of the remaining groups (running or accepted)
+are due by v + k. Otherwise the batch waits for groups that are due, instead of taking younger ones. Batches take the
+oldest start first.
 
-**Why no consumed group is older than eta versions.** When no batch is out, "at most (k + 1) * B outstanding groups are
-due by v + k, for every k" always holds; call it I(v). With k = 0 the look-ahead leaves nothing behind that is due by v,
-so at version v + 1 nothing is overdue. It remains to see that I survives:
+**Why no consumed group is older than eta versions.** While no batch is in training, the invariant I(v) holds: for every
+k, at most (k + 1) * B outstanding groups are due by v + k. With k = 0, the look-ahead leaves no group behind that is
+due by v, so nothing is overdue at version v + 1. Each event preserves I:
 
-- *Admission while no batch is out.* The new group is due at v + eta, so it counts for k >= eta only, and there all
+- *Admission while no batch is in training.* The new group is due at v + eta, so it only counts for k >= eta. There, all
   outstanding groups together are at most (eta + 1) * B.
-- *Admission while a batch is out.* The batch holds its places, so the groups outside of it are at most eta * B. The new
-  group is due at v + eta = (v + 1) + (eta - 1): for the next version, k = eta - 1 allows eta * B.
-- *The step ends at v + 1.* The look-ahead left at most k * B groups due by v + k, that is (k + 1) * B due by
-  (v + 1) + k: I(v + 1). *The step is skipped, v stays*: k * B is less than (k + 1) * B.
-- *A group is rejected or fails.* It leaves; its replacement is an admission.
+- *Admission while a batch is in training.* The batch keeps its slots, so at most eta * B groups are outside of it. The
+  new group is due at v + eta = (v + 1) + (eta - 1); for the next version, k = eta - 1 allows eta * B.
+- *The step ends at v + 1.* The look-ahead left at most k * B groups due by v + k, that is, (k + 1) * B due by (v + 1) +
+  k: I(v + 1). *The step is skipped, and v stays*: k * B is less than (k + 1) * B.
+- *A group is rejected or fails.* It is removed; its replacement is an admission.
+- *A run with n leaders and B / n groups per step each resumes with m leaders and B / m.* The accepted groups are
+  distributed round-robin by age. Over all leaders at most (k + 1) * B are due by v + k, so no new leader gets more than
+  (k + 1) * B / m of them. Running groups are admitted again.
 
-- *n heads with B / n places each are resumed as m with B / m.* The accepted groups are dealt by age. Over all heads at
-  most (k + 1) * B are due by v + k, so no new head gets more than (k + 1) * B / m of them. What ran is admitted anew.
-
-**Why it cannot deadlock.** While a batch is awaited and fewer than B groups are outstanding, capacity is positive
-unless `max_concurrent` groups run, and those end. With B or more outstanding, I(v) says that once the B oldest of them
-are accepted the batch may leave: of the groups due by v + k, at most (k + 1) * B - B stay behind. Nothing but the end
-of running groups is waited for, and every running group ends, because an episode has deadlines of its own. (If all
-groups are rejected for ever, the executor ends the run.) Places that are freed let groups in that are younger than all
-others, so they never come before the B oldest.
+**Why it cannot deadlock.** Suppose the trainer waits for a batch. With fewer than B outstanding groups, capacity is
+positive unless `max_concurrent` groups run, and those end. With B or more, I(v) implies that the batch is released once
+the B oldest are accepted. Of the groups due by v + k, at most (k + 1) * B - B then stay behind. The batch only waits
+for running groups to end, and each does, because episodes have deadlines. (If all groups are rejected, the failure
+budget stops the run.) Groups admitted to freed slots are younger than all others, so they never precede the B oldest.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from rl_contracts.errors import RLError
 
 
 class Ticket(NamedTuple):
-    """One admission. Tickets order by age: start version, then admission."""
+    """Admission of one group. Tickets are ordered by age: start version, then group id."""
 
     start: int
-    """Version that was committed on all live servers when the group was admitted."""
+    """Version committed on all live servers when the group was admitted."""
     group_id: int
-    """Unique over all heads and the whole run."""
+    """Id of the group, unique over all leaders and the whole run."""
 
 
 class StalenessManager:
-    """Counts groups from their admission to the end of the step that trains on them.
+    """Counter of groups, from their admission to the end of the step that trains on them.
 
-    Each event costs O(log n) at most, and a check of the look-ahead O(eta).
+    Each event costs at most O(log n); a look-ahead check costs O(eta).
 
     Args:
-        batch_size: groups per step of this head, B; at least 1.
-        max_staleness: eta; 0 is exactly on-policy. `RolloutConfig` checks it and the next.
-        max_concurrent: groups that run at the same time; None: no further limit.
+        batch_size: groups per step of this leader, B; at least 1.
+        max_staleness: eta; 0 is exactly on-policy. `RolloutConfig` validates this and `max_concurrent`.
+        max_concurrent: maximum number of running groups; None sets no further limit.
         version: version that is committed now.
         first_id: id of the first group.
-        id_stride: distance between two ids, so that heads share the numbers.
+        id_stride: difference between consecutive ids, so that ids of several leaders are disjoint.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class StalenessManager:
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.max_concurrent = max_concurrent
         self.version, self.steps = version, 0
-        """Committed version, and batches that have left."""
+        """Committed version, and number of batches released."""
         self._next_id, self._id_stride = first_id, id_stride
         self._running: dict[int, Ticket] = {}
         self._running_by_start: Counter[int] = Counter()
@@ -93,22 +92,22 @@ class StalenessManager:
 
     @property
     def running(self) -> int:
-        """Groups admitted and neither accepted nor rejected nor failed."""
+        """Number of groups that were admitted and have no outcome yet."""
         return len(self._running)
 
     @property
     def accepted(self) -> int:
-        """Groups that wait for a batch."""
+        """Number of accepted groups that wait for a batch."""
         return len(self._accepted)
 
     @property
     def outstanding(self) -> int:
-        """Groups that hold a place."""
+        """Number of groups that occupy a slot."""
         return len(self._running) + len(self._accepted) + self.in_step
 
     @property
     def capacity(self) -> int:
-        """Groups that may start now."""
+        """Number of groups that may start now."""
         places = (self.max_staleness + 1) * self.batch_size - self.outstanding
         if self.max_concurrent is not None:
             places = min(places, self.max_concurrent - len(self._running))
@@ -118,7 +117,7 @@ class StalenessManager:
         """Start a group at the current version.
 
         Args:
-            group_id: that of a group which a stopped run had in flight; None: the next one.
+            group_id: id of a group that a stopped run had in flight; None assigns the next id.
 
         Raises:
             RLError: there is no capacity.
@@ -132,36 +131,36 @@ class StalenessManager:
         return ticket
 
     def accept(self, ticket: Ticket) -> None:
-        """A running group is finished and waits for a batch.
+        """Add a running group to those that wait for a batch.
 
         Raises:
-            RLError: it does not run (any more).
+            RLError: the group is not running.
         """
         self._end(ticket, "accepted")
         heapq.heappush(self._accepted, ticket)
         self._accepted_by_start[ticket.start] += 1
 
     def reject(self, ticket: Ticket) -> None:
-        """A running group was refused; its place is free.
+        """Remove a rejected group and free its slot.
 
         Raises:
-            RLError: it does not run (any more).
+            RLError: the group is not running.
         """
         self._end(ticket, "rejected")
 
     def fail(self, ticket: Ticket) -> None:
-        """A running group failed; its place is free.
+        """Remove a failed group and free its slot.
 
         Raises:
-            RLError: it does not run (any more).
+            RLError: the group is not running.
         """
         self._end(ticket, "failed")
 
     def ready(self, closed: bool = False) -> bool:
-        """Whether a batch may leave now.
+        """Return whether a batch may be released now.
 
         Args:
-            closed: no further group will be admitted, so the batch may be smaller than B once nothing runs.
+            closed: no further group will be admitted, so the batch may be smaller than B if no group runs.
         """
         if self._step_is_open:
             return False
@@ -170,13 +169,13 @@ class StalenessManager:
         return self._may_leave_behind()
 
     def take_batch(self, closed: bool = False) -> list[Ticket]:
-        """The groups of the next batch, oldest first. They keep their places until `end_step`.
+        """Release the next batch and return its groups, oldest first. They keep their slots until `end_step`.
 
         Args:
-            closed: as in `ready`; the batch may then be smaller than B, or empty.
+            closed: see `ready`; the batch may then be smaller than B, or empty.
 
         Raises:
-            RLError: it is not ready, or a group is older than `max_staleness` (which the rule makes impossible).
+            RLError: no batch is ready, or a group is older than `max_staleness`, which would be a bug in admission.
         """
         if not self.ready(closed):
             raise RLError(f"take_batch: no batch may leave yet; {self.describe()}.")
@@ -193,10 +192,13 @@ class StalenessManager:
         return taken
 
     def return_batch(self, tickets: Sequence[Ticket]) -> None:
-        """Undo `take_batch`, which returned these: their groups wait for a batch again.
+        """Undo `take_batch`: its groups wait for a batch again.
+
+        Args:
+            tickets: result of `take_batch`.
 
         Raises:
-            RLError: no batch of so many groups is out.
+            RLError: no batch of this size is being trained on.
         """
         if not self._step_is_open or self.in_step != len(tickets):
             raise RLError(f"return_batch: no batch of {len(tickets)} groups is being trained on.")
@@ -207,10 +209,13 @@ class StalenessManager:
         self.steps -= 1
 
     def end_step(self, version: int) -> None:
-        """The step of the last batch is over at `version`: one more than before, or the same if it was skipped.
+        """End the step of the last batch.
+
+        Args:
+            version: the current version plus 1, or the current version if the step was skipped.
 
         Raises:
-            RLError: no batch is out, or the version is neither.
+            RLError: no batch is being trained on, or the version is neither of the two.
         """
         if not self._step_is_open:
             raise RLError("end_step: no batch is being trained on; call it once after each next_batch.")
@@ -223,22 +228,24 @@ class StalenessManager:
         self.in_step, self._step_is_open = 0, False
 
     def drop_rest(self) -> None:
-        """Forget the groups that run or wait for a batch: none follows."""
+        """Remove all running and accepted groups after the last batch."""
         for kept in (self._running, self._running_by_start, self._accepted, self._accepted_by_start):
             kept.clear()
 
     def describe(self) -> str:
-        """One line for errors."""
+        """Return one line that describes the state, for error messages."""
         return (
             f"version {self.version}: {self.running} groups running, {self.accepted} accepted, {self.in_step} in the "
             f"step, batch of {self.batch_size}, max_staleness {self.max_staleness}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values. Running groups are in it by id only: a new process starts their prompts again.
+        """Return the state as JSON values.
+
+        Running groups are not included; the caller saves their prompts and restarts them.
 
         Raises:
-            RLError: a batch is being trained on, so that it is unclear whether its groups are in the weights.
+            RLError: a batch is being trained on, so it is unknown whether the weights will include its groups.
         """
         if self._step_is_open:
             raise RLError("state_dict: a batch is being trained on; save between end_step and next_batch.")
@@ -250,10 +257,10 @@ class StalenessManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[Ticket]:
-        """Continue a fresh manager from `state_dict`.
+        """Restore the state of `state_dict` in a new manager.
 
         Returns:
-            accepted groups that have become too old, because B or `max_staleness` is smaller now; they are not kept.
+            accepted groups that are now too old, because B or `max_staleness` is smaller; they are not restored.
 
         Raises:
             RLError: groups were admitted already.
@@ -273,7 +280,7 @@ class StalenessManager:
         return refused
 
     def _may_leave_behind(self) -> bool:
-        """The look-ahead, for a batch of the oldest B accepted groups."""
+        """Return whether the look-ahead allows a batch of the B oldest accepted groups."""
         to_take, behind = self.batch_size, 0
         for start in sorted({*self._running_by_start, *self._accepted_by_start}):
             accepted = self._accepted_by_start.get(start, 0)

@@ -1,4 +1,4 @@
-"""Ending a wait in which nothing moves, with the name of what is stuck."""
+"""Watchdog that detects stalls of episodes and of the trainer, and reports the stuck stage."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ if TYPE_CHECKING:
 log = get_logger("workflows")
 
 STATS_TIMEOUT = 10.0
-"""Seconds that the servers have to say whether they still generate."""
+"""Seconds to wait for the metrics of the servers."""
 
 CHECKS = 8
-"""Looks within a limit."""
+"""Number of checks within each timeout."""
 
 STACKS_SHOWN = 8
-"""Further tasks whose stacks are logged when nothing moves."""
+"""Maximum number of further tasks whose stacks are logged in a stall."""
 
 AWAITED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
-"""Where coroutines, generators and asynchronous generators keep their frame, and what they wait for."""
+"""Attributes with the frame and the awaited object of coroutines, generators and asynchronous generators."""
 
 
 class Watchdog:
-    """One task on the loop. While somebody waits for episodes, something must move; while nobody does, the trainer must
-    come back before long: admission bounds what piles up meanwhile, this bounds the time.
+    """Task on the event loop that detects stalls.
+
+    While the trainer waits for episodes, there must be progress. Otherwise, the trainer must call the runtime again
+    within `trainer_timeout`. Admission limits the number of groups that accumulate meanwhile.
 
     Args:
-        episodes: what runs, and when something last moved.
-        describe: one line on what is waited for.
-        on_stall: told once, with the error.
+        episodes: running episodes, and the time of the last progress.
+        describe: returns one line on the state of admission or evaluation, for error messages.
+        on_stall: called once, with the error.
         stall_timeout: clock seconds without progress after which a wait ends.
-        trainer_timeout: clock seconds after which a trainer that is elsewhere counts as stuck.
-        on_stuck_trainer: told that instead; the trainer's own thread cannot be told anything.
+        trainer_timeout: clock seconds between calls of the runtime after which the trainer counts as stuck.
+        on_stuck_trainer: called with the error if the trainer is stuck, instead of `on_stall`. An error cannot be
+            raised in the trainer's thread.
     """
 
     def __init__(
@@ -59,14 +62,14 @@ class Watchdog:
         self._stall_timeout, self._trainer_timeout = stall_timeout, trainer_timeout
         self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer or on_stall
         self.waited_for = False
-        """Whether somebody waits for episodes."""
+        """Whether the trainer waits for episodes."""
         self._visits, self._thread = 0, ""
         self._trainer_left = self._clock.now()
         self._served_tokens: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     def begin_wait(self) -> None:
-        """Somebody waits for episodes from now on."""
+        """Begin to check for progress, because the trainer waits for episodes."""
         self.waited_for = True
         self._served_tokens = None
         self._episodes.touch()
@@ -75,13 +78,13 @@ class Watchdog:
             self._task.add_done_callback(self._died)
 
     def end_wait(self) -> None:
-        """Nobody waits any more."""
+        """End the checks for progress, because the trainer no longer waits."""
         self.waited_for = False
         self._trainer_left = self._clock.now()
 
     @contextmanager
     def trainer_call(self) -> Iterator[None]:
-        """The trainer, in this thread, is inside of a call of the runtime. One thread at a time."""
+        """Mark that the trainer is in a call of the runtime, in this thread. Only one thread may do so at a time."""
         self._thread = threading.current_thread().name
         self._visits += 1
         try:
@@ -91,21 +94,21 @@ class Watchdog:
             self._visits -= 1
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the watchdog."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
 
     def _died(self, task: asyncio.Task[None]) -> None:
         if task is not self._task:
-            return  # it was stopped
+            return  # the watchdog was stopped
         if task.cancelled():
             self._on_stall(RLError("the watch of the rollouts was cancelled, but not by the runtime; nothing watches."))
         elif (error := task.exception()) is not None:
             self._on_stall(error)
 
     async def _run_checks(self) -> None:
-        """Until the first alarm."""
+        """Check periodically, until the first alarm."""
         while True:
             await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS)
             away = self._clock.now() - self._trainer_left
@@ -123,7 +126,7 @@ class Watchdog:
                 return
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleep; if the loop was blocked meanwhile, nobody could move, and that is no stall of theirs."""
+        """Sleep, and count a blocked event loop as progress, because no episode can proceed while it is blocked."""
         begin = self._clock.now()
         await self._clock.sleep(seconds)
         late = self._clock.now() - begin - seconds
@@ -132,7 +135,7 @@ class Watchdog:
             self._episodes.touch()
 
     async def _servers_moved(self) -> bool:
-        """Whether the servers generated since this was last asked: a long answer is no stall."""
+        """Return whether the servers generated tokens since the last check. A long completion is not a stall."""
         stats = await server_metrics(self._episodes)
         if not stats:
             return False
@@ -169,7 +172,7 @@ class Watchdog:
 
 
 async def server_metrics(episodes: Episodes) -> dict[str, float]:
-    """What the engine's servers say of themselves; nothing, with a warning, where they do not answer."""
+    """Return the metrics of the engine's servers, or an empty dictionary, with a warning, if they do not reply."""
     try:
         return await run_with_timeout(episodes.clock, STATS_TIMEOUT, episodes.engine.stats())
     except (RLError, TimeoutError, OSError) as error:
@@ -178,10 +181,10 @@ async def server_metrics(episodes: Episodes) -> dict[str, float]:
 
 
 async def run_with_timeout[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, if it has one before `seconds` of the clock have passed.
+    """Return the result of the coroutine, within `seconds` of the clock.
 
     Raises:
-        TimeoutError: it has none; it is cancelled.
+        TimeoutError: it did not finish in time; it is cancelled.
     """
     task = asyncio.ensure_future(coroutine)
     timer = asyncio.ensure_future(clock.sleep(seconds))
@@ -196,7 +199,10 @@ async def run_with_timeout[T](clock: Clock, seconds: float, coroutine: Coroutine
 
 
 def stack_of_task(task: asyncio.Task[Any]) -> str:
-    """The task's name and its whole chain of awaits, outermost first (asyncio itself shows only the outermost)."""
+    """Return the task's name and its whole chain of awaits, outermost first.
+
+    The traceback of asyncio shows only the outermost frame.
+    """
     summary = traceback.StackSummary()
     waits: Any = task.get_coro()
     while waits is not None:

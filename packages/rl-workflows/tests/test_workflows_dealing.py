@@ -100,9 +100,9 @@ def test_states_of_heads_come_in_their_order_without_the_ranks_that_are_none():
 @pytest.mark.parametrize(
     ("states", "message"),
     [
-        ([state_of(0, 2)], r"expected the states of 2 heads, found those of \[0\]"),
-        ([{"layout": {"heads": 1, "head": 0}}], r"found those of \[\]"),
-        ([state_of(0, 2), state_of(1, 2, version=6)], r"saved at one version, found \[5, 6\]"),
+        ([state_of(0, 2)], r"the states of 2 leaders, .* \[0\]"),
+        ([{"layout": {"heads": 1, "head": 0}}], r"the states of 0 leaders, .* \[\]"),
+        ([state_of(0, 2), state_of(1, 2, version=6)], r"one version .* \[5, 6\]"),
     ],
 )
 def test_states_of_heads_that_do_not_belong_together_are_refused(states, message):
@@ -178,7 +178,7 @@ def test_load_states_of_data_that_cannot_be_divided_anew_is_refused():
     states = rank_states(2, 1)
     rollout = rollout_of(0, 1, 0, 1)
 
-    with pytest.raises(ConfigError, match=r"tuple_iterator.* without `load_states`.*as many replicas.*PromptLoader"):
+    with pytest.raises(ConfigError, match=r"2 trainer replicas.*tuple_iterator.* without `load_states`.*PromptLoader"):
         rollout.load_states(states)
     rollout.destroy()
 

@@ -186,7 +186,7 @@ def test_filter_that_rejects_everything_ends_the_run_with_advice(clock, make_hea
     head = make_head(should_accept=lambda rows: False, max_rejected_in_row=50)
 
     async def main():
-        with pytest.raises(RLError, match="50 groups in a row were rejected"):
+        with pytest.raises(RLError, match=r"^50 groups .*max_rejected_in_row"):
             await _batch(head)
         await head.close()
 
@@ -378,7 +378,7 @@ def test_row_without_prompt_id_ends_the_wait_and_names_its_keys(clock, make_head
     head = make_head(rows=iter([{"question": "1 + 1"}]))
 
     async def main():
-        with pytest.raises(DataError, match=r"integer `prompt_id`.*\['question'\]"):
+        with pytest.raises(DataError, match=r"`prompt_id`.*\['question'\]"):
             await _batch(head)
         await head.close()
 
@@ -456,9 +456,7 @@ def test_server_that_serves_an_older_version_than_committed_is_refused(clock, ma
     async def main():
         await _batch(head)
         await head.end_step(1)  # claims a commit that the servers never made
-        with pytest.raises(
-            InferenceError, match="admitted at version 1, trained on at 1, but its tokens carry versions 0"
-        ):
+        with pytest.raises(InferenceError, match="admitted at version 1 and .* tokens of versions 0 to 0"):
             assemble(await _batch(head), head.manager.version)
         await head.close()
 
@@ -578,9 +576,7 @@ def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, rewar
 
 def test_episode_of_several_rows_has_one_reward_and_differing_ones_are_refused_by_the_workflows_name(clock):
     context = EpisodeContext(0, 0, 0, 0, {}, clock)
-    with pytest.raises(
-        DataError, match=r"Turns\.arun_episode returned 2 rows with the rewards \[0.0, 1.0\].*token_rewards"
-    ):
+    with pytest.raises(DataError, match=r"Turns\.arun_episode returned 2 .* \[0.0, 1.0\].*token_rewards"):
         with_ids([_row(reward=0), _row(reward=1)], context, "Turns")
     assert len(with_ids([_row(reward=1), _row(reward=1.0)], context, "Turns")) == 2
 
@@ -593,7 +589,7 @@ def test_rewards_of_an_episode_that_differ_fail_its_group_and_end_the_run_in_the
             return [_row(reward=0.0), _row(reward=1.0)]
 
     head.episodes.workflow = Turns()
-    with pytest.raises(RLError, match=r"Turns\.arun_episode returned 2 rows"):
+    with pytest.raises(RLError, match=r"Turns\.arun_episode returned 2"):
         clock.run(_batch(head))
 
 

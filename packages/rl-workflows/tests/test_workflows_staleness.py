@@ -284,7 +284,7 @@ def test_end_step_version_that_jumps_is_refused():
 
 
 def test_end_step_without_a_batch_is_refused():
-    with pytest.raises(RLError, match="no batch is being trained on"):
+    with pytest.raises(RLError, match="end_step: no batch"):
         StalenessManager(batch_size=1, max_staleness=1).end_step(0)
 
 
@@ -320,5 +320,5 @@ def test_settings_that_cannot_work_are_refused(settings):
 
 
 def test_groups_per_replica_without_groups_is_refused():
-    with pytest.raises(ConfigError, match="batch_size: 0 groups"):
+    with pytest.raises(ConfigError, match="batch_size=0"):
         groups_per_replica(0, 2, "batch_size")

@@ -64,9 +64,9 @@ def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
         row = int(wrong.nonzero()[0, 0])
         found = versions[row][stamped[row]]
         raise InferenceError(
-            f"group {int(batch['group_ids'][row])}: admitted at version {int(starts[row])}, trained on at {version}, "
-            f"but its tokens carry versions {int(found.min())} to {int(found.max())}. A server does not serve the "
-            "version that was committed, or stamps the wrong one."
+            f"group {int(batch['group_ids'][row])}, admitted at version {int(starts[row])} and trained on at version "
+            f"{version}, has tokens of versions {int(found.min())} to {int(found.max())}. A server does not serve the "
+            "committed version, or stamps its tokens incorrectly."
         )
     return batch
 
@@ -82,7 +82,9 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     """
     trajectories = [answer for group in groups for answer in group.trajectories]
     if any(row.multi_modal is not None for row in trajectories):
-        raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
+        raise DataError(
+            "state_dict: sequences with multi_modal entries cannot be saved; expected sequences of tokens only."
+        )
     return {
         "groups": [
             {

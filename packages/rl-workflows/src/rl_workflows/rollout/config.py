@@ -77,7 +77,7 @@ class RolloutConfig(RuntimeConfig):
         require(
             not self.dynamic_sampling or self.group_size >= 2,
             "rollout.dynamic_sampling",
-            "a group_size of at least 2, because the only reward of a group of one is always equal to itself",
+            "a group_size of at least 2, because a group of one has no different rewards",
             self.group_size,
         )
 
@@ -98,6 +98,6 @@ def groups_per_replica(total: int, replicas: int, what: str) -> int:
     lower, upper = total // replicas * replicas, (total // replicas + 1) * replicas
     near = f"{lower} or {upper}" if lower else str(upper)
     raise ConfigError(
-        f"{what}: {total} groups per step cannot be divided equally among {replicas} trainer replicas. Use {near}, "
-        "or another number of trainer replicas."
+        f"{what}={total} must be divisible by the number of trainer replicas, {replicas}; use {near}, or another "
+        "number of trainer replicas."
     )

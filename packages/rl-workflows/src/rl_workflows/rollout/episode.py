@@ -203,8 +203,9 @@ class EpisodeEngine(InferenceEngine):
         room = longest - prompt
         if room < 1:
             raise DataError(
-                f"the prompt has {prompt} tokens, but a row may have {longest} with its answer (data.max_length, or "
-                "the model's context). Raise that, or leave such rows out (data.overlong=drop)."
+                f"the prompt has {prompt} tokens, but a sequence may have {longest} with its completion "
+                "(data.max_length, or the model's context). Raise that limit, or drop such examples "
+                "(data.overlong=drop)."
             )
         return replace(generation, max_new_tokens=room, min_new_tokens=min(generation.min_new_tokens, room))
 
@@ -216,7 +217,7 @@ class EpisodeEngine(InferenceEngine):
 
     def _refuse(self, *given: Any, **named: Any) -> NoReturn:
         raise InferenceError(
-            "an episode's handle only generates and scores; servers are controlled by the training loop."
+            "an episode's engine handle can only generate and score; the training loop controls the servers."
         )
 
     server_spec = initialize = follow_discovery = sync_version = stage_weights = commit_weights = _refuse

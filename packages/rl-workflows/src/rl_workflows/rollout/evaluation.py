@@ -64,7 +64,7 @@ async def evaluate_held_out(
     tasks = [asyncio.create_task(work()) for _ in range(min(len(rows), max(config.eval_concurrent // n, 1)))]
     watch = Watchdog(
         episodes,
-        lambda: f"evaluation: {len(rows) - len(finished)} rows left, {len(episodes.running)} episodes running",
+        lambda: f"evaluation: {len(rows) - len(finished)} examples remaining, {len(episodes.running)} episodes running",
         stop,
         config.stall_timeout,
     )
@@ -91,8 +91,8 @@ def _check_failures(budget: FailureBudget, group: FinishedGroup, n: int) -> None
     for _ in range(group.declined):
         budget.failed(
             RLError(
-                f"the workflow returned None for row {group.ticket.group_id} (its keys are {sorted(group.prompt)}): a "
-                "held-out row needs a reward."
+                f"the workflow returned None for held-out example {group.ticket.group_id} (its keys are "
+                f"{sorted(group.prompt)}); expected a trajectory with a reward."
             )
         )
     for _ in range(n - len(group.failures) - group.declined):
@@ -106,7 +106,9 @@ async def _await_cancelled(episodes: Episodes) -> None:
         if tasks:
             await run_with_timeout(episodes.clock, CLOSE_SECONDS, asyncio.wait(tasks))
     except TimeoutError:
-        log.error("evaluation: %d episodes ignore their cancellation and are left behind", len(episodes.running))
+        log.error(
+            "evaluation: %d episodes did not end after their cancellation and were abandoned", len(episodes.running)
+        )
 
 
 def _finish(groups: list[FinishedGroup], episodes: Episodes, version: int, n: int) -> None:
@@ -123,6 +125,6 @@ def _finish(groups: list[FinishedGroup], episodes: Episodes, version: int, n: in
     found = np.unique(np.concatenate(stamped)) if stamped else np.empty(0)
     if len(found) > 1 or (len(found) and found[0] < version):
         raise InferenceError(
-            f"evaluation: expected all tokens at one committed version (at least {version}), found the versions "
-            f"{found.tolist()}. Were weights published during the evaluation, or does a server miss an update?"
+            f"evaluation: expected all tokens at one committed version (at least {version}), found versions "
+            f"{found.tolist()}. Weights were published during the evaluation, or a server missed an update."
         )

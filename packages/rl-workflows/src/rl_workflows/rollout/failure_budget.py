@@ -45,9 +45,9 @@ class FailureBudget:
         self._rejected_in_row += 1
         if self._rejected_in_row >= self._config.max_rejected_in_row:
             raise RLError(
-                f"{self._rejected_in_row} groups in a row were rejected. Nothing is left to learn from these prompts "
-                "with this filter: all answers of a group may be right (or wrong), or should_accept is too strict. "
-                "Switch rollout.dynamic_sampling off, change the data, or raise rollout.max_rejected_in_row."
+                f"{self._rejected_in_row} groups in a row were rejected. Either all rewards of each group are equal, "
+                "or should_accept or the workflow is too strict. Disable rollout.dynamic_sampling, change the data, "
+                "or raise rollout.max_rejected_in_row."
             )
 
     def failed(self, error: BaseException) -> None:

@@ -149,9 +149,7 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
         if members.decided.done():
             raise
         # The workflow cancelled its own task, or did not catch the error of a task that it cancelled.
-        error = RLError(
-            f"the episode of {context} was cancelled, but not by the runtime: by something in the workflow."
-        )
+        error = RLError(f"the episode of {context} was cancelled by its workflow, not by the runtime.")
         error.__cause__ = killed
     except Exception as caught:  # noqa: BLE001 - boundary of user code; recorded and counted in the budget
         error = caught
@@ -180,7 +178,7 @@ def prompt_id_of(prompt: dict[str, Any]) -> int:
     value = prompt.get("prompt_id")
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise DataError(f"data row: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(prompt)}.")
+    raise DataError(f"example: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(prompt)}.")
 
 
 def deep_copy_data(prompt: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +210,7 @@ def with_ids(
         return None
     if not isinstance(trajectories, list | tuple):
         kind = type(trajectories).__name__
-        raise DataError(f"{workflow}.arun_episode returned one {kind}: expected a list, of one trajectory or several.")
+        raise DataError(f"{workflow}.arun_episode returned one {kind}: expected a list of one or more trajectories.")
     if not trajectories:
         raise DataError(f"{workflow}.arun_episode returned no trajectory; return None to reject an episode.")
     for trajectory in trajectories:
@@ -228,18 +226,17 @@ def with_ids(
         trajectory.reward = float(trajectory.reward)
         if not abs(trajectory.reward) <= MAX_REWARD:
             raise DataError(
-                f"{workflow}.arun_episode returned a trajectory with the reward {trajectory.reward}; expected a number "
-                f"that float32 can hold, at most {MAX_REWARD:.3g} in size. Clip or scale the reward."
+                f"{workflow}.arun_episode returned a trajectory with the reward {trajectory.reward}; expected a finite "
+                f"number of at most {MAX_REWARD:.3g} in magnitude, as float32 can hold. Clip or scale the reward."
             )
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id
         trajectory.episode_id = context.sample
     if len(trajectories) > 1 and len({trajectory.reward for trajectory in trajectories}) > 1:
         raise DataError(
-            f"{workflow}.arun_episode returned {len(trajectories)} rows with the rewards "
-            f"{[trajectory.reward for trajectory in trajectories]}; expected the same in each: an episode has one "
-            "reward, its outcome. Give each row that of the whole episode, and what single turns earned as its "
-            "`token_rewards`."
+            f"{workflow}.arun_episode returned {len(trajectories)} trajectories with rewards "
+            f"{[trajectory.reward for trajectory in trajectories]}; expected equal rewards, because an episode has "
+            "one reward. Set it on each trajectory, and set rewards of single turns in `token_rewards`."
         )
     return trajectories
 

@@ -90,7 +90,7 @@ class PromptSource:
             for number in range(int(state["drawn"])):
                 if self.next_row() is None:
                     raise DataError(
-                        f"resuming: {state['drawn']} rows were drawn before, but the data ends after {number}. "
+                        f"resuming: {state['drawn']} examples were drawn before, but the data ends after {number}. "
                         "Resume with the data set of the saved run."
                     )
         self._requeued.extend(state["requeued"])
@@ -105,8 +105,8 @@ class PromptSource:
         """
         if not hasattr(self._rows, "load_states") or any(state["rows"] is None for state in states):
             raise ConfigError(
-                f"resuming {len(states)} trainer replicas with another number of them: what each had taken of the data "
-                f"({type(self._rows).__name__}) cannot be divided anew without `load_states`. Resume with as many "
-                "replicas as the run had, or give the prompts by an rl_datasets.PromptLoader."
+                f"resuming: the run was saved with {len(states)} trainer replicas, and {type(self._rows).__name__} "
+                "cannot divide its remaining examples among another number without `load_states`. Resume with the "
+                "same number of replicas, or use an rl_datasets.PromptLoader for the prompts."
             )
         self._rows.load_states([state["rows"] for state in states])

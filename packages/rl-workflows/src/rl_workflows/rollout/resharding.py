@@ -31,10 +31,10 @@ def leader_states(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     heads = {int(state["layout"]["head"]): state for state in states if "manager" in state}
     count = max((int(state["layout"]["heads"]) for state in heads.values()), default=0)
     if not heads or heads.keys() != set(range(count)):
-        raise ConfigError(f"rollout state: expected the states of {count} heads, found those of {sorted(heads)}.")
+        raise ConfigError(f"rollout state: expected the states of {count} leaders, found those of {sorted(heads)}.")
     versions = {int(state["manager"]["version"]) for state in heads.values()}
     if len(versions) > 1:
-        raise ConfigError(f"rollout state: expected heads that were saved at one version, found {sorted(versions)}.")
+        raise ConfigError(f"rollout state: expected one version for all leaders, found {sorted(versions)}.")
     return [heads[head] for head in range(count)]
 
 

@@ -106,7 +106,7 @@ class DistRollout(RolloutRuntime):
         self.config = config or RolloutConfig()
         self.parallel = parallel or ParallelContext()
         rows = batch_size * self.config.needed
-        require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the rows of a batch", minibatches)
+        require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the sequences per batch", minibatches)
         self.batch_size, self.minibatches = batch_size, minibatches
         replicas = self.parallel.dp_size
         concurrent = self.config.max_concurrent
@@ -151,7 +151,7 @@ class DistRollout(RolloutRuntime):
                 batch = assemble(groups, self.scheduler.manager.version)
                 if self.parallel.world_size > 1 and "multi_modal" in batch:
                     raise DataError(
-                        "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
+                        "sequences with multi_modal entries cannot be exchanged between ranks; use one trainer process."
                     )
                 if total < self.batch_size and self.parallel.is_dp_leader:
                     self._call(self.scheduler.finish())
@@ -210,8 +210,8 @@ class DistRollout(RolloutRuntime):
         """
         if state["layout"] != self._layout:
             raise ConfigError(
-                f"rollout state: expected one of {self._layout}, found {state['layout']}; with another number of "
-                "trainer replicas, give the states of all ranks to load_states."
+                f"rollout state: expected the layout {self._layout}, found {state['layout']}. To resume with another "
+                "number of trainer replicas, pass the states of all ranks to load_states."
             )
         if self.parallel.is_dp_leader:
             self._call(self.scheduler.load_state_dict(_with_groups(state)))
@@ -288,7 +288,7 @@ class DistRollout(RolloutRuntime):
             asked = self._stop is not None and self._stop()
             everywhere, stops = zip(*self.parallel.gather_json([groups, asked]), strict=True)
             if any(stops):
-                raise StopRequestedError("the run was asked to stop while it waited for a batch")
+                raise StopRequestedError("the run received a stop request while it waited for a batch")
             if None not in everywhere:
                 return int(sum(everywhere))
 

@@ -185,10 +185,11 @@ class RolloutScheduler:
         self._count("left_over", len(left))
         if left:
             log.warning(
-                "the data of a head are over, so the run ends: %d prompts of this head are left over", len(left)
+                "the data of a replica is exhausted, so the run ends: %d prompts of this replica are left over",
+                len(left),
             )
         self.outcomes += [
-            _outcome(prompt, group_id, "left_over", "the data of a head were over") for prompt, group_id in left
+            _outcome(prompt, group_id, "left_over", "the data of a replica was exhausted") for prompt, group_id in left
         ]
         for _, task in self.running.values():
             task.remove_done_callback(self._group_ended)
@@ -337,7 +338,7 @@ class RolloutScheduler:
             del self.running[group.ticket.group_id]
             self._record_group(group)
         except asyncio.CancelledError:
-            self.fail(RLError("the task of a group was cancelled, but not by the runtime; by a workflow?"))
+            self.fail(RLError("the task of a group was cancelled, but not by the runtime; check the workflow."))
         except Exception as error:  # noqa: BLE001 - next_batch raises this error
             self.fail(error)
 

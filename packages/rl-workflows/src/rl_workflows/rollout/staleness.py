@@ -123,7 +123,7 @@ class StalenessManager:
             RLError: there is no capacity.
         """
         if self.capacity < 1:
-            raise RLError(f"admit: no place is free; {self.describe()}. Ask `capacity` first.")
+            raise RLError(f"admit: no slot is free; {self.describe()}. Check `capacity` first.")
         ticket = Ticket(self.version, self._next_id if group_id is None else group_id)
         self._next_id += self._id_stride if group_id is None else 0
         self._running[ticket.group_id] = ticket
@@ -178,14 +178,14 @@ class StalenessManager:
             RLError: no batch is ready, or a group is older than `max_staleness`, which would be a bug in admission.
         """
         if not self.ready(closed):
-            raise RLError(f"take_batch: no batch may leave yet; {self.describe()}.")
+            raise RLError(f"take_batch: no batch is ready; {self.describe()}. Check `ready` first.")
         taken = [heapq.heappop(self._accepted) for _ in range(min(self.batch_size, len(self._accepted)))]
         for ticket in taken:
             self._decrement(self._accepted_by_start, ticket.start)
         if taken and taken[0].start + self.max_staleness < self.version:
             raise RLError(
                 f"group {taken[0].group_id} started at version {taken[0].start} and would be trained on at "
-                f"{self.version}, more than max_staleness={self.max_staleness} later. This is a bug in admission."
+                f"version {self.version}, which exceeds max_staleness={self.max_staleness}. This is a bug in admission."
             )
         self.in_step, self._step_is_open = len(taken), True
         self.steps += 1

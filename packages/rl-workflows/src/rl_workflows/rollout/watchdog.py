@@ -103,7 +103,7 @@ class Watchdog:
         if task is not self._task:
             return  # the watchdog was stopped
         if task.cancelled():
-            self._on_stall(RLError("the watch of the rollouts was cancelled, but not by the runtime; nothing watches."))
+            self._on_stall(RLError("the rollout watchdog was cancelled, but not by the runtime."))
         elif (error := task.exception()) is not None:
             self._on_stall(error)
 
@@ -131,7 +131,9 @@ class Watchdog:
         await self._clock.sleep(seconds)
         late = self._clock.now() - begin - seconds
         if late > self._stall_timeout / CHECKS:
-            log.warning("the event loop was blocked for about %.1f s; is a plain reward function slow?", late)
+            log.warning(
+                "the event loop was blocked for about %.1f s; a workflow or reward function may compute on it", late
+            )
             self._episodes.touch()
 
     async def _servers_moved(self) -> bool:
@@ -147,24 +149,24 @@ class Watchdog:
         tasks = dict.fromkeys([*self._episodes.running.values(), *asyncio.all_tasks()])  # episodes first
         others = [other for other in tasks if other not in (task, asyncio.current_task())]
         log.error(
-            "nothing moved for %.1f s; stacks of some of %d tasks:\n%s",
+            "no progress for %.1f s; stacks of some of %d tasks:\n%s",
             idle,
             len(others),
             "\n".join(map(stack_of_task, others[:STACKS_SHOWN])),
         )
         if oldest is None:
-            stuck = "stuck stage: admission; no episode runs. Is the runtime paused?"
+            stuck = "stuck stage: admission; no episode is running. Is the runtime paused?"
         else:
             stuck = f"stuck stage: {oldest.stage}, for {self._clock.now() - oldest.since:.1f} s, of {oldest}"
         return (
             f"nothing was generated, accepted, rejected or failed for {idle:.1f} s (rollout.stall_timeout="
             f"{self._stall_timeout:g}). {stuck}. {self._describe()}."
-        ) + ("" if task is None else f" It waits here:\n{stack_of_task(task)}")
+        ) + ("" if task is None else f" Its stack:\n{stack_of_task(task)}")
 
     def _trainer_is_idle(self, away: float) -> StalledError:
         error = StalledError(
-            f"stuck stage: trainer. It has not taken a batch for {away:.1f} s (rollout.trainer_timeout="
-            f"{self._trainer_timeout:g}). {self._describe()}. Its thread {self._thread!r} is here:\n"
+            f"stuck stage: trainer. It has not called the runtime for {away:.1f} s (rollout.trainer_timeout="
+            f"{self._trainer_timeout:g}). {self._describe()}. Stack of its thread {self._thread!r}:\n"
             f"{stack_of_thread(self._thread)}"
         )
         log.error("%s", error)
@@ -176,7 +178,7 @@ async def server_metrics(episodes: Episodes) -> dict[str, float]:
     try:
         return await run_with_timeout(episodes.clock, STATS_TIMEOUT, episodes.engine.stats())
     except (RLError, TimeoutError, OSError) as error:
-        log.warning("the servers give no figures: %s", error)
+        log.warning("the servers did not report metrics: %s", error)
         return {}
 
 

@@ -370,17 +370,17 @@ def test_real_episodes_consume_nothing_too_old_and_every_prompt_once(case):
 class NoLookAhead(StalenessManager):
     """A planted fault: batches leave as soon as enough groups are accepted."""
 
-    def _may_leave_behind(self):
+    def _satisfies_look_ahead(self):
         return True
 
 
 class LookAheadOffByOne(StalenessManager):
     """A planted fault: the look-ahead counts on one batch more than there will be."""
 
-    def _may_leave_behind(self):
+    def _satisfies_look_ahead(self):
         self.max_staleness += 1
         try:
-            return super()._may_leave_behind()
+            return super()._satisfies_look_ahead()
         finally:
             self.max_staleness -= 1
 

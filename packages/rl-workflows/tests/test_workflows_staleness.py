@@ -166,7 +166,7 @@ def test_admission_long_runs_keep_every_promise_and_make_progress(batch, eta, he
 class NoLookAhead(StalenessManager):
     """A planted fault: batches leave as soon as enough groups are accepted."""
 
-    def _may_leave_behind(self):
+    def _satisfies_look_ahead(self):
         return True
 
 

@@ -25,7 +25,7 @@ TOKEN_ARRAYS = {
 }
 """Per-token arrays of a trajectory and their dtypes. Only some workflows set `token_rewards`."""
 
-ROW_VALUES = {
+TRAJECTORY_FIELDS = {
     "reward": float,
     "reward_components": dict,
     "temperature": float,
@@ -54,19 +54,21 @@ def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
 
     from rl_contracts.batch.trajectory import stack
 
-    batch = stack([answer for group in groups for answer in group.trajectories])
+    batch = stack([trajectory for group in groups for trajectory in group.trajectories])
     starts = torch.tensor([group.ticket.start for group in groups], dtype=torch.int32)
     starts = starts.repeat_interleave(torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64))
     versions = batch["versions"]
-    stamped = versions >= 0
-    wrong = (stamped & ((versions < starts[:, None]) | (versions > version))).any(-1) if len(starts) else starts.bool()
-    if wrong.any():
-        row = int(wrong.nonzero()[0, 0])
-        found = versions[row][stamped[row]]
+    generated = versions >= 0
+    invalid = (
+        (generated & ((versions < starts[:, None]) | (versions > version))).any(-1) if len(starts) else starts.bool()
+    )
+    if invalid.any():
+        index = int(invalid.nonzero()[0, 0])
+        token_versions = versions[index][generated[index]]
         raise InferenceError(
-            f"group {int(batch['group_ids'][row])}, admitted at version {int(starts[row])} and trained on at version "
-            f"{version}, has tokens of versions {int(found.min())} to {int(found.max())}. A server does not serve the "
-            "committed version, or stamps its tokens incorrectly."
+            f"group {int(batch['group_ids'][index])}, admitted at version {int(starts[index])} and trained on at "
+            f"version {version}, has tokens of versions {int(token_versions.min())} to {int(token_versions.max())}. "
+            "A server does not serve the committed version, or stamps its tokens incorrectly."
         )
     return batch
 
@@ -80,8 +82,8 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     Raises:
         DataError: a sequence has images or processor outputs, which cannot be saved.
     """
-    trajectories = [answer for group in groups for answer in group.trajectories]
-    if any(row.multi_modal is not None for row in trajectories):
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if any(trajectory.multi_modal is not None for trajectory in trajectories):
         raise DataError(
             "state_dict: sequences with multi_modal entries cannot be saved; expected sequences of tokens only."
         )
@@ -90,20 +92,20 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
             {
                 "ticket": list(group.ticket),
                 "prompt": group.prompt,
-                "trajectories": [_row_values(row) for row in group.trajectories],
+                "trajectories": [_field_values(trajectory) for trajectory in group.trajectories],
             }
             for group in groups
         ],
-        "tensors": {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()},
+        "tensors": {name: _concatenate(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()},
     }
 
 
 def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     """Rebuild groups from the result of `groups_to_state`."""
-    left = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
+    remaining = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
 
     def take(name: str, length: int) -> Any:
-        taken, left[name] = left[name][:length], left[name][length:]
+        taken, remaining[name] = remaining[name][:length], remaining[name][length:]
         return taken
 
     return [
@@ -116,24 +118,24 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     ]
 
 
-def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
+def _concatenate(trajectories: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
     import numpy as np
     import torch
 
-    arrays = [array for array in (getattr(row, name) for row in rows) if array is not None]
+    arrays = [array for array in (getattr(trajectory, name) for trajectory in trajectories) if array is not None]
     # The empty array sets the dtype if there are no sequences. Chunks let the event loop take the GIL in between.
-    parts = (np.concatenate(some).astype(dtype, copy=False) for some in batched([np.empty(0, dtype), *arrays], 1000))
-    return torch.cat([torch.from_numpy(part) for part in parts])
+    chunks = (np.concatenate(chunk).astype(dtype, copy=False) for chunk in batched([np.empty(0, dtype), *arrays], 1000))
+    return torch.cat([torch.from_numpy(chunk) for chunk in chunks])
 
 
-def _row_values(row: Trajectory) -> dict[str, Any]:
-    values = {name: kind(getattr(row, name)) for name, kind in ROW_VALUES.items()}
-    return {**values, "length": len(row), "has_token_rewards": row.token_rewards is not None}
+def _field_values(trajectory: Trajectory) -> dict[str, Any]:
+    values = {name: kind(getattr(trajectory, name)) for name, kind in TRAJECTORY_FIELDS.items()}
+    return {**values, "length": len(trajectory), "has_token_rewards": trajectory.token_rewards is not None}
 
 
 def _trajectory(values: dict[str, Any], take: Any) -> Trajectory:
     from rl_contracts.batch.trajectory import Trajectory
 
-    given = [name for name in TOKEN_ARRAYS if name != "token_rewards" or values["has_token_rewards"]]
-    arrays = {name: take(name, int(values["length"])) for name in given}
-    return Trajectory(**arrays, **{name: values[name] for name in ROW_VALUES})
+    names = [name for name in TOKEN_ARRAYS if name != "token_rewards" or values["has_token_rewards"]]
+    arrays = {name: take(name, int(values["length"])) for name in names}
+    return Trajectory(**arrays, **{name: values[name] for name in TRAJECTORY_FIELDS})

@@ -108,12 +108,12 @@ def stage(name: str) -> Iterator[None]:
     if context is None:
         yield
         return
-    before = context.stage
+    previous_stage = context.stage
     context.enter(name)
     try:
         yield
     finally:
-        context.enter(before)
+        context.enter(previous_stage)
 
 
 def group_cache() -> dict[str, Any]:
@@ -171,43 +171,43 @@ class EpisodeEngine(InferenceEngine):
         group = f"{episodes.label}-{context.group_id}"
         request = ModelRequest(  # `replace` would take twice the time per completion
             input_ids=request.input_ids,
-            generation=self._bounded(self._sampling(request.generation), len(request.input_ids)),
+            generation=self._limit_length(self._sampling_settings(request.generation), len(request.input_ids)),
             request_id=request.request_id or f"{group}-{context.sample}-{call}",
             seed=seed,
             group=request.group or group,
         )
-        before = context.stage
+        previous_stage = context.stage
         context.enter("generation")
         try:
             response = await episodes.engine.agenerate(request)
         finally:
-            context.enter(before)
+            context.enter(previous_stage)
         episodes.tokens += len(response.output_ids)
         episodes.last_moved = context.since
         return response
 
-    def _sampling(self, own: GenerationConfig) -> GenerationConfig:
-        given = self._episodes.generation
-        if given is None:
-            return own
+    def _sampling_settings(self, requested: GenerationConfig) -> GenerationConfig:
+        override = self._episodes.generation
+        if override is None:
+            return requested
         return replace(
-            given,
-            stop=list(dict.fromkeys([*given.stop, *own.stop])),
-            stop_token_ids=list(dict.fromkeys([*given.stop_token_ids, *own.stop_token_ids])),
+            override,
+            stop=list(dict.fromkeys([*override.stop, *requested.stop])),
+            stop_token_ids=list(dict.fromkeys([*override.stop_token_ids, *requested.stop_token_ids])),
         )
 
-    def _bounded(self, generation: GenerationConfig, prompt: int) -> GenerationConfig:
-        longest = self._episodes.workflow.max_length
-        if longest is None or prompt + generation.max_new_tokens <= longest:
+    def _limit_length(self, generation: GenerationConfig, prompt_length: int) -> GenerationConfig:
+        max_length = self._episodes.workflow.max_length
+        if max_length is None or prompt_length + generation.max_new_tokens <= max_length:
             return generation
-        room = longest - prompt
-        if room < 1:
+        available = max_length - prompt_length
+        if available < 1:
             raise DataError(
-                f"the prompt has {prompt} tokens, but a sequence may have {longest} with its completion "
+                f"the prompt has {prompt_length} tokens, but a sequence may have {max_length} with its completion "
                 "(data.max_length, or the model's context). Raise that limit, or drop such examples "
                 "(data.overlong=drop)."
             )
-        return replace(generation, max_new_tokens=room, min_new_tokens=min(generation.min_new_tokens, room))
+        return replace(generation, max_new_tokens=available, min_new_tokens=min(generation.min_new_tokens, available))
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         return await self._episodes.engine.score(input_ids, temperature, server)
@@ -215,13 +215,13 @@ class EpisodeEngine(InferenceEngine):
     async def stats(self) -> dict[str, float]:
         return await self._episodes.engine.stats()
 
-    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+    def _reject_control(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise InferenceError(
             "an episode's engine handle can only generate and score; the training loop controls the servers."
         )
 
-    server_spec = initialize = follow_discovery = sync_version = stage_weights = commit_weights = _refuse
-    pause = resume = sleep = wake = destroy = _refuse
+    server_spec = initialize = follow_discovery = sync_version = stage_weights = commit_weights = _reject_control
+    pause = resume = sleep = wake = destroy = _reject_control
 
 
 async def call_user_code[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:

@@ -47,32 +47,32 @@ async def evaluate_held_out(
         return []
     budget = FailureBudget(config, total=len(rows) * n)
     finished: dict[int, FinishedGroup] = {}
-    left = iter(enumerate(rows, first))
+    remaining = iter(enumerate(rows, first))
     stalled: list[BaseException] = []
 
-    async def work() -> None:
-        for index, row in left:
+    async def run_examples() -> None:
+        for index, row in remaining:
             finished[index] = await run_group(episodes, row, Ticket(version, index), n, needed=0)
             episodes.touch()
             _check_failures(budget, finished[index], n)
 
-    def stop(error: BaseException) -> None:
+    def on_stall(error: BaseException) -> None:
         stalled.append(error)
         for task in tasks:
             task.cancel()
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(len(rows), max(config.eval_concurrent // n, 1)))]
-    watch = Watchdog(
+    tasks = [asyncio.create_task(run_examples()) for _ in range(min(len(rows), max(config.eval_concurrent // n, 1)))]
+    watchdog = Watchdog(
         episodes,
         lambda: f"evaluation: {len(rows) - len(finished)} examples remaining, {len(episodes.running)} episodes running",
-        stop,
+        on_stall,
         config.stall_timeout,
     )
-    watch.begin_wait()
+    watchdog.begin_wait()
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        watch.stop()
+        watchdog.stop()
         for task in tasks:
             task.cancel()
         await _await_cancelled(episodes)
@@ -116,15 +116,15 @@ def _finish(groups: list[FinishedGroup], episodes: Episodes, version: int, n: in
     import numpy as np
 
     assert episodes.generation is not None
-    answers = [trajectory for group in groups for trajectory in group.trajectories]
-    for trajectory in answers:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
         trajectory.temperature = episodes.generation.temperature or 1.0
-    if lost := sum(len(group.failures) + group.declined for group in groups):
-        log.warning("evaluation: %d of %d episodes have no reward and count as wrong", lost, len(groups) * n)
-    stamped = [row.versions[row.versions >= 0] for row in answers]
-    found = np.unique(np.concatenate(stamped)) if stamped else np.empty(0)
-    if len(found) > 1 or (len(found) and found[0] < version):
+    if missing := sum(len(group.failures) + group.declined for group in groups):
+        log.warning("evaluation: %d of %d episodes have no reward and count as wrong", missing, len(groups) * n)
+    token_versions = [trajectory.versions[trajectory.versions >= 0] for trajectory in trajectories]
+    versions = np.unique(np.concatenate(token_versions)) if token_versions else np.empty(0)
+    if len(versions) > 1 or (len(versions) and versions[0] < version):
         raise InferenceError(
             f"evaluation: expected all tokens at one committed version (at least {version}), found versions "
-            f"{found.tolist()}. Weights were published during the evaluation, or a server missed an update."
+            f"{versions.tolist()}. Weights were published during the evaluation, or a server missed an update."
         )

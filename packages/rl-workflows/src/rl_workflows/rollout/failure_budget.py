@@ -24,7 +24,7 @@ class FailureBudget:
 
     def __init__(self, config: RolloutConfig, total: int | None = None) -> None:
         self._config = config
-        self._enough = config.failure_min_groups if total is None else min(config.failure_min_groups, total)
+        self._min_groups = config.failure_min_groups if total is None else min(config.failure_min_groups, total)
         # boundary and trace of a failed group, else None
         self._recent: deque[tuple[str, str] | None] = deque(maxlen=config.failure_window if total is None else total)
         self._failed_in_row = self._rejected_in_row = 0
@@ -61,8 +61,8 @@ class FailureBudget:
         self._failed_in_row += 1
         if self._failed_in_row >= self._config.max_failed_in_row:
             failed = [entry for entry in self._recent if entry][-self._failed_in_row :]
-            self._stop(f"{self._failed_in_row} groups in a row", failed, "max_failed_in_row", error)
-        if len(self._recent) >= self._enough:
+            self._raise_exceeded(f"{self._failed_in_row} groups in a row", failed, "max_failed_in_row", error)
+        if len(self._recent) >= self._min_groups:
             self.check(error)
 
     def check(self, last: BaseException | None = None) -> None:
@@ -73,14 +73,18 @@ class FailureBudget:
         """
         failed = [entry for entry in self._recent if entry]
         if len(failed) > self._config.failure_budget * len(self._recent):
-            self._stop(f"{len(failed)} of the last {len(self._recent)} groups", failed, "failure_budget", last)
+            self._raise_exceeded(
+                f"{len(failed)} of the last {len(self._recent)} groups", failed, "failure_budget", last
+            )
 
-    def _stop(self, how_many: str, failed: list[tuple[str, str]], limit: str, last: BaseException | None) -> None:
+    def _raise_exceeded(
+        self, groups: str, failed: list[tuple[str, str]], setting: str, cause: BaseException | None
+    ) -> None:
         by_boundary = ", ".join(f"{name} {count}" for name, count in Counter(name for name, _ in failed).most_common())
         raise RLError(
-            f"{how_many} failed ({by_boundary}), more than rollout.{limit}={getattr(self._config, limit):g} allows. "
+            f"{groups} failed ({by_boundary}), more than rollout.{setting}={getattr(self._config, setting):g} allows. "
             f"The first failure was {failed[0][1]}"
-        ) from last
+        ) from cause
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""

@@ -36,7 +36,12 @@ def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
     import numpy as np
 
     rewards = np.array(
-        [*{row.episode_id: (row.reward, *row.reward_components.values()) for row in trajectories}.values()]
+        [
+            *{
+                trajectory.episode_id: (trajectory.reward, *trajectory.reward_components.values())
+                for trajectory in trajectories
+            }.values()
+        ]
     )
     return len(rewards) > 1 and bool((rewards.std(0, ddof=1) > EPS * np.maximum(abs(rewards.mean(0)), 1.0)).any())
 
@@ -62,13 +67,13 @@ class FinishedGroup:
     """Metrics recorded by all episodes, including failed ones."""
 
 
-class _Members:
+class _RunningGroup:
     """State of a running group: values shared by its episodes, and their results so far."""
 
-    __slots__ = ("cache", "decided", "epoch", "group", "left", "needed", "prompt_id", "succeeded")
+    __slots__ = ("cache", "decided", "epoch", "group", "needed", "prompt_id", "remaining", "succeeded")
 
     def __init__(self, group: FinishedGroup, size: int, needed: int, held_out: bool) -> None:
-        self.group, self.left, self.needed = group, size, needed
+        self.group, self.remaining, self.needed = group, size, needed
         # A held-out example needs no id; its index, the group id, replaces it. Epoch -1 keeps its seeds distinct.
         self.prompt_id = int(group.prompt.get("prompt_id", group.ticket.group_id))
         self.epoch = -1 if held_out else int(group.prompt.get("epoch", 0))
@@ -80,14 +85,14 @@ class _Members:
         """Record the end of one episode. Results after the group was decided are ignored."""
         if self.decided.done():
             return
-        self.left -= 1
+        self.remaining -= 1
         if error is not None:
             self.group.failures.append(error)
         elif trajectories is None:
             self.group.declined += 1
         else:
             self.succeeded[sample] = trajectories
-        if not self.left or len(self.succeeded) + self.left < self.needed:
+        if not self.remaining or len(self.succeeded) + self.remaining < self.needed:
             self.decided.set_result(None)
 
 
@@ -112,18 +117,20 @@ async def run_group(
         should_accept: filter for groups with at least `needed` successful episodes.
     """
     group = FinishedGroup(ticket, prompt)
-    members = _Members(group, size, needed, held_out=episodes.generation is not None)
+    running = _RunningGroup(group, size, needed, held_out=episodes.generation is not None)
     with collect(group.figures):
-        tasks = [asyncio.create_task(_episode(episodes, members, sample)) for sample in range(size)]
+        tasks = [asyncio.create_task(_episode(episodes, running, sample)) for sample in range(size)]
     try:
-        await members.decided
+        await running.decided
     finally:  # also if the group itself is cancelled
-        members.decided.cancel()
+        running.decided.cancel()
         for task in tasks:
             task.cancel()
-    group.trajectories = [answer for _, answers in sorted(members.succeeded.items()) for answer in answers]
-    if len(members.succeeded) >= needed:
-        group.rejected, group.error = _filtered(group.trajectories, should_accept)
+    group.trajectories = [
+        trajectory for _, trajectories in sorted(running.succeeded.items()) for trajectory in trajectories
+    ]
+    if len(running.succeeded) >= needed:
+        group.rejected, group.error = _apply_filter(group.trajectories, should_accept)
     elif group.failures:
         group.error = group.failures[0]
     else:
@@ -131,10 +138,10 @@ async def run_group(
     return group
 
 
-async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
-    group = members.group
+async def _episode(episodes: Episodes, running: _RunningGroup, sample: int) -> None:
+    group = running.group
     context = EpisodeContext(
-        members.prompt_id, group.ticket.group_id, sample, members.epoch, members.cache, episodes.clock
+        running.prompt_id, group.ticket.group_id, sample, running.epoch, running.cache, episodes.clock
     )
     set_current_episode(context)
     task = asyncio.current_task()
@@ -143,23 +150,23 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
     trajectories: list[Trajectory] | None = None
     error: Exception | None = None
     try:
-        found = await episodes.workflow.arun_episode(EpisodeEngine(episodes, context), deep_copy_data(group.prompt))
-        trajectories = with_ids(found, context, type(episodes.workflow).__name__)
-    except asyncio.CancelledError as killed:
-        if members.decided.done():
+        result = await episodes.workflow.arun_episode(EpisodeEngine(episodes, context), deep_copy_data(group.prompt))
+        trajectories = with_ids(result, context, type(episodes.workflow).__name__)
+    except asyncio.CancelledError as cancelled:
+        if running.decided.done():
             raise
         # The workflow cancelled its own task, or did not catch the error of a task that it cancelled.
         error = RLError(f"the episode of {context} was cancelled by its workflow, not by the runtime.")
-        error.__cause__ = killed
+        error.__cause__ = cancelled
     except Exception as caught:  # noqa: BLE001 - boundary of user code; recorded and counted in the budget
         error = caught
     finally:
         del episodes.running[context]
-    members.on_member_done(sample, trajectories, error)
-    del group, members, task, error  # the error's traceback references this frame: avoid a reference cycle
+    running.on_member_done(sample, trajectories, error)
+    del group, running, task, error  # the error's traceback references this frame: avoid a reference cycle
 
 
-def _filtered(
+def _apply_filter(
     trajectories: list[Trajectory], should_accept: ShouldAccept | None
 ) -> tuple[str | None, BaseException | None]:
     """Return the reason why the filter rejects a complete group, or the error that the filter raised."""
@@ -187,13 +194,13 @@ def deep_copy_data(prompt: dict[str, Any]) -> dict[str, Any]:
     Episodes must not see changes that other episodes make, and a prompt saved while it runs must be unchanged. Arrays,
     tensors and images are shared.
     """
-    return {key: _copied(value) for key, value in prompt.items()}
+    return {key: _deep_copy(value) for key, value in prompt.items()}
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _deep_copy(entry) for key, entry in value.items()}
+    return [_deep_copy(entry) for entry in value] if isinstance(value, list) else value
 
 
 def with_ids(
@@ -217,7 +224,7 @@ def with_ids(
         if not hasattr(trajectory, "loss_mask"):
             kind = type(trajectory).__name__
             raise DataError(f"{workflow}.arun_episode returned a list with one {kind}: expected Trajectory objects.")
-        if not _aligned(trajectory):
+        if not _is_aligned(trajectory):
             lengths = {name: len(value) for name in PER_TOKEN if (value := getattr(trajectory, name)) is not None}
             raise DataError(
                 f"{workflow}.arun_episode returned a trajectory whose arrays differ in length: {lengths}; expected one "
@@ -241,8 +248,8 @@ def with_ids(
     return trajectories
 
 
-def _aligned(trajectory: Trajectory) -> bool:
+def _is_aligned(trajectory: Trajectory) -> bool:
     """Return whether all arrays of a trajectory have one entry per token."""
     length, rewards = len(trajectory.input_ids), trajectory.token_rewards
-    same = len(trajectory.loss_mask) == len(trajectory.logprobs) == len(trajectory.versions) == length
-    return same and (rewards is None or len(rewards) == length)
+    equal = len(trajectory.loss_mask) == len(trajectory.logprobs) == len(trajectory.versions) == length
+    return equal and (rewards is None or len(rewards) == length)

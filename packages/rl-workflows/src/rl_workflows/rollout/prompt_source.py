@@ -20,7 +20,7 @@ class PromptSource:
     """Iterator that returns each example once and can be saved between any two examples.
 
     An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other iterable must yield the
-    same examples in the same order in a new process, because restoring skips those that were already drawn. To resume
+    same examples in the same order in a new process, because restoring skips the examples drawn before. To resume
     with another number of data-parallel leaders, the iterable needs `load_states`. It takes the states of the previous
     leaders' iterables, in their order.
 
@@ -57,11 +57,11 @@ class PromptSource:
 
         At most `MAX_DROPPED` examples are read from the iterable, because it may be endless.
         """
-        rest = list(islice(self._iterator, MAX_DROPPED))
-        left = [*self._requeued, *rest]
+        drawn = list(islice(self._iterator, MAX_DROPPED))
+        remaining = [*self._requeued, *drawn]
         self._requeued.clear()
-        self._drawn, self._exhausted = self._drawn + len(rest), True
-        return left
+        self._drawn, self._exhausted = self._drawn + len(drawn), True
+        return remaining
 
     def requeue_first(self, rows: Iterable[Row]) -> None:
         """Return these examples again, in this order, before all others."""
@@ -87,10 +87,10 @@ class PromptSource:
             self._rows.load_state_dict(state["rows"])
             self._drawn = int(state["drawn"])
         else:
-            for number in range(int(state["drawn"])):
+            for drawn in range(int(state["drawn"])):
                 if self.next_row() is None:
                     raise DataError(
-                        f"resuming: {state['drawn']} examples were drawn before, but the data ends after {number}. "
+                        f"resuming: {state['drawn']} examples were drawn before, but the data ends after {drawn}. "
                         "Resume with the data set of the saved run."
                     )
         self._requeued.extend(state["requeued"])

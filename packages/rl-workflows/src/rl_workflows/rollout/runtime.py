@@ -105,8 +105,13 @@ class DistRollout(RolloutRuntime):
         self._stop = stop
         self.config = config or RolloutConfig()
         self.parallel = parallel or ParallelContext()
-        rows = batch_size * self.config.needed
-        require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the sequences per batch", minibatches)
+        sequences = batch_size * self.config.needed
+        require(
+            1 <= minibatches <= sequences,
+            "actor.minibatches",
+            f"1 to {sequences}, the sequences per batch",
+            minibatches,
+        )
         self.batch_size, self.minibatches = batch_size, minibatches
         replicas = self.parallel.dp_size
         concurrent = self.config.max_concurrent
@@ -133,7 +138,7 @@ class DistRollout(RolloutRuntime):
         )
         self._wait_seconds = 0.0
         self._collections = 0
-        self._collect_from = 0.0
+        self._next_collection = 0.0
         self._destroyed = False
 
     def next_batch(self) -> TensorDict:
@@ -141,9 +146,9 @@ class DistRollout(RolloutRuntime):
         from rl_workflows.rollout.batches import assemble
 
         with self.scheduler.watchdog.trainer_call():
-            begin = self.scheduler.clock.now()
+            start = self.scheduler.clock.now()
             total = self._wait_for_all()
-            self._wait_seconds += self.scheduler.clock.now() - begin
+            self._wait_seconds += self.scheduler.clock.now() - start
             if not total:
                 raise StopIteration
             with self.parallel.agree_on_errors("assembling the batch"):
@@ -171,13 +176,13 @@ class DistRollout(RolloutRuntime):
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
         from rl_workflows.rollout.evaluation import evaluate_held_out
 
-        part = even_ranges(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
+        shard = even_ranges(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
         groups: list[FinishedGroup] = []
         with self.parallel.agree_on_errors("evaluating"):
             if self.parallel.is_dp_leader:
                 episodes = replace(self.scheduler.episodes, label="eval", generation=generation, running={}, tokens=0)
-                version, rows = self.scheduler.manager.version, data[part.start : part.stop]
-                groups = self._wait(evaluate_held_out(episodes, rows, part.start, n, version, self.config))
+                version, examples = self.scheduler.manager.version, data[shard.start : shard.stop]
+                groups = self._wait(evaluate_held_out(episodes, examples, shard.start, n, version, self.config))
         for group in groups:
             record_all(group.figures)
         return [trajectory for group in groups for trajectory in group.trajectories]
@@ -225,9 +230,9 @@ class DistRollout(RolloutRuntime):
             ConfigError: the state of a leader is missing, or states have different versions; or the number of leaders
                 changed and the data cannot be divided among the new ones.
         """
-        own = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
-        if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_leader):
-            self.load_state_dict(own)
+        own_state = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
+        if own_state["layout"] == self._layout and ("manager" in own_state or not self.parallel.is_dp_leader):
+            self.load_state_dict(own_state)
         elif self.parallel.is_dp_leader:
             saved = [_with_groups(state) for state in leader_states(states)]
             self._call(self.scheduler.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
@@ -254,10 +259,10 @@ class DistRollout(RolloutRuntime):
         """
         if not self.parallel.is_dp_leader:
             return Metrics()
-        figures = self._call(self.scheduler.stats(of_servers=self.parallel.dp_rank == 0))
-        figures.add("groups/wait_seconds", self._wait_seconds, kind="sum")
+        metrics = self._call(self.scheduler.stats(of_servers=self.parallel.dp_rank == 0))
+        metrics.add("groups/wait_seconds", self._wait_seconds, kind="sum")
         self._wait_seconds = 0.0
-        return figures
+        return metrics
 
     def outcomes(self) -> list[dict[str, Any]]:
         return self._call(self.scheduler.take_outcomes()) if self.parallel.is_dp_leader else []
@@ -276,30 +281,30 @@ class DistRollout(RolloutRuntime):
     def _wait_for_all(self) -> int:
         """Wait until every leader has a batch, and return the number of groups in all of them."""
         poll = None if self.parallel.world_size == 1 and self._stop is None else POLL_SECONDS
-        begun = False
+        waiting = False
         while True:
             groups: int | None = 0
             with self.parallel.agree_on_errors("collecting rollouts"):
                 if self.parallel.is_dp_leader:
-                    if not begun:
+                    if not waiting:
                         self._call(self.scheduler.begin_wait())
-                        begun = True
+                        waiting = True
                     groups = self._wait(self.scheduler.fill(poll))
-            asked = self._stop is not None and self._stop()
-            everywhere, stops = zip(*self.parallel.gather_json([groups, asked]), strict=True)
-            if any(stops):
+            stop_requested = self._stop is not None and self._stop()
+            group_counts, stop_requests = zip(*self.parallel.gather_json([groups, stop_requested]), strict=True)
+            if any(stop_requests):
                 raise StopRequestedError("the run received a stop request while it waited for a batch")
-            if None not in everywhere:
-                return int(sum(everywhere))
+            if None not in group_counts:
+                return int(sum(group_counts))
 
     def _collect_garbage(self) -> None:
-        began = time.monotonic()
-        if began < self._collect_from:
+        start = time.monotonic()
+        if start < self._next_collection:
             return
         self._collections += 1
         gc.collect(1 if self._collections % FULL_COLLECTION_EVERY else 2)
-        ended = time.monotonic()
-        self._collect_from = ended + (ended - began) / COLLECTION_FRACTION
+        end = time.monotonic()
+        self._next_collection = end + (end - start) / COLLECTION_FRACTION
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._wait(coroutine, CALL_SECONDS)

@@ -32,7 +32,7 @@ MAX_ADMISSIONS_PER_TURN = 64
 """Maximum number of groups to start in one iteration of the event loop, so that completions are processed in
 between."""
 
-DESCRIBED_TOGETHER = 1024
+METRICS_CHUNK = 1024
 """Number of finished trajectories whose metrics are computed in one call. For a single group, the NumPy calls would
 take longer than the rest of its processing."""
 
@@ -92,15 +92,15 @@ class RolloutScheduler:
         self._ids: deque[int] = deque()
         """Ids of the groups that a stopped run had in flight. They are reused for the first admissions."""
         self.metrics = Metrics()
-        for ending in ("accepted", "rejected", "failed", "left_over"):
-            self._count(ending, 0)
+        for outcome in ("accepted", "rejected", "failed", "left_over"):
+            self._count(outcome, 0)
         self._count_staleness([])
         self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
-        self._started = self._paused = self._pump_is_due = False
+        self._started = self._paused = self._admission_is_scheduled = False
         self._error: RLError | None = None
         self._changed = asyncio.Event()
-        self._asking: asyncio.Task[dict[str, float]] | None = None
-        self._last_servers: dict[str, float] = {}
+        self._stats_task: asyncio.Task[dict[str, float]] | None = None
+        self._server_metrics: dict[str, float] = {}
         self._context = copy_context()  # shared by all callbacks
 
     def fail(self, error: BaseException) -> None:
@@ -149,7 +149,7 @@ class RolloutScheduler:
         self._count_staleness([self.manager.version - ticket.start for ticket in tickets])
         groups = self._taken = [self.accepted.pop(ticket.group_id) for ticket in tickets]
         self.outcomes += [_outcome(group.prompt, group.ticket.group_id, "trained") for group in groups]
-        self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
+        self._notify(self.manager.steps, [trajectory for group in groups for trajectory in group.trajectories])
         return groups
 
     async def return_batch(self) -> None:
@@ -162,9 +162,9 @@ class RolloutScheduler:
         self.manager.return_batch([group.ticket for group in groups])
         self.accepted |= {group.ticket.group_id: group for group in groups}
         self.outcomes = [
-            ending
-            for ending in self.outcomes
-            if not (ending["ending"] == "trained" and ending["group_id"] in self.accepted)
+            outcome
+            for outcome in self.outcomes
+            if not (outcome["ending"] == "trained" and outcome["group_id"] in self.accepted)
         ]
 
     async def end_step(self, version: int) -> None:
@@ -178,24 +178,25 @@ class RolloutScheduler:
 
         The remaining groups and prompts are counted and dropped.
         """
-        held = {group_id: group.prompt for group_id, group in self.accepted.items()}
-        held |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
-        left: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in held.items()]
-        left += [(prompt, None) for prompt in self.source.drop_rest()]
-        self._count("left_over", len(left))
-        if left:
+        prompts = {group_id: group.prompt for group_id, group in self.accepted.items()}
+        prompts |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
+        left_over: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in prompts.items()]
+        left_over += [(prompt, None) for prompt in self.source.drop_rest()]
+        self._count("left_over", len(left_over))
+        if left_over:
             log.warning(
                 "the data of a replica is exhausted, so the run ends: %d prompts of this replica are left over",
-                len(left),
+                len(left_over),
             )
         self.outcomes += [
-            _outcome(prompt, group_id, "left_over", "the data of a replica was exhausted") for prompt, group_id in left
+            _outcome(prompt, group_id, "left_over", "the data of a replica was exhausted")
+            for prompt, group_id in left_over
         ]
         for _, task in self.running.values():
             task.remove_done_callback(self._group_ended)
             task.cancel()
         for group in self.accepted.values():
-            self._report(self.manager.steps, group.trajectories, "left over")
+            self._notify(self.manager.steps, group.trajectories, "left over")
         self.manager.drop_rest()
         self._taken = []  # the batch cannot be returned after the rest was dropped
         self.running.clear()
@@ -203,8 +204,8 @@ class RolloutScheduler:
 
     async def take_outcomes(self) -> list[dict[str, Any]]:
         """Return the outcomes of prompts since the last call."""
-        endings, self.outcomes = self.outcomes, []
-        return endings
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
 
     async def set_paused(self, paused: bool) -> None:
         """Stop or resume admission."""
@@ -217,17 +218,17 @@ class RolloutScheduler:
         Busy servers respond slowly, and the training loop calls this at every step. Only the first call waits for the
         servers. Each later call returns their replies to the previous request and sends a new one.
         """
-        self._describe()
+        self._add_finished_metrics()
         self.metrics.add("groups/outstanding", self.manager.outstanding, kind="sum")
         self.metrics.add("tokens/generated", self.episodes.tokens, kind="sum")
         self.episodes.tokens = 0
-        figures = self.metrics.drain()
-        if of_servers and (self._asking is None or self._asking.done()):
-            before, self._asking = self._asking, asyncio.create_task(server_metrics(self.episodes))
-            self._last_servers = await (before or self._asking)
-        for name, value in self._last_servers.items():
-            figures.add(f"server/{name}", value)
-        return figures
+        metrics = self.metrics.drain()
+        if of_servers and (self._stats_task is None or self._stats_task.done()):
+            previous, self._stats_task = self._stats_task, asyncio.create_task(server_metrics(self.episodes))
+            self._server_metrics = await (previous or self._stats_task)
+        for name, value in self._server_metrics.items():
+            metrics.add(f"server/{name}", value)
+        return metrics
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the state of admission, the prompts in flight, the position in the data, and the accepted groups.
@@ -252,9 +253,9 @@ class RolloutScheduler:
         Raises:
             RLError: prompts were admitted already.
         """
-        again = self._load(state)
+        requeued = self._load(state)
         self.source.load_state_dict(state["source"])
-        self.source.requeue_first(again)
+        self.source.requeue_first(requeued)
 
     async def load_states(self, states: Sequence[dict[str, Any]], leader: int, leaders: int) -> None:
         """Restore the state of one of `leaders` leaders from the states of all leaders of a run, in order.
@@ -269,28 +270,28 @@ class RolloutScheduler:
         if len(states) == leaders:
             await self.load_state_dict(states[leader])
             return
-        again = self._load(reshard_groups(states, leader, leaders))
+        requeued = self._load(reshard_groups(states, leader, leaders))
         self.source.load_states([state["source"] for state in states])
-        self.source.requeue_first(again)
+        self.source.requeue_first(requeued)
 
     def _load(self, state: dict[str, Any]) -> list[Row]:
         """Restore all but the position in the data, and return the prompts to admit again first."""
-        refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
+        too_old = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
         groups: list[FinishedGroup] = state["groups"]
-        self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
+        self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in too_old}
         self.budget.load_state_dict(state.get("budget", {}))
         self.outcomes = list(state.get("endings", ()))  # missing in checkpoints of earlier releases
         if "in_flight_ids" in state:  # reuse the ids: sequences of a batch are ordered by them
-            self._ids.extend([*sorted(refused), *state["in_flight_ids"]])
+            self._ids.extend([*sorted(too_old), *state["in_flight_ids"]])
         prompts = {group.ticket.group_id: group.prompt for group in groups}
-        return [*(prompts[group_id] for group_id in sorted(refused)), *state["in_flight"]]
+        return [*(prompts[group_id] for group_id in sorted(too_old)), *state["in_flight"]]
 
     async def close(self) -> None:
         """Cancel all episodes and wait until they have ended."""
         self.watchdog.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._stats_task is not None:
+            self._stats_task.cancel()
         groups = [group for _, group in self.running.values()]
         tasks: list[asyncio.Task[Any]] = [*self.episodes.running.values(), *groups]
         for group in groups:
@@ -300,7 +301,7 @@ class RolloutScheduler:
 
     def _admit_groups(self) -> None:
         """Admit groups while slots and prompts are available, a limited number per iteration of the event loop."""
-        self._pump_is_due = False
+        self._admission_is_scheduled = False
         if self._paused or not self._started or self._error is not None:
             return
         try:
@@ -326,15 +327,15 @@ class RolloutScheduler:
         return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
 
     def _schedule_admission(self) -> None:
-        if not self._pump_is_due:
-            self._pump_is_due = True
+        if not self._admission_is_scheduled:
+            self._admission_is_scheduled = True
             asyncio.get_running_loop().call_soon(self._admit_groups, context=self._context)
 
     def _group_ended(self, task: asyncio.Task[FinishedGroup]) -> None:
         try:
             group = task.result()
-            if group.error is not None and (gone := _no_servers(group.failures)):
-                raise gone  # other prompts would fail, too; this one stays in flight
+            if group.error is not None and (no_servers_error := _find_no_servers_error(group.failures)):
+                raise no_servers_error  # other prompts would fail, too; this one stays in flight
             del self.running[group.ticket.group_id]
             self._record_group(group)
         except asyncio.CancelledError:
@@ -351,8 +352,8 @@ class RolloutScheduler:
         self.episodes.touch()
         self.metrics.merge(group.figures)
         self._finished += group.trajectories
-        if len(self._finished) >= DESCRIBED_TOGETHER:
-            self._describe()
+        if len(self._finished) >= METRICS_CHUNK:
+            self._add_finished_metrics()
         for failure in group.failures:
             self.metrics.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
         group.failures.clear()  # they reference the frames of their episodes
@@ -362,17 +363,17 @@ class RolloutScheduler:
             self.manager.fail(group.ticket)
             self._count("failed")
             self._count(f"failed/{boundary}")
-            prompt, why = group.prompt["prompt_id"], str(group.error).partition("\n")[0]
+            prompt, reason = group.prompt["prompt_id"], str(group.error).partition("\n")[0]
             log.warning("prompt %d (group %d) failed (%s): %s", prompt, group_id, boundary, group.error)
-            self.outcomes.append(_outcome(group.prompt, group_id, "failed", f"{boundary}: {why}"))
-            self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
+            self.outcomes.append(_outcome(group.prompt, group_id, "failed", f"{boundary}: {reason}"))
+            self._notify(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
             self.budget.failed(group.error)
         elif group.rejected is not None:
             self.manager.reject(group.ticket)
             self._count("rejected")
             self._count(f"rejected/{group.rejected}")
             self.outcomes.append(_outcome(group.prompt, group_id, "rejected", group.rejected))
-            self._report(self.manager.steps + 1, group.trajectories, group.rejected)
+            self._notify(self.manager.steps + 1, group.trajectories, group.rejected)
             self.budget.rejected()
         else:
             self.manager.accept(group.ticket)
@@ -383,24 +384,24 @@ class RolloutScheduler:
             self._changed.set()
         self._schedule_admission()
 
-    def _report(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
+    def _notify(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
         if self._on_answers is not None and trajectories:
             self._on_answers(step, trajectories, reason)
 
-    def _count(self, ending: str, groups: int = 1) -> None:
-        self.metrics.add(f"groups/{ending}", groups, kind="sum")
+    def _count(self, outcome: str, groups: int = 1) -> None:
+        self.metrics.add(f"groups/{outcome}", groups, kind="sum")
 
-    def _describe(self) -> None:
-        """Add the completions of finished groups to the metrics, including those that are not trained on."""
+    def _add_finished_metrics(self) -> None:
+        """Add the completions of finished groups to the metrics, including groups that are not trained on."""
         import numpy as np
 
-        answers, self._finished = self._finished, []
-        weight = len(answers)
-        if weight:
-            length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
-            self.metrics.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
-            self.metrics.add("finished/length_mean", length / weight, weight)
-            self.metrics.add("finished/truncated_fraction", sum(a.truncated for a in answers) / weight, weight)
+        trajectories, self._finished = self._finished, []
+        count = len(trajectories)
+        if count:
+            length = np.count_nonzero(np.concatenate([t.versions for t in trajectories]) >= 0)
+            self.metrics.add("finished/reward_mean", sum(t.reward for t in trajectories) / count, count)
+            self.metrics.add("finished/length_mean", length / count, count)
+            self.metrics.add("finished/truncated_fraction", sum(t.truncated for t in trajectories) / count, count)
 
     def _count_staleness(self, versions: Sequence[int]) -> None:
         groups = len(versions)
@@ -413,12 +414,12 @@ class RolloutScheduler:
             self._on_stuck_trainer(error)
 
 
-def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
+def _find_no_servers_error(failures: Iterable[BaseException]) -> NoServersError | None:
     """Return the first `NoServersError` among the errors and their causes, or None."""
-    return next((each for error in failures for each in causes(error) if isinstance(each, NoServersError)), None)
+    return next((cause for error in failures for cause in causes(error) if isinstance(cause, NoServersError)), None)
 
 
-def _outcome(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
+def _outcome(prompt: Row, group_id: int | None, outcome: str, reason: str | None = None) -> dict[str, Any]:
     """Return the outcome of a prompt in the format of `RolloutRuntime.outcomes`."""
     epoch = int(prompt.get("epoch", 0))
-    return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}
+    return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": outcome, "reason": reason}

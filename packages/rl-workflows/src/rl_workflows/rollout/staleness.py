@@ -108,10 +108,10 @@ class StalenessManager:
     @property
     def capacity(self) -> int:
         """Number of groups that may start now."""
-        places = (self.max_staleness + 1) * self.batch_size - self.outstanding
+        slots = (self.max_staleness + 1) * self.batch_size - self.outstanding
         if self.max_concurrent is not None:
-            places = min(places, self.max_concurrent - len(self._running))
-        return max(places, 0)
+            slots = min(slots, self.max_concurrent - len(self._running))
+        return max(slots, 0)
 
     def admit(self, group_id: int | None = None) -> Ticket:
         """Start a group at the current version.
@@ -166,7 +166,7 @@ class StalenessManager:
             return False
         if len(self._accepted) < self.batch_size:
             return closed and not self._running
-        return self._may_leave_behind()
+        return self._satisfies_look_ahead()
 
     def take_batch(self, closed: bool = False) -> list[Ticket]:
         """Release the next batch and return its groups, oldest first. They keep their slots until `end_step`.
@@ -229,8 +229,8 @@ class StalenessManager:
 
     def drop_rest(self) -> None:
         """Remove all running and accepted groups after the last batch."""
-        for kept in (self._running, self._running_by_start, self._accepted, self._accepted_by_start):
-            kept.clear()
+        for collection in (self._running, self._running_by_start, self._accepted, self._accepted_by_start):
+            collection.clear()
 
     def describe(self) -> str:
         """Return one line that describes the state, for error messages."""
@@ -269,32 +269,32 @@ class StalenessManager:
             raise RLError("load_state_dict: groups were admitted already; load before the first next_batch.")
         self.version, self.steps = int(state["version"]), int(state["steps"])
         self._next_id = int(state["next_id"])
-        refused: list[Ticket] = []
+        too_old: list[Ticket] = []
         for ticket in sorted(Ticket(int(start), int(group_id)) for start, group_id in state["accepted"]):
-            leaves_at = self.version + len(self._accepted) // self.batch_size
-            if ticket.start + self.max_staleness < leaves_at:
-                refused.append(ticket)
+            release_version = self.version + len(self._accepted) // self.batch_size
+            if ticket.start + self.max_staleness < release_version:
+                too_old.append(ticket)
                 continue
             heapq.heappush(self._accepted, ticket)
             self._accepted_by_start[ticket.start] += 1
-        return refused
+        return too_old
 
-    def _may_leave_behind(self) -> bool:
+    def _satisfies_look_ahead(self) -> bool:
         """Return whether the look-ahead allows a batch of the B oldest accepted groups."""
-        to_take, behind = self.batch_size, 0
+        free, remaining_due = self.batch_size, 0
         for start in sorted({*self._running_by_start, *self._accepted_by_start}):
             accepted = self._accepted_by_start.get(start, 0)
-            taken = min(to_take, accepted)
-            to_take -= taken
-            behind += self._running_by_start.get(start, 0) + accepted - taken
+            taken = min(free, accepted)
+            free -= taken
+            remaining_due += self._running_by_start.get(start, 0) + accepted - taken
             batches_until_due = max(start + self.max_staleness - self.version, 0)
-            if behind > batches_until_due * self.batch_size:
+            if remaining_due > batches_until_due * self.batch_size:
                 return False
         return True
 
-    def _end(self, ticket: Ticket, how: str) -> None:
+    def _end(self, ticket: Ticket, outcome: str) -> None:
         if self._running.pop(ticket.group_id, None) is None:
-            raise RLError(f"group {ticket.group_id} cannot be {how}: it is not running.")
+            raise RLError(f"group {ticket.group_id} cannot be {outcome}: it is not running.")
         self._decrement(self._running_by_start, ticket.start)
 
     @staticmethod

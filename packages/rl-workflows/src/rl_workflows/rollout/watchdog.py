@@ -23,13 +23,13 @@ log = get_logger("workflows")
 STATS_TIMEOUT = 10.0
 """Seconds to wait for the metrics of the servers."""
 
-CHECKS = 8
+CHECKS_PER_TIMEOUT = 8
 """Number of checks within each timeout."""
 
 STACKS_SHOWN = 8
 """Maximum number of further tasks whose stacks are logged in a stall."""
 
-AWAITED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
+FRAME_ATTRIBUTES = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
 """Attributes with the frame and the awaited object of coroutines, generators and asynchronous generators."""
 
 
@@ -63,8 +63,8 @@ class Watchdog:
         self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer or on_stall
         self.waited_for = False
         """Whether the trainer waits for episodes."""
-        self._visits, self._thread = 0, ""
-        self._trainer_left = self._clock.now()
+        self._open_calls, self._thread = 0, ""
+        self._last_call_end = self._clock.now()
         self._served_tokens: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -75,23 +75,23 @@ class Watchdog:
         self._episodes.touch()
         if self._task is None:
             self._task = asyncio.create_task(self._run_checks(), name="rollout-watch")
-            self._task.add_done_callback(self._died)
+            self._task.add_done_callback(self._on_task_done)
 
     def end_wait(self) -> None:
         """End the checks for progress, because the trainer no longer waits."""
         self.waited_for = False
-        self._trainer_left = self._clock.now()
+        self._last_call_end = self._clock.now()
 
     @contextmanager
     def trainer_call(self) -> Iterator[None]:
         """Mark that the trainer is in a call of the runtime, in this thread. Only one thread may do so at a time."""
         self._thread = threading.current_thread().name
-        self._visits += 1
+        self._open_calls += 1
         try:
             yield
         finally:
-            self._trainer_left = self._clock.now()
-            self._visits -= 1
+            self._last_call_end = self._clock.now()
+            self._open_calls -= 1
 
     def stop(self) -> None:
         """Stop the watchdog."""
@@ -99,7 +99,7 @@ class Watchdog:
         if task is not None:
             task.cancel()
 
-    def _died(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if task is not self._task:
             return  # the watchdog was stopped
         if task.cancelled():
@@ -110,49 +110,49 @@ class Watchdog:
     async def _run_checks(self) -> None:
         """Check periodically, until the first alarm."""
         while True:
-            await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS)
-            away = self._clock.now() - self._trainer_left
+            await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS_PER_TIMEOUT)
+            absent = self._clock.now() - self._last_call_end
             if self.waited_for:
                 idle = self._clock.now() - self._episodes.last_moved
-                if idle < self._stall_timeout / CHECKS:
+                if idle < self._stall_timeout / CHECKS_PER_TIMEOUT:
                     continue
-                if await self._servers_moved():
+                if await self._servers_progressed():
                     self._episodes.touch()
                 elif idle >= self._stall_timeout:
-                    self._on_stall(StalledError(self._nothing_moved(idle)))
+                    self._on_stall(StalledError(self._stall_message(idle)))
                     return
-            elif away >= self._trainer_timeout and not self._visits:
-                self._on_stuck_trainer(self._trainer_is_idle(away))
+            elif absent >= self._trainer_timeout and not self._open_calls:
+                self._on_stuck_trainer(self._stuck_trainer_error(absent))
                 return
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep, and count a blocked event loop as progress, because no episode can proceed while it is blocked."""
-        begin = self._clock.now()
+        start = self._clock.now()
         await self._clock.sleep(seconds)
-        late = self._clock.now() - begin - seconds
-        if late > self._stall_timeout / CHECKS:
+        delay = self._clock.now() - start - seconds
+        if delay > self._stall_timeout / CHECKS_PER_TIMEOUT:
             log.warning(
-                "the event loop was blocked for about %.1f s; a workflow or reward function may compute on it", late
+                "the event loop was blocked for about %.1f s; a workflow or reward function may compute on it", delay
             )
             self._episodes.touch()
 
-    async def _servers_moved(self) -> bool:
+    async def _servers_progressed(self) -> bool:
         """Return whether the servers generated tokens since the last check. A long completion is not a stall."""
         stats = await server_metrics(self._episodes)
         if not stats:
             return False
-        before, self._served_tokens = self._served_tokens, float(stats.get("generated_tokens", 0.0))
-        return before is not None and self._served_tokens > before
+        previous, self._served_tokens = self._served_tokens, float(stats.get("generated_tokens", 0.0))
+        return previous is not None and self._served_tokens > previous
 
-    def _nothing_moved(self, idle: float) -> str:
+    def _stall_message(self, idle: float) -> str:
         oldest, task = next(iter(self._episodes.running.items()), (None, None))
         tasks = dict.fromkeys([*self._episodes.running.values(), *asyncio.all_tasks()])  # episodes first
-        others = [other for other in tasks if other not in (task, asyncio.current_task())]
+        other_tasks = [other for other in tasks if other not in (task, asyncio.current_task())]
         log.error(
             "no progress for %.1f s; stacks of some of %d tasks:\n%s",
             idle,
-            len(others),
-            "\n".join(map(stack_of_task, others[:STACKS_SHOWN])),
+            len(other_tasks),
+            "\n".join(map(stack_of_task, other_tasks[:STACKS_SHOWN])),
         )
         if oldest is None:
             stuck = "stuck stage: admission; no episode is running. Is the runtime paused?"
@@ -163,9 +163,9 @@ class Watchdog:
             f"{self._stall_timeout:g}). {stuck}. {self._describe()}."
         ) + ("" if task is None else f" Its stack:\n{stack_of_task(task)}")
 
-    def _trainer_is_idle(self, away: float) -> StalledError:
+    def _stuck_trainer_error(self, absent: float) -> StalledError:
         error = StalledError(
-            f"stuck stage: trainer. It has not called the runtime for {away:.1f} s (rollout.trainer_timeout="
+            f"stuck stage: trainer. It has not called the runtime for {absent:.1f} s (rollout.trainer_timeout="
             f"{self._trainer_timeout:g}). {self._describe()}. Stack of its thread {self._thread!r}:\n"
             f"{stack_of_thread(self._thread)}"
         )
@@ -206,10 +206,10 @@ def stack_of_task(task: asyncio.Task[Any]) -> str:
     The traceback of asyncio shows only the outermost frame.
     """
     summary = traceback.StackSummary()
-    waits: Any = task.get_coro()
-    while waits is not None:
-        kinds = [names for names in AWAITED if hasattr(waits, names[0])]
-        frame, waits = (getattr(waits, name) for name in kinds[0]) if kinds else (None, None)
+    awaitable: Any = task.get_coro()
+    while awaitable is not None:
+        matches = [names for names in FRAME_ATTRIBUTES if hasattr(awaitable, names[0])]
+        frame, awaitable = (getattr(awaitable, name) for name in matches[0]) if matches else (None, None)
         if frame is not None:
             summary.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return f"task {task.get_name()}:\n{''.join(summary.format())}"

@@ -1,4 +1,4 @@
-"""A workflow, an engine and a head that the tests share. Everything is real but the servers."""
+"""Workflow, engine and scheduler that the tests share. Only the servers are simulated."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ preload("tensordict", "torch.distributed")  # for rollout_process
 
 
 class Scripted(RolloutWorkflow):
-    """Asks for one answer; `judge(data, sample's seed-dependent first token)` gives the reward, None, or raises."""
+    """Workflow with one completion. `judge(data, first_token)` returns the reward or None, or raises."""
 
     def __init__(self, judge: Callable = lambda data, token: float(token)) -> None:
         self.judge = judge
@@ -37,7 +37,7 @@ async def publish(engine: NullInferenceEngine, version: int) -> None:
     await engine.commit_weights(version)
 
 
-def endless_rows():
+def endless_examples():
     return ({"prompt_id": i} for i in count())
 
 
@@ -48,22 +48,25 @@ def clock():
 
 @pytest.fixture
 def null_engine(clock):
-    """Long-tailed answers on the simulated clock."""
+    """Return an engine with long-tailed completion lengths on the simulated clock."""
     config = NullInferenceEngineConfig(mean_tokens=24, sigma=1.2, seconds_per_token=0.05, read_weights=False)
     return NullInferenceEngine(config, clock=clock)
 
 
 @pytest.fixture
-def make_head(clock, null_engine):
-    """`make_head(rows=..., judge=..., batch_size=..., engine=..., should_accept=..., **RolloutConfig fields)`."""
+def make_scheduler(clock, null_engine):
+    """Return a function that builds a scheduler.
 
-    def make(rows=None, judge=None, batch_size=4, engine=None, should_accept=None, **settings):
+    Its arguments are `examples`, `judge`, `batch_size`, `engine`, `should_accept` and the fields of `RolloutConfig`.
+    """
+
+    def make(examples=None, judge=None, batch_size=4, engine=None, should_accept=None, **settings):
         config = RolloutConfig(**({"group_size": 2, "max_staleness": 1, "stall_timeout": 1e6} | settings))
         manager = StalenessManager(batch_size, config.max_staleness, config.max_concurrent)
         return RolloutScheduler(
             engine or null_engine,
             Scripted(judge) if judge else Scripted(),
-            endless_rows() if rows is None else rows,
+            endless_examples() if examples is None else examples,
             manager,
             config,
             clock,

@@ -1,9 +1,9 @@
-"""A trainer process for the tests that need real ones: no model, but the real runtime.
+"""Trainer process for tests that need real processes: the real runtime without a model.
 
-rollout_process.py heads RANK DIRECTORY     one of two data-parallel heads; writes DIRECTORY/RANK.json
-rollout_process.py lost RANK DIRECTORY      two heads, the second of which dies; the first writes DIRECTORY/0.json
+rollout_process.py leaders RANK DIRECTORY   one of two data-parallel leaders; writes DIRECTORY/RANK.json
+rollout_process.py lost RANK DIRECTORY      two leaders, of which the second dies; the first writes DIRECTORY/0.json
 rollout_process.py replica RANK DIRECTORY   one of two ranks of a replica; writes DIRECTORY/RANK.json
-rollout_process.py lineage DIRECTORY        trains on 60 prompts, saving after every step; meant to be killed
+rollout_process.py lineage DIRECTORY        trains on 60 prompts, saving after every step; the test kills it
 """
 
 import asyncio
@@ -35,17 +35,17 @@ class Answer(RolloutWorkflow):
         record("prompt/mean", data["prompt_id"])
         record("episodes", 1, kind="sum")
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=200)))
-        row = from_response(response, reward=1.0, temperature=1.0)
-        if data["prompt_id"] == 100:  # of the second head's prompts
-            row.token_rewards = row.loss_mask.astype("float32")
-        return [row]
+        trajectory = from_response(response, reward=1.0, temperature=1.0)
+        if data["prompt_id"] == 100:  # a prompt of the second leader
+            trajectory.token_rewards = trajectory.loss_mask.astype("float32")
+        return [trajectory]
 
 
 class InOrder(Answer):
-    """Two prompts a batch, in order; the rest does not end."""
+    """Workflow that finishes two prompts per batch, in order; all others wait."""
 
     batches = 99
-    """That may be taken, or are."""
+    """Number of batches whose prompts may finish."""
 
     async def arun_episode(self, engine, data):
         while data["prompt_id"] % 100 // 2 >= self.batches:  # noqa: ASYNC110 - another thread sets it
@@ -53,33 +53,33 @@ class InOrder(Answer):
         return await super().arun_episode(engine, data)
 
 
-def make_rollout(rows, workflow=None, **options):
+def make_rollout(examples, workflow=None, **options):
     config = NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
     engine = NullInferenceEngine(config)
     settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60, failure_min_groups=1)
-    return engine, DistRollout(engine, workflow or Answer(), rows, config=settings, **options)
+    return engine, DistRollout(engine, workflow or Answer(), examples, config=settings, **options)
 
 
 def numbers(batch, name):
     return batch[name].tolist()
 
 
-def heads(rank: int, directory: Path) -> None:
+def leaders(rank: int, directory: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=90)
     )
     parallel = ParallelContext(rank, 2, rank, 2, host_group=dist.group.WORLD, dp_host_group=dist.group.WORLD)
     result: dict = {"batches": []}
 
-    # each head has prompts of its own; the second has fewer
-    rows = [{"prompt_id": 100 * rank + i} for i in range(6 - 3 * rank)]
+    # each leader has different prompts; the second has fewer
+    examples = [{"prompt_id": 100 * rank + i} for i in range(6 - 3 * rank)]
     workflow = InOrder()
-    _, rollout = make_rollout(rows, workflow, batch_size=4, parallel=parallel, minibatches=2)
+    _, rollout = make_rollout(examples, workflow, batch_size=4, parallel=parallel, minibatches=2)
     with collect() as in_evaluation:
         held_out = rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
-    result["eval"] = [row.prompt_id for row in held_out]
-    result["eval_figures"] = in_evaluation.over_replicas(parallel).results()
-    figures = Metrics()
+    result["eval"] = [trajectory.prompt_id for trajectory in held_out]
+    result["eval_metrics"] = in_evaluation.over_replicas(parallel).results()
+    metrics = Metrics()
     workflow.batches = 1
     while True:
         try:
@@ -95,17 +95,17 @@ def heads(rank: int, directory: Path) -> None:
         )
         workflow.batches = 2
         rollout.end_step(0)
-        figures.merge(rollout.stats())
-    result["figures"] = figures.over_replicas(parallel).results()
-    result["endings"] = rollout.outcomes()
+        metrics.merge(rollout.stats())
+    result["metrics"] = metrics.over_replicas(parallel).results()
+    result["outcomes"] = rollout.outcomes()
     rollout.destroy()
 
-    # one head fails while the other waits for answers that never come
+    # one leader fails while the other waits for completions that never arrive
     engine, rollout = make_rollout(({"prompt_id": i} for i in range(100)), batch_size=2, parallel=parallel)
     if rank == 0:
         engine.faults.hang = lambda request: True
     else:
-        engine.faults.generate = lambda request: InferenceError("planted on rank 1")
+        engine.faults.generate = lambda request: InferenceError("injected on rank 1")
     try:
         rollout.next_batch()
     except RLError as error:
@@ -132,10 +132,10 @@ def lost(rank: int, directory: Path) -> None:
 
 
 class NoClient:
-    """In the place of the client of a rank that must not use one."""
+    """Replacement for the client on a rank that must not use it."""
 
     def __getattr__(self, name):
-        raise AssertionError(f"a rank that is no head used its client: {name}")
+        raise AssertionError(f"a rank that is no leader used its client: {name}")
 
 
 def replica(rank: int, directory: Path) -> None:
@@ -146,15 +146,15 @@ def replica(rank: int, directory: Path) -> None:
     _, rollout = make_rollout([{"prompt_id": i} for i in range(6)], batch_size=4, parallel=parallel)
     if rank:
         rollout.scheduler.engine = rollout.scheduler.episodes.engine = NoClient()
-    rows = [len(rollout.evaluate([{"prompt_id": 0}], GenerationConfig()))]
+    sizes = [len(rollout.evaluate([{"prompt_id": 0}], GenerationConfig()))]
     with suppress(StopIteration):
         while True:
-            rows.append(len(rollout.next_batch()))
+            sizes.append(len(rollout.next_batch()))
             rollout.end_step(0)
             rollout.stats()
             rollout.state_dict()
     rollout.destroy()
-    (directory / f"{rank}.json").write_text(json.dumps(rows))
+    (directory / f"{rank}.json").write_text(json.dumps(sizes))
     dist.destroy_process_group()
 
 
@@ -179,21 +179,21 @@ def lineage(directory: Path) -> None:
 
 
 def save(directory: Path, state: dict, trained: list[int]) -> None:
-    """A recover point: written aside, then made the latest by one rename."""
-    point = directory / f"point-{os.getpid()}-{len(trained)}"
-    point.mkdir()
+    """Save a recovery checkpoint: write a new directory, then make it the latest with one rename."""
+    checkpoint = directory / f"checkpoint-{os.getpid()}-{len(trained)}"
+    checkpoint.mkdir()
     tensors = state.pop("tensors")
-    save_file(tensors, point / "state.safetensors")
-    (point / "state.json").write_text(json.dumps(state | {"trained": trained}))
+    save_file(tensors, checkpoint / "state.safetensors")
+    (checkpoint / "state.json").write_text(json.dumps(state | {"trained": trained}))
     link = directory / f"link-{os.getpid()}-{len(trained)}"
-    link.symlink_to(point)
+    link.symlink_to(checkpoint)
     link.rename(directory / "latest")
     print(len(trained), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] in ("heads", "lost", "replica"):
-        {"heads": heads, "lost": lost, "replica": replica}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("leaders", "lost", "replica"):
+        {"leaders": leaders, "lost": lost, "replica": replica}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
     else:
         lineage(Path(sys.argv[2]))

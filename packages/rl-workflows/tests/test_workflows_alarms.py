@@ -1,4 +1,4 @@
-"""Planted faults of the runtime's own machinery: each alarm names its cause."""
+"""Injected faults in the runtime itself. Each alarm must report the cause."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ from rl_workflows.rollout.watchdog import STACKS_SHOWN, run_with_timeout
 
 
 class Scored(RolloutWorkflow):
-    """One answer; `score(data)` gives the reward."""
+    """Workflow with one completion. `score(data)` returns the reward."""
 
     def __init__(self, score=None):
         self.score = score
@@ -46,49 +46,49 @@ def _rollout(workflow=None, batch_size=2, engine=None, **options):
     settings = {name: options.pop(name) for name in list(options) if hasattr(RolloutConfig, name)}
     config = RolloutConfig(**({"group_size": 2, "stall_timeout": 30.0} | settings))
     engine = engine or NullInferenceEngine(NullInferenceEngineConfig(mean_tokens=4, seconds_per_token=0.0005))
-    rows = ({"prompt_id": i} for i in count())
-    return DistRollout(engine, workflow or Scored(), rows, batch_size=batch_size, config=config, **options)
+    examples = ({"prompt_id": i} for i in count())
+    return DistRollout(engine, workflow or Scored(), examples, batch_size=batch_size, config=config, **options)
 
 
 @pytest.fixture
-def head_with(make_head):
-    """A head on the simulated clock whose workflow is `Scored(score)`."""
+def scheduler_with(make_scheduler):
+    """Return a function that builds a scheduler on the simulated clock with the workflow `Scored(score)`."""
 
     def make(score, **settings):
-        head = make_head(**settings)
-        head.episodes.workflow = Scored(score)
-        return head
+        scheduler = make_scheduler(**settings)
+        scheduler.episodes.workflow = Scored(score)
+        return scheduler
 
     return make
 
 
 @pytest.mark.parametrize("name", ["reward", "environment", "workflow"])
-def test_episode_that_hangs_raises_the_alarm_with_stage_age_and_stack(clock, head_with, caplog, name):
-    async def waits_for_ever():
+def test_stall_hanging_episode_reports_stage_age_and_stack(clock, scheduler_with, caplog, name):
+    async def waits_forever():
         await asyncio.Event().wait()
 
     async def score(data):
         with stage(name):
-            await waits_for_ever()
+            await waits_forever()
 
-    head = head_with(score, stall_timeout=30.0)
+    scheduler = scheduler_with(score, stall_timeout=30.0)
 
     async def main():
-        await head.begin_wait()
+        await scheduler.begin_wait()
         with pytest.raises(StalledError) as caught:
-            await head.fill()
-        await head.close()
+            await scheduler.fill()
+        await scheduler.close()
         return str(caught.value)
 
     message = clock.run(main())
     assert f"stuck stage: {name}, for 3" in message
     assert "of prompt 0 (group 0, sample 0)" in message
-    assert "in waits_for_ever" in message, "the whole chain of awaits of that episode"
-    assert message.index("in arun_episode") < message.index("in score") < message.index("in waits_for_ever")
-    assert caplog.text.count("in waits_for_ever") == STACKS_SHOWN, "the log shows other episodes before anything else"
+    assert "in waits_forever" in message, "the whole chain of awaits of that episode"
+    assert message.index("in arun_episode") < message.index("in score") < message.index("in waits_forever")
+    assert caplog.text.count("in waits_forever") == STACKS_SHOWN, "the log shows other episodes before anything else"
 
 
-def test_stuck_episode_while_the_servers_give_no_figures_still_raises_the_alarm(clock, head_with, null_engine):
+def test_stall_without_server_metrics_is_still_detected(clock, scheduler_with, null_engine):
     async def silent():
         await asyncio.Event().wait()
 
@@ -96,23 +96,23 @@ def test_stuck_episode_while_the_servers_give_no_figures_still_raises_the_alarm(
         await asyncio.Event().wait()
 
     null_engine.stats = silent
-    head = head_with(score, stall_timeout=60.0)
+    scheduler = scheduler_with(score, stall_timeout=60.0)
 
     async def main():
-        await head.begin_wait()
+        await scheduler.begin_wait()
         with pytest.raises(StalledError, match="stuck stage: reward"):
-            await head.fill()
-        assert (await head.stats()).results(), "without the servers' own"
-        await head.close()
+            await scheduler.fill()
+        assert (await scheduler.stats()).results(), "metrics without those of the servers"
+        await scheduler.close()
 
     clock.run(main())
     assert clock.now() < 120
 
 
-@pytest.mark.parametrize("how", ["its own task", "an inner task"])
-def test_cancelled_error_out_of_a_workflow_is_a_failed_episode_and_not_the_end_of_the_run(clock, head_with, how):
+@pytest.mark.parametrize("cancelled_task", ["its own task", "an inner task"])
+def test_cancelled_error_in_workflow_fails_only_its_episode(clock, scheduler_with, cancelled_task):
     async def score(data):
-        if data["prompt_id"] == 3 and how == "its own task":
+        if data["prompt_id"] == 3 and cancelled_task == "its own task":
             asyncio.current_task().cancel()
             await asyncio.sleep(0)
         elif data["prompt_id"] == 3:
@@ -121,58 +121,58 @@ def test_cancelled_error_out_of_a_workflow_is_a_failed_episode_and_not_the_end_o
             await inner
         return 1.0
 
-    head = head_with(score, failure_budget=0.5)
+    scheduler = scheduler_with(score, failure_budget=0.5)
     trained = []
 
     async def main():
         for _ in range(3):
-            await head.begin_wait()
-            await head.fill()
-            trained.extend(group.prompt["prompt_id"] for group in await head.take())
-            await head.end_step(0)
-        stats = (await head.stats()).results()
+            await scheduler.begin_wait()
+            await scheduler.fill()
+            trained.extend(group.prompt["prompt_id"] for group in await scheduler.take())
+            await scheduler.end_step(0)
+        stats = (await scheduler.stats()).results()
         assert stats["groups/failed"] == stats["groups/failed/internal"] == 1
-        assert head.manager.outstanding <= 8, "the place of the failed group is free again"
-        await head.close()
+        assert scheduler.manager.outstanding <= 8, "the slot of the failed group is free again"
+        await scheduler.close()
 
     clock.run(main())
     assert 3 not in trained
     assert len(trained) == 12
 
 
-def test_group_task_that_is_killed_ends_the_wait(clock, head_with):
+def test_fill_group_task_cancelled_raises(clock, scheduler_with):
     async def score(data):
         if data["prompt_id"] == 3:
-            head.running[3][1].cancel()
+            scheduler.running[3][1].cancel()
         return 1.0
 
-    head = head_with(score)
+    scheduler = scheduler_with(score)
 
     async def main():
-        await head.begin_wait()
+        await scheduler.begin_wait()
         with pytest.raises(RLError, match="task of a group was cancelled"):
-            await head.fill()
-        await head.close()
+            await scheduler.fill()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_watch_task_that_is_killed_ends_the_wait(clock, make_head, null_engine):
+def test_fill_watchdog_task_cancelled_raises(clock, make_scheduler, null_engine):
     null_engine.faults.hang = lambda request: True
-    head = make_head()
+    scheduler = make_scheduler()
 
     async def main():
-        await head.begin_wait()
+        await scheduler.begin_wait()
         [task] = [task for task in asyncio.all_tasks() if task.get_name() == "rollout-watch"]
         task.cancel()
         with pytest.raises(RLError, match="watchdog was cancelled"):
-            await head.fill()
-        await head.close()
+            await scheduler.fill()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_loop_that_dies_ends_the_wait_with_what_killed_it():
+def test_next_batch_event_loop_dies_raises_with_cause():
     async def score(data):
         sys.exit(3)
 
@@ -183,8 +183,8 @@ def test_loop_that_dies_ends_the_wait_with_what_killed_it():
     rollout.loop.close()  # joins the thread: all tasks have ended
 
 
-def test_reward_worker_that_never_returns_is_killed_and_counted_as_a_reward_error(tmp_path, monkeypatch):
-    (tmp_path / "stuck_rewards.py").write_text("import time\ndef never(*given, **data):\n    time.sleep(1000)\n")
+def test_reward_worker_timeout_counts_as_reward_error(tmp_path, monkeypatch):
+    (tmp_path / "stuck_rewards.py").write_text("import time\ndef never(*args, **data):\n    time.sleep(1000)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = AsyncRewardWrapper("stuck_rewards:never", timeout=0.3)
 
@@ -195,33 +195,33 @@ def test_reward_worker_that_never_returns_is_killed_and_counted_as_a_reward_erro
     try:
         with pytest.raises(
             RLError, match=r"groups failed \(reward \d\)[\s\S]*took longer than its limit of 0.3 s"
-        ) as e:
+        ) as caught:
             rollout.next_batch()
-        assert isinstance(e.value.__cause__, RewardError)
+        assert isinstance(caught.value.__cause__, RewardError)
     finally:
         rollout.loop.run(reward.aclose(), 10)
         rollout.destroy()
 
 
-def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
+def test_stall_trainer_takes_no_batch_reports_its_stack():
     alarm: list[StalledError] = []
-    heard = threading.Event()
+    called = threading.Event()
 
     def on_stuck_trainer(error):
         alarm.append(error)
-        heard.set()
+        called.set()
 
     rollout = _rollout(trainer_timeout=0.4, on_stuck_trainer=on_stuck_trainer)
     try:
         rollout.next_batch()
         outstanding = rollout.scheduler.manager.outstanding
-        assert heard.wait(20), "the planted fault: this thread is busy with something else"
+        assert called.wait(20), "injected fault: this thread is busy with something else"
         message = str(alarm[0])
         assert re.search(r"stuck stage: trainer\. It has not called the runtime for \d", message)
         assert "rollout.trainer_timeout=0.4" in message
         assert "2 accepted, 2 in the step" in message
-        assert "assert heard.wait(20)" in message, "the trainer's stack"
-        assert rollout.scheduler.manager.outstanding <= max(outstanding, 4), "admission bounds what piles up"
+        assert "assert called.wait(20)" in message, "the trainer's stack"
+        assert rollout.scheduler.manager.outstanding <= max(outstanding, 4), "admission limits the outstanding groups"
         rollout.end_step(0)
         with pytest.raises(StalledError, match="stuck stage: trainer"):
             rollout.next_batch()
@@ -230,7 +230,7 @@ def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
 
 
 @pytest.mark.slow
-def test_trainer_that_waits_inside_of_the_runtime_is_not_stuck():
+def test_stall_trainer_waiting_in_runtime_is_not_stuck():
     alarm: list[StalledError] = []
     slow = NullInferenceEngine(NullInferenceEngineConfig(mean_tokens=4, seconds_per_token=0.3))
     rollout = _rollout(engine=slow, trainer_timeout=0.4, on_stuck_trainer=alarm.append)
@@ -244,12 +244,12 @@ def test_trainer_that_waits_inside_of_the_runtime_is_not_stuck():
 
 
 @pytest.mark.parametrize("name", ["stall_timeout", "trainer_timeout"])
-def test_limits_of_the_watchdogs_that_are_no_times_are_refused(name):
+def test_config_zero_timeout_is_rejected(name):
     with pytest.raises(ConfigError, match=f"rollout.{name}"):
         RolloutConfig(**{name: 0.0})
 
 
-def test_within_result_error_or_deadline(clock):
+def test_run_with_timeout_returns_result_error_or_timeout(clock):
     async def after(seconds, error=None):
         await clock.sleep(seconds)
         if error is not None:
@@ -259,7 +259,7 @@ def test_within_result_error_or_deadline(clock):
     async def main():
         assert await run_with_timeout(clock, 2.0, after(1.0)) == 1.0
         with pytest.raises(InferenceError):
-            await run_with_timeout(clock, 2.0, after(1.0, InferenceError("planted")))
+            await run_with_timeout(clock, 2.0, after(1.0, InferenceError("injected")))
         with pytest.raises(TimeoutError):
             await run_with_timeout(clock, 2.0, after(1000.0))
 
@@ -268,7 +268,7 @@ def test_within_result_error_or_deadline(clock):
 
 
 @pytest.mark.slow
-def test_finished_groups_leave_nothing_to_the_garbage_collector():
+def test_finished_groups_create_no_reference_cycles():
     rollout = _rollout(batch_size=25, group_size=4)
     try:
         for _ in range(2):
@@ -276,13 +276,13 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
             rollout.end_step(0)
         gc.collect()
         gc.disable()
-        found = []
-        gc.callbacks.append(lambda phase, info: found.append(info["collected"]) if phase == "stop" else None)
+        collected = []
+        gc.callbacks.append(lambda phase, info: collected.append(info["collected"]) if phase == "stop" else None)
         for _ in range(8):
             rollout.next_batch()
             rollout.end_step(0)
         gc.collect()
-        assert sum(found) < 8 * 25, "some objects per batch, not per group"
+        assert sum(collected) < 8 * 25, "some objects per batch, not per group"
     finally:
         gc.callbacks.pop()
         gc.enable()
@@ -290,36 +290,36 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
 
 
 @pytest.mark.slow
-def test_tensors_that_training_leaves_in_reference_cycles_do_not_outlive_their_step(monkeypatch):
+def test_end_step_frees_tensors_in_reference_cycles(monkeypatch):
     monkeypatch.setattr("rl_workflows.rollout.runtime.FULL_COLLECTION_EVERY", 4)
     monkeypatch.setattr("rl_workflows.rollout.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these
     thresholds, rollout = gc.get_threshold(), _rollout()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
-        left, kept = [], []
+        tensor_refs, retained = [], []
         for step in range(1, 9):
             rollout.next_batch()
-            for held in (None, kept):  # one is dropped in its step, one in the step after
+            for container in (None, retained):  # one is dropped in its step, the other in the next step
                 cycle = Cycle(torch.zeros(1000))
-                left.append(weakref.ref(cycle.tensor))
-                if held is not None:
-                    held.append(cycle)
+                tensor_refs.append(weakref.ref(cycle.tensor))
+                if container is not None:
+                    container.append(cycle)
             del cycle
-            del kept[:-1]
+            del retained[:-1]
             rollout.end_step(0)
-            alive = [ref() is not None for ref in left]
-            assert not any(alive[:-1:2]), "dropped within the step"
-            assert sum(alive) <= 1 + step % 4, "what outlived a step is found by the next full collection"
+            reachable = [ref() is not None for ref in tensor_refs]
+            assert not any(reachable[:-1:2]), "dropped within the step"
+            assert sum(reachable) <= 1 + step % 4, "a full collection frees tensors that survived their step"
     finally:
         gc.set_threshold(*thresholds)
         rollout.destroy()
 
 
-def test_collections_at_the_ends_of_steps_take_a_hundredth_of_the_time(monkeypatch):
-    rollout, began = _rollout(), []
+def test_end_step_collections_take_one_percent_of_time(monkeypatch):
+    rollout, start_times = _rollout(), []
 
     def collect(generation):
-        began.append(time.monotonic())
+        start_times.append(time.monotonic())
         time.sleep(0.01)
 
     monkeypatch.setattr("rl_workflows.rollout.runtime.gc.collect", collect)
@@ -327,21 +327,21 @@ def test_collections_at_the_ends_of_steps_take_a_hundredth_of_the_time(monkeypat
         for _ in range(20):
             rollout.next_batch()
             rollout.end_step(0)
-        assert began
-        assert all(later - sooner >= 100 * 0.01 for sooner, later in pairwise(began))
+        assert start_times
+        assert all(current - previous >= 100 * 0.01 for previous, current in pairwise(start_times))
     finally:
         rollout.destroy()
 
 
 class Cycle:
-    """Holds a tensor and itself."""
+    """Object that references a tensor and itself."""
 
     def __init__(self, tensor):
         self.tensor, self.itself = tensor, self
 
 
 @pytest.mark.slow
-def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
+def test_tune_garbage_collection_freezes_objects_and_sets_thresholds():
     code = (
         "import gc; from rl_workflows import tune_garbage_collection as tune; tune(); "
         "print(gc.get_freeze_count() > 1000, gc.get_threshold(), gc.isenabled())"
@@ -350,7 +350,7 @@ def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
     assert result.stdout.split(" ", 1) == ["True", "(1000000, 20, 50) True\n"]
 
 
-def test_queue_that_nobody_drains_is_bounded_by_admission():
+def test_admission_without_consumer_is_bounded():
     rollout = _rollout(max_staleness=2)
     try:
         rollout.loop.run(rollout.scheduler.begin_wait(), 5)
@@ -363,7 +363,7 @@ def test_queue_that_nobody_drains_is_bounded_by_admission():
         rollout.destroy()
 
 
-def test_budget_that_is_used_up_names_the_first_failure_before_its_trace():
+def test_failure_budget_error_names_first_failure_before_trace():
     budget = FailureBudget(RolloutConfig(max_failed_in_row=2))
     budget.failed(RewardError("reward 'mine.py:f' raised ValueError: nonsense (mine.py:5)\nTraceback of its process"))
     with pytest.raises(RLError) as caught:

@@ -1,4 +1,4 @@
-"""What the heads of a saved run had, dealt to another number of them. How whole runs fare: test_workflows_simulated."""
+"""Resharding of saved leader states to another number of leaders; test_workflows_simulated covers whole runs."""
 
 import itertools
 
@@ -16,15 +16,15 @@ from rl_workflows.rollout.prompt_source import PromptSource
 from rl_workflows.rollout.resharding import leader_states, reshard_groups
 
 
-def state_of(head, heads, starts=(), in_flight=(), requeued=(), version=5, budget=None):
-    """A former head's state: accepted groups with these start versions, and prompts by id."""
-    tickets = [Ticket(start, head + heads * number) for number, start in enumerate(starts)]
+def state_of(leader, leaders, starts=(), in_flight=(), requeued=(), version=5, budget=None):
+    """Return the state of a previous leader with accepted groups of these start versions, and prompts by id."""
+    tickets = [Ticket(start, leader + leaders * number) for number, start in enumerate(starts)]
     return {
-        "layout": {"heads": heads, "head": head},
+        "layout": {"heads": leaders, "head": leader},
         "manager": {
             "version": version,
             "steps": 7,
-            "next_id": head + heads * len(tickets),
+            "next_id": leader + leaders * len(tickets),
             "accepted": [list(t) for t in sorted(tickets)],
         },
         "source": {"drawn": 9, "requeued": [{"prompt_id": i} for i in requeued], "rows": {}},
@@ -34,56 +34,61 @@ def state_of(head, heads, starts=(), in_flight=(), requeued=(), version=5, budge
 
 
 @given(st.data())
-def test_deal_any_heads_to_any_others_keeps_everything_once_and_nothing_too_old(data):
-    former, heads = data.draw(st.integers(1, 4), "former heads"), data.draw(st.integers(1, 4), "heads")
+def test_reshard_any_leader_counts_keeps_each_item_once(data):
+    previous_leaders, leaders = (
+        data.draw(st.integers(1, 4), "previous leaders"),
+        data.draw(st.integers(1, 4), "leaders"),
+    )
     eta, batch, version = data.draw(st.integers(0, 3), "eta"), 12, 5
     states, prompts = [], itertools.count()
-    for head in range(former):
-        share, starts = batch // former, []
+    for leader in range(previous_leaders):
+        batch_per_leader, starts = batch // previous_leaders, []
         for k in range(eta + 1):  # at most (k + 1) * B are due by version + k
-            room = (k + 1) * share - len(starts)
-            starts += [version - eta + k] * data.draw(st.integers(0, room), "groups that are due")
-        flying, waiting = ([next(prompts) for _ in range(data.draw(st.integers(0, 5)))] for _ in range(2))
-        states.append(state_of(head, former, starts, flying, waiting))
+            free = (k + 1) * batch_per_leader - len(starts)
+            starts += [version - eta + k] * data.draw(st.integers(0, free), "due groups")
+        in_flight, requeued = ([next(prompts) for _ in range(data.draw(st.integers(0, 5)))] for _ in range(2))
+        states.append(state_of(leader, previous_leaders, starts, in_flight, requeued))
 
-    dealt = [reshard_groups(states, head, heads) for head in range(heads)]
+    resharded = [reshard_groups(states, leader, leaders) for leader in range(leaders)]
 
-    groups = [group for state in dealt for group in state["groups"]]
+    groups = [group for state in resharded for group in state["groups"]]
     assert sorted(g.ticket for g in groups) == sorted(g.ticket for state in states for g in state["groups"])
-    assert sorted(row["prompt_id"] for state in dealt for row in state["in_flight"]) == list(range(next(prompts)))
-    parts = [len(state["groups"]) + len(state["in_flight"]) for state in dealt]
-    assert max(parts) - min(parts) <= 1
+    assert sorted(prompt["prompt_id"] for state in resharded for prompt in state["in_flight"]) == list(
+        range(next(prompts))
+    )
+    sizes = [len(state["groups"]) + len(state["in_flight"]) for state in resharded]
+    assert max(sizes) - min(sizes) <= 1
     highest = max((group.ticket.group_id for group in groups), default=-1)
-    first_ids = [state["manager"]["next_id"] for state in dealt]
-    assert first_ids == list(range(first_ids[0], first_ids[0] + heads))
+    first_ids = [state["manager"]["next_id"] for state in resharded]
+    assert first_ids == list(range(first_ids[0], first_ids[0] + leaders))
     assert first_ids[0] > highest
-    for state in dealt:
-        manager = StalenessManager(batch // heads, eta, id_stride=heads)
+    for state in resharded:
+        manager = StalenessManager(batch // leaders, eta, id_stride=leaders)
         assert manager.load_state_dict(state["manager"]) == []
         assert (manager.version, manager.steps) == (5, 7)
 
 
-def test_deal_groups_that_no_new_head_may_keep_are_asked_again_first():
-    states = [state_of(head, 2, starts=[4, 4, 5], in_flight=[head]) for head in range(2)]
-    manager = StalenessManager(1, 1)  # a batch of 1 instead of 4: of those from version 4, only one can be used
+def test_reshard_groups_too_old_are_returned_by_load():
+    states = [state_of(leader, 2, starts=[4, 4, 5], in_flight=[leader]) for leader in range(2)]
+    manager = StalenessManager(1, 1)  # a batch of 1 instead of 4: only one group of version 4 can be used
 
-    refused = manager.load_state_dict(reshard_groups(states, 0, 1)["manager"])
+    too_old = manager.load_state_dict(reshard_groups(states, 0, 1)["manager"])
 
-    assert [ticket.start for ticket in refused] == [4, 4, 4, 5]
+    assert [ticket.start for ticket in too_old] == [4, 4, 4, 5]
     assert manager.accepted == 2
 
 
-def test_deal_budgets_together_ending_with_the_latest_of_each():
+def test_reshard_budgets_merges_latest_outcomes_last():
     budgets = [
         {"recent": [["a", ""], ["b", ""], None], "failed_in_row": 0, "rejected_in_row": 4},
         {"recent": [["c", ""]], "failed_in_row": 1, "rejected_in_row": 2},
         {},
     ]
-    dealt = reshard_groups([state_of(head, 3, budget=budget) for head, budget in enumerate(budgets)], 1, 2)
+    resharded = reshard_groups([state_of(leader, 3, budget=budget) for leader, budget in enumerate(budgets)], 1, 2)
 
-    assert [entry and entry[0] for entry in dealt["budget"]["recent"]] == ["a", "b", None, "c"]
+    assert [entry and entry[0] for entry in resharded["budget"]["recent"]] == ["a", "b", None, "c"]
     budget = FailureBudget(RolloutConfig())
-    budget.load_state_dict(dealt["budget"])
+    budget.load_state_dict(resharded["budget"])
     assert budget.state_dict() == {
         "recent": [("a", ""), ("b", ""), None, ("c", "")],
         "failed_in_row": 0,
@@ -91,7 +96,7 @@ def test_deal_budgets_together_ending_with_the_latest_of_each():
     }
 
 
-def test_states_of_heads_come_in_their_order_without_the_ranks_that_are_none():
+def test_leader_states_orders_leaders_and_skips_other_ranks():
     ranks = [state_of(1, 2), {"layout": {"heads": 2, "head": 1}}, state_of(0, 2), {"layout": {"heads": 2, "head": 0}}]
 
     assert [state["layout"]["head"] for state in leader_states(ranks)] == [0, 1]
@@ -105,13 +110,13 @@ def test_states_of_heads_come_in_their_order_without_the_ranks_that_are_none():
         ([state_of(0, 2), state_of(1, 2, version=6)], r"one version .* \[5, 6\]"),
     ],
 )
-def test_states_of_heads_that_do_not_belong_together_are_refused(states, message):
+def test_leader_states_inconsistent_states_are_rejected(states, message):
     with pytest.raises(ConfigError, match=message):
         leader_states(states)
 
 
 class Unread:
-    """States, of which some may not be read."""
+    """Sequence of states that may be read only at the indices in `readable`."""
 
     def __init__(self, states, readable):
         self.states, self.readable = states, readable
@@ -124,37 +129,39 @@ class Unread:
         return self.states[rank]
 
 
-def rollout_of(head, heads, rank, ranks, is_head=True):
+def rollout_of(leader, leaders, rank, ranks, is_leader=True):
     return DistRollout(
         NullInferenceEngine(),
         None,
         iter(()),
         batch_size=12,
         config=RolloutConfig(group_size=1),
-        parallel=ParallelContext(rank, ranks, head, heads, is_dp_leader=is_head),
+        parallel=ParallelContext(rank, ranks, leader, leaders, is_dp_leader=is_leader),
     )
 
 
-def rank_states(heads, each):
-    """States of `heads` replicas of `each` ranks."""
-    ranks = range(heads * each)
-    made = [rollout_of(rank // each, heads, rank, len(ranks), rank % each == 0) for rank in ranks]
-    states = [rollout.state_dict() for rollout in made]
-    for rollout in made:
+def rank_states(leaders, ranks_per_leader):
+    """Return the states of all ranks of `leaders` replicas with `ranks_per_leader` ranks each."""
+    ranks = range(leaders * ranks_per_leader)
+    rollouts = [
+        rollout_of(rank // ranks_per_leader, leaders, rank, len(ranks), rank % ranks_per_leader == 0) for rank in ranks
+    ]
+    states = [rollout.state_dict() for rollout in rollouts]
+    for rollout in rollouts:
         rollout.destroy()
     return states
 
 
-def test_load_states_of_the_same_layout_reads_this_ranks_alone():
+def test_load_states_same_layout_reads_only_own_rank():
     states = rank_states(2, 2)
     for rank in range(4):
-        rollout = rollout_of(rank // 2, 2, rank, 4, is_head=rank % 2 == 0)
+        rollout = rollout_of(rank // 2, 2, rank, 4, is_leader=rank % 2 == 0)
         rollout.load_states(Unread(states, {rank}))
         assert rollout.state_dict().keys() == states[rank].keys()
         rollout.destroy()
 
 
-def test_load_states_of_as_many_heads_on_other_ranks_takes_that_of_the_same_head():
+def test_load_states_same_leader_count_other_ranks_takes_same_leader():
     states = rank_states(2, 1)
     states[1]["source"]["requeued"] = [{"prompt_id": 8}]
     states[1]["manager"]["next_id"] = 31
@@ -162,19 +169,19 @@ def test_load_states_of_as_many_heads_on_other_ranks_takes_that_of_the_same_head
 
     rollout.load_states(states)
 
-    found = rollout.state_dict()
-    assert found["source"]["requeued"] == [{"prompt_id": 8}]
-    assert found["manager"]["next_id"] == 31
+    restored = rollout.state_dict()
+    assert restored["source"]["requeued"] == [{"prompt_id": 8}]
+    assert restored["manager"]["next_id"] == 31
     rollout.destroy()
 
 
-def test_load_states_rank_that_is_no_head_reads_none():
-    rollout = rollout_of(0, 1, 1, 2, is_head=False)
+def test_load_states_rank_that_is_no_leader_reads_nothing():
+    rollout = rollout_of(0, 1, 1, 2, is_leader=False)
     rollout.load_states(Unread(rank_states(1, 1), set()))
     rollout.destroy()
 
 
-def test_load_states_of_data_that_cannot_be_divided_anew_is_refused():
+def test_load_states_indivisible_data_is_rejected():
     states = rank_states(2, 1)
     rollout = rollout_of(0, 1, 0, 1)
 
@@ -183,25 +190,25 @@ def test_load_states_of_data_that_cannot_be_divided_anew_is_refused():
     rollout.destroy()
 
 
-def test_source_state_of_a_loader_is_refused_by_rows_that_have_none():
+def test_prompt_source_stateless_data_rejects_loader_state():
     source = PromptSource([{"prompt_id": 0}])
 
     with pytest.raises(DataError, match="list has no load_state_dict"):
         source.load_state_dict({"drawn": 1, "requeued": [], "rows": {"at": 1}})
 
 
-def test_head_of_the_same_number_goes_on_by_load_state_dict(clock, null_engine):
-    async def both():
-        heads = []
+def test_load_states_same_leader_count_equals_load_state_dict(clock, null_engine):
+    async def load_both():
+        schedulers = []
         for _ in range(2):
             config = RolloutConfig(group_size=1)
-            heads.append(RolloutScheduler(null_engine, None, [], StalenessManager(4, 1), config, clock))
+            schedulers.append(RolloutScheduler(null_engine, None, [], StalenessManager(4, 1), config, clock))
         state = state_of(0, 1, starts=[4, 5], in_flight=[3]) | {"budget": {}}
         state["source"]["rows"] = None
         state["source"]["drawn"] = 0
-        await heads[0].load_state_dict(state)
-        await heads[1].load_states([state], 0, 1)
-        return [await head.state_dict() for head in heads]
+        await schedulers[0].load_state_dict(state)
+        await schedulers[1].load_states([state], 0, 1)
+        return [await scheduler.state_dict() for scheduler in schedulers]
 
-    one, other = clock.run(both())
-    assert one == other
+    by_load_state_dict, by_load_states = clock.run(load_both())
+    assert by_load_state_dict == by_load_states

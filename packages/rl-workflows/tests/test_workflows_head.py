@@ -1,4 +1,4 @@
-"""One replica head on the simulated clock: batches, staleness, members that are missing, filters, budgets, alarms."""
+"""One scheduler on the simulated clock: batches, staleness, missing episodes, filters, failure budget, alarms."""
 
 import contextlib
 import gc
@@ -20,211 +20,209 @@ from rl_workflows.rollout.groups import FinishedGroup, deep_copy_data, dynamic_s
 from rl_workflows.rollout.staleness import Ticket
 
 
-async def _batch(head):
-    await head.begin_wait()
-    groups = await head.fill() and await head.take()
+async def _batch(scheduler):
+    await scheduler.begin_wait()
+    groups = await scheduler.fill() and await scheduler.take()
     return groups or []
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_batches_long_tailed_answers_are_never_older_than_max_staleness(
-    clock, null_engine, make_head, publish, staleness
-):
-    head = make_head(max_staleness=staleness, group_size=3)
+def test_batches_long_tailed_completions_respect_max_staleness(clock, null_engine, make_scheduler, publish, staleness):
+    scheduler = make_scheduler(max_staleness=staleness, group_size=3)
     ages = []
 
     async def main():
         for version in range(25):
-            groups = await _batch(head)
-            batch = assemble(groups, version)  # compares every token's version with its group's admission
+            groups = await _batch(scheduler)
+            batch = assemble(groups, version)  # compares the version of each token with the admission of its group
             assert len(groups) == 4
             ages.append(max(version - group.ticket.start for group in groups))
             stamped = batch["versions"][batch["versions"] >= 0]
             assert int(stamped.min()) >= version - staleness
             if staleness == 0:
                 assert stamped.eq(version).all(), "exactly on-policy"
-            await clock.sleep(0.7)  # training, while generation goes on
+            await clock.sleep(0.7)  # training, while generation continues
             await publish(null_engine, version + 1)
-            await head.end_step(version + 1)
-        await head.close()
+            await scheduler.end_step(version + 1)
+        await scheduler.close()
 
     clock.run(main())
-    assert max(ages) == staleness, "asynchrony was not used"
+    assert max(ages) == staleness, "the allowed staleness was not used"
 
 
-def test_batches_skipped_steps_go_on_at_the_same_version(clock, make_head):
-    head = make_head(max_staleness=0)
+def test_batches_skipped_steps_continue_at_same_version(clock, make_scheduler):
+    scheduler = make_scheduler(max_staleness=0)
 
     async def main():
         for _ in range(5):
-            assert len(await _batch(head)) == 4
-            await head.end_step(0)
-        await head.close()
+            assert len(await _batch(scheduler)) == 4
+            await scheduler.end_step(0)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_group_failed_member_goes_on_without_it_down_to_min_group(clock, make_head, null_engine):
+def test_group_failed_episode_is_left_out_down_to_min_group(clock, make_scheduler, null_engine):
     null_engine.faults.generate = lambda request: (
-        InferenceError("planted") if request.request_id.split("-")[2] == "1" else None
+        InferenceError("injected") if request.request_id.split("-")[2] == "1" else None
     )
-    head = make_head(group_size=3, min_group=2)
+    scheduler = make_scheduler(group_size=3, min_group=2)
 
     async def main():
-        groups = await _batch(head)
-        assert [[row.episode_id for row in group.trajectories] for group in groups] == [[0, 2]] * 4
-        stats = (await head.stats()).results()
+        groups = await _batch(scheduler)
+        assert [[trajectory.episode_id for trajectory in group.trajectories] for group in groups] == [[0, 2]] * 4
+        stats = (await scheduler.stats()).results()
         assert stats["episodes/failed/inference"] >= 4
         assert stats["groups/failed"] == 0
-        await head.close()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_group_failed_member_without_min_group_fails_and_is_replaced(clock, make_head, null_engine):
+def test_group_failed_episode_without_min_group_fails_group(clock, make_scheduler, null_engine):
     null_engine.faults.generate = lambda request: (
-        InferenceError("planted") if request.request_id == "train-1-0-0" else None
+        InferenceError("injected") if request.request_id == "train-1-0-0" else None
     )
-    head = make_head(failure_budget=0.9)
+    scheduler = make_scheduler(failure_budget=0.9)
 
     async def main():
-        groups = await _batch(head)
+        groups = await _batch(scheduler)
         assert sorted(group.ticket.group_id for group in groups) != [0, 1, 2, 3]
         assert len(groups) == 4
         assert all(len(group.trajectories) == 2 for group in groups)
-        stats = (await head.stats()).results()
+        stats = (await scheduler.stats()).results()
         assert stats["groups/failed"] == stats["groups/failed/inference"] == 1
-        assert head.manager.outstanding <= 8
-        await head.close()
+        assert scheduler.manager.outstanding <= 8
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_head_without_servers_ends_and_keeps_its_prompts(clock, make_head, null_engine):
-    null_engine.faults.generate = lambda request: NoServersError("planted")
-    head = make_head(failure_budget=1.0)
+def test_scheduler_without_servers_fails_and_keeps_prompts(clock, make_scheduler, null_engine):
+    null_engine.faults.generate = lambda request: NoServersError("injected")
+    scheduler = make_scheduler(failure_budget=1.0)
 
     async def main():
-        with pytest.raises(NoServersError, match="planted"):
-            await _batch(head)
-        assert (await head.stats()).results()["groups/failed"] == 0
-        assert len((await head.state_dict())["in_flight"]) == 8
-        await head.close()
+        with pytest.raises(NoServersError, match="injected"):
+            await _batch(scheduler)
+        assert (await scheduler.stats()).results()["groups/failed"] == 0
+        assert len((await scheduler.state_dict())["in_flight"]) == 8
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_group_that_failed_ends_its_other_members(clock, make_head, null_engine):
+def test_group_failed_cancels_its_other_episodes(clock, make_scheduler, null_engine):
     null_engine.faults.hang = lambda request: request.request_id == "train-0-1-0"
     null_engine.faults.generate = lambda request: (
-        InferenceError("planted") if request.request_id == "train-0-0-0" else None
+        InferenceError("injected") if request.request_id == "train-0-0-0" else None
     )
-    head = make_head(rows=iter([{"prompt_id": 0}]), failure_budget=1.0)
+    scheduler = make_scheduler(examples=iter([{"prompt_id": 0}]), failure_budget=1.0)
 
     async def main():
-        assert await _batch(head) == []
-        await clock.sleep(1e-6)  # a turn of the loop for the cancellation
-        assert not head.episodes.running
-        await head.close()
+        assert await _batch(scheduler) == []
+        await clock.sleep(1e-6)  # one iteration of the loop for the cancellation
+        assert not scheduler.episodes.running
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_group_rejected_by_the_workflow_is_counted_and_replaced(clock, make_head):
-    head = make_head(judge=lambda data, token: None if data["prompt_id"] < 3 else 1.0)
+def test_group_rejected_by_workflow_is_counted_and_replaced(clock, make_scheduler):
+    scheduler = make_scheduler(judge=lambda data, token: None if data["prompt_id"] < 3 else 1.0)
 
     async def main():
-        groups = await _batch(head)
+        groups = await _batch(scheduler)
         assert min(group.prompt["prompt_id"] for group in groups) >= 3
-        stats = (await head.stats()).results()
+        stats = (await scheduler.stats()).results()
         assert stats["groups/rejected"] == stats["groups/rejected/workflow"] == 3
-        await head.close()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_groups_keep_what_their_own_episodes_recorded_and_every_episode_counts(clock, make_head):
+def test_metrics_of_episodes_are_kept_per_group_and_all_counted(clock, make_scheduler):
     def judge(data, token):
         record("prompt", data["prompt_id"])
         if data["prompt_id"] == 1:
-            raise ValueError("a defect of the workflow")
+            raise ValueError("a bug in the workflow")
         return None if data["prompt_id"] == 2 else 1.0
 
-    head = make_head(judge=judge, rows=iter([{"prompt_id": i} for i in range(5)]), failure_budget=1.0)
+    scheduler = make_scheduler(judge=judge, examples=iter([{"prompt_id": i} for i in range(5)]), failure_budget=1.0)
 
     async def main():
-        groups = await _batch(head)
+        groups = await _batch(scheduler)
         assert [group.figures.results()["prompt"] for group in groups] == [0.0, 3.0, 4.0]
-        stats = (await head.stats()).results()
+        stats = (await scheduler.stats()).results()
         assert stats["groups/failed"] == stats["groups/rejected"] == 1
-        # the first member that fails or is rejected ends the other before it records
+        # the first episode that fails or is rejected cancels the other before it records a metric
         assert stats["prompt"] == pytest.approx((0 * 2 + 1 + 2 + 3 * 2 + 4 * 2) / 8)
-        assert (await head.stats()).results()["prompt"] is None
-        await head.close()
+        assert (await scheduler.stats()).results()["prompt"] is None
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_dynamic_sampling_equal_rewards_are_rejected_and_the_batch_is_full(clock, make_head):
-    head = make_head(
+def test_dynamic_sampling_rejects_equal_rewards_and_fills_batch(clock, make_scheduler):
+    scheduler = make_scheduler(
         judge=lambda data, token: 1.0 if data["prompt_id"] % 2 else float(token),
         should_accept=dynamic_sampling,
         group_size=4,
     )
 
     async def main():
-        groups = await _batch(head)
+        groups = await _batch(scheduler)
         assert len(groups) == 4
         assert all(group.prompt["prompt_id"] % 2 == 0 for group in groups)
-        assert (await head.stats()).results()["groups/rejected/filter"] > 0
-        await head.close()
+        assert (await scheduler.stats()).results()["groups/rejected/filter"] > 0
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_filter_that_rejects_everything_ends_the_run_with_advice(clock, make_head):
-    head = make_head(should_accept=lambda rows: False, max_rejected_in_row=50)
+def test_filter_rejecting_all_groups_stops_run(clock, make_scheduler):
+    scheduler = make_scheduler(should_accept=lambda trajectories: False, max_rejected_in_row=50)
 
     async def main():
         with pytest.raises(RLError, match=r"^50 groups .*max_rejected_in_row"):
-            await _batch(head)
-        await head.close()
+            await _batch(scheduler)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_filter_that_raises_fails_the_group(clock, make_head):
-    def broken(rows):
+def test_filter_exception_fails_group(clock, make_scheduler):
+    def broken(trajectories):
         raise ZeroDivisionError("in the filter")
 
-    head = make_head(should_accept=broken, failure_min_groups=3)
+    scheduler = make_scheduler(should_accept=broken, failure_min_groups=3)
 
     async def main():
         with pytest.raises(RLError, match=r"3 of the last 3 groups failed \(internal 3\)") as caught:
-            await _batch(head)
+            await _batch(scheduler)
         assert "in the filter" in str(caught.value)
-        await head.close()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_failure_budget_exceeded_ends_the_run_with_the_first_trace_by_boundary(clock, make_head):
+def test_failure_budget_exceeded_stops_run_with_first_trace(clock, make_scheduler):
     def judge(data, token):
         if data["prompt_id"] % 3 == 0:
-            raise RewardError("planted: no gold answer")
+            raise RewardError("injected: no gold answer")
         return 1.0
 
-    head = make_head(judge=judge, failure_budget=0.1, failure_min_groups=8)
+    scheduler = make_scheduler(judge=judge, failure_budget=0.1, failure_min_groups=8)
 
     async def ten_steps():
         for _ in range(10):
-            await _batch(head)
-            await head.end_step(0)
+            await _batch(scheduler)
+            await scheduler.end_step(0)
 
     async def main():
         with pytest.raises(RLError) as caught:
             await ten_steps()
-        await head.close()
+        await scheduler.close()
         return caught.value
 
     error = clock.run(main())
@@ -233,95 +231,95 @@ def test_failure_budget_exceeded_ends_the_run_with_the_first_trace_by_boundary(c
     assert isinstance(error.__cause__, RewardError)
 
 
-def test_failure_budget_not_exceeded_goes_on(clock, make_head):
+def test_failure_budget_not_exceeded_continues(clock, make_scheduler):
     def judge(data, token):
         if data["prompt_id"] == 5:
-            raise ValueError("a defect of the workflow")
+            raise ValueError("a bug in the workflow")
         return 1.0
 
-    head = make_head(judge=judge, failure_budget=0.2)
+    scheduler = make_scheduler(judge=judge, failure_budget=0.2)
 
     async def main():
         for _ in range(6):
-            await _batch(head)
-            await head.end_step(0)
-        assert (await head.stats()).results()["groups/failed/internal"] == 1
-        await head.close()
+            await _batch(scheduler)
+            await scheduler.end_step(0)
+        assert (await scheduler.stats()).results()["groups/failed/internal"] == 1
+        await scheduler.close()
 
     clock.run(main())
 
 
 def _failing_from(prompt):
-    """Prompts from this one on fail."""
+    """Return a judge that fails for all prompts from this one on."""
 
     def judge(data, token):
         if data["prompt_id"] >= prompt:
-            raise RewardError(f"planted at {data['prompt_id']}")
+            raise RewardError(f"injected at {data['prompt_id']}")
         return 1.0
 
     return judge
 
 
-async def _steps_until_the_end(head):
+async def _steps_until_the_end(scheduler):
     while True:
-        await _batch(head)
-        await head.end_step(0)
+        await _batch(scheduler)
+        await scheduler.end_step(0)
 
 
 @pytest.mark.parametrize("good", [40, pytest.param(4000, marks=pytest.mark.slow)])
-def test_failure_budget_stops_as_soon_late_in_a_run_as_early(clock, make_head, good, caplog):
+def test_failure_budget_is_equally_sensitive_late_in_run(clock, make_scheduler, good, caplog):
     limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 1000}
-    head = make_head(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)
+    scheduler = make_scheduler(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)
 
     async def main():
         with pytest.raises(RLError, match=r"13 of the last 24 groups failed \(reward 13\)") as caught:
-            await _steps_until_the_end(head)
-        await head.close()
+            await _steps_until_the_end(scheduler)
+        await scheduler.close()
         return str(caught.value)
 
-    assert f"planted at {good}" in clock.run(main()), "the first failure of those that count"
-    assert f"prompt {good} (group {good}) failed (reward): planted" in caplog.text
+    assert f"injected at {good}" in clock.run(main()), "the first failure within the window"
+    assert f"prompt {good} (group {good}) failed (reward): injected" in caplog.text
 
 
-def test_failures_in_a_row_stop_the_run_whatever_the_budget(clock, make_head):
-    head = make_head(judge=_failing_from(100), group_size=1, failure_budget=1.0, max_failed_in_row=7)
+def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler):
+    scheduler = make_scheduler(judge=_failing_from(100), group_size=1, failure_budget=1.0, max_failed_in_row=7)
 
     async def main():
         with pytest.raises(
             RLError, match=r"7 groups in a row failed \(reward 7\), more than rollout.max_failed_in_row=7"
         ):
-            await _steps_until_the_end(head)
-        await head.close()
+            await _steps_until_the_end(scheduler)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_failure_budget_is_the_same_after_resuming(clock, make_head):
+def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler):
     limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 100}
 
     def judge(data, token):
         if data["prompt_id"] % 4 == 3 or data["prompt_id"] >= 30:
-            raise RewardError(f"planted at {data['prompt_id']}")
+            raise RewardError(f"injected at {data['prompt_id']}")
         return 1.0
 
     def make():
-        rows = iter([{"prompt_id": i} for i in range(1000)])
-        return make_head(judge=judge, rows=rows, max_staleness=0, group_size=1, batch_size=1, **limits)
+        examples = iter([{"prompt_id": i} for i in range(1000)])
+        return make_scheduler(judge=judge, examples=examples, max_staleness=0, group_size=1, batch_size=1, **limits)
 
     async def run(resumes):
-        head = make()
-        for _ in range(22):  # to prompt 28, with seven failures on the way
-            await _batch(head)
-            await head.end_step(0)
+        scheduler = make()
+        for _ in range(22):  # up to prompt 28, with seven failures
+            await _batch(scheduler)
+            await scheduler.end_step(0)
         if resumes:
-            state = await head.state_dict()
-            await head.close()
+            state = await scheduler.state_dict()
+            await scheduler.close()
             groups = state.pop("groups")
-            head = make()
-            await head.load_state_dict(json.loads(json.dumps(state)) | {"groups": groups})
+            scheduler = make()
+            await scheduler.load_state_dict(json.loads(json.dumps(state)) | {"groups": groups})
         with pytest.raises(RLError) as caught:
-            await _steps_until_the_end(head)
-        await head.close()
+            await _steps_until_the_end(scheduler)
+        await scheduler.close()
         return str(caught.value)
 
     unbroken = clock.run(run(resumes=False))
@@ -329,72 +327,74 @@ def test_failure_budget_is_the_same_after_resuming(clock, make_head):
     assert clock.run(run(resumes=True)) == unbroken
 
 
-@pytest.mark.parametrize("lost", ["budget", "recent", "failed_in_row", "rejected_in_row"])
-def test_state_of_a_version_that_saved_no_budget_resumes_with_one_that_remembers_nothing(clock, make_head, lost):
+@pytest.mark.parametrize("missing_key", ["budget", "recent", "failed_in_row", "rejected_in_row"])
+def test_load_state_dict_without_budget_counts_no_failures(clock, make_scheduler, missing_key):
     def make():
-        rows = iter([{"prompt_id": i} for i in range(1000)])
+        examples = iter([{"prompt_id": i} for i in range(1000)])
         limits = {"failure_budget": 1.0, "max_failed_in_row": 6}
-        return make_head(judge=_failing_from(2), rows=rows, max_staleness=0, group_size=1, batch_size=1, **limits)
+        return make_scheduler(
+            judge=_failing_from(2), examples=examples, max_staleness=0, group_size=1, batch_size=1, **limits
+        )
 
     async def main():
-        head = make()
+        scheduler = make()
         for _ in range(2):
-            await _batch(head)
-            await head.end_step(0)
-        head.budget.failed(RewardError("before the point"))
-        state = await head.state_dict()
-        await head.close()
-        state.pop(lost, None)
-        state.get("budget", {}).pop(lost, None)
-        head = make()
-        await head.load_state_dict(state)
+            await _batch(scheduler)
+            await scheduler.end_step(0)
+        scheduler.budget.failed(RewardError("before the save"))
+        state = await scheduler.state_dict()
+        await scheduler.close()
+        state.pop(missing_key, None)
+        state.get("budget", {}).pop(missing_key, None)
+        scheduler = make()
+        await scheduler.load_state_dict(state)
         with pytest.raises(RLError) as caught:
-            await _batch(head)
-        await head.close()
+            await _batch(scheduler)
+        await scheduler.close()
         return str(caught.value)
 
     failed = clock.run(main())
     assert failed.startswith("6 groups in a row failed")
-    assert ("before the point" in failed) == (lost == "rejected_in_row")
+    assert ("before the save" in failed) == (missing_key == "rejected_in_row")
 
 
-def test_data_iterator_that_dies_ends_the_wait_with_its_cause(clock, make_head):
-    def rows():
+def test_data_iterator_error_is_raised_with_its_cause(clock, make_scheduler):
+    def examples():
         yield {"prompt_id": 0}
-        raise OSError("the disk is gone")
+        raise OSError("disk error")
 
-    head = make_head(rows=rows())
+    scheduler = make_scheduler(examples=examples())
 
     async def main():
-        with pytest.raises(RLError, match="OSError: the disk is gone") as caught:
-            await _batch(head)
+        with pytest.raises(RLError, match="OSError: disk error") as caught:
+            await _batch(scheduler)
         assert isinstance(caught.value.__cause__, OSError)
-        await head.close()
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_row_without_prompt_id_ends_the_wait_and_names_its_keys(clock, make_head):
-    head = make_head(rows=iter([{"question": "1 + 1"}]))
+def test_example_without_prompt_id_raises_and_names_its_keys(clock, make_scheduler):
+    scheduler = make_scheduler(examples=iter([{"question": "1 + 1"}]))
 
     async def main():
         with pytest.raises(DataError, match=r"`prompt_id`.*\['question'\]"):
-            await _batch(head)
-        await head.close()
+            await _batch(scheduler)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_server_that_never_answers_raises_the_alarm_and_names_the_stage(clock, make_head, null_engine, publish):
+def test_stall_silent_server_is_reported_as_generation(clock, make_scheduler, null_engine, publish):
     null_engine.faults.hang = lambda request: request.group == "train-2"
-    head = make_head(stall_timeout=30.0)
+    scheduler = make_scheduler(stall_timeout=30.0)
 
     async def main():
         for _ in range(50):
-            await _batch(head)
-            version = head.manager.version + 1
+            await _batch(scheduler)
+            version = scheduler.manager.version + 1
             await publish(null_engine, version)
-            await head.end_step(version)
+            await scheduler.end_step(version)
 
     with pytest.raises(
         StalledError, match=r"stuck stage: generation, for .* of prompt 2 \(group 2, sample 0\)"
@@ -404,7 +404,7 @@ def test_server_that_never_answers_raises_the_alarm_and_names_the_stage(clock, m
     assert "running" in str(caught.value)
 
 
-def test_slow_answer_that_still_grows_on_the_server_is_no_stall(clock, make_head, null_engine):
+def test_slow_completion_with_server_progress_is_no_stall(clock, make_scheduler, null_engine):
     null_engine.config.mean_tokens, null_engine.config.sigma = 400, 0.0
     null_engine.config.seconds_per_token = 1.0
 
@@ -412,58 +412,58 @@ def test_slow_answer_that_still_grows_on_the_server_is_no_stall(clock, make_head
         return {"generated_tokens": clock.now()}
 
     null_engine.stats = growing
-    head = make_head(stall_timeout=30.0)
+    scheduler = make_scheduler(stall_timeout=30.0)
 
     async def main():
-        assert len(await _batch(head)) == 4
-        await head.close()
+        assert len(await _batch(scheduler)) == 4
+        await scheduler.close()
 
     clock.run(main())
     assert clock.now() > 300
 
 
-def test_paused_runtime_that_is_waited_for_raises_the_alarm(clock, make_head):
-    head = make_head(stall_timeout=5.0)
+def test_stall_waiting_for_paused_runtime_raises(clock, make_scheduler):
+    scheduler = make_scheduler(stall_timeout=5.0)
 
     async def main():
-        await head.set_paused(True)
+        await scheduler.set_paused(True)
         with pytest.raises(StalledError, match="Is the runtime paused"):
-            await _batch(head)
-        await head.close()
+            await _batch(scheduler)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_pause_admits_nothing_until_resume(clock, make_head):
-    head = make_head()
+def test_pause_admits_no_groups_until_resume(clock, make_scheduler):
+    scheduler = make_scheduler()
 
     async def main():
-        await _batch(head)
-        await head.set_paused(True)
-        admitted = head.manager.outstanding
-        await head.end_step(0)
-        assert head.manager.outstanding == admitted - 4
-        await head.set_paused(False)
-        assert len(await _batch(head)) == 4
-        await head.close()
+        await _batch(scheduler)
+        await scheduler.set_paused(True)
+        admitted = scheduler.manager.outstanding
+        await scheduler.end_step(0)
+        assert scheduler.manager.outstanding == admitted - 4
+        await scheduler.set_paused(False)
+        assert len(await _batch(scheduler)) == 4
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_server_that_serves_an_older_version_than_committed_is_refused(clock, make_head):
-    head = make_head(max_staleness=0)
+def test_assemble_tokens_older_than_admission_are_rejected(clock, make_scheduler):
+    scheduler = make_scheduler(max_staleness=0)
 
     async def main():
-        await _batch(head)
-        await head.end_step(1)  # claims a commit that the servers never made
-        with pytest.raises(InferenceError, match="admitted at version 1 and .* tokens of versions 0 to 0"):
-            assemble(await _batch(head), head.manager.version)
-        await head.close()
+        await _batch(scheduler)
+        await scheduler.end_step(1)  # reports a commit that never happened on the servers
+        with pytest.raises(InferenceError, match=r"admitted at version 1 and .* tokens of versions 0 to 0"):
+            assemble(await _batch(scheduler), scheduler.manager.version)
+        await scheduler.close()
 
     clock.run(main())
 
 
-def test_seeds_depend_on_what_is_asked_and_not_on_when(clock, make_head, null_engine):
+def test_seeds_depend_on_prompt_and_not_on_order(clock, make_scheduler, null_engine):
     seen = []
     generate = null_engine.agenerate
 
@@ -473,52 +473,56 @@ def test_seeds_depend_on_what_is_asked_and_not_on_when(clock, make_head, null_en
 
     null_engine.agenerate = recording
 
-    async def main(rows):
-        head = make_head(rows=iter(rows), batch_size=2)
-        await _batch(head)
-        await head.close()
+    async def main(examples):
+        scheduler = make_scheduler(examples=iter(examples), batch_size=2)
+        await _batch(scheduler)
+        await scheduler.close()
 
-    rows = [{"prompt_id": 7}, {"prompt_id": 8}]
-    clock.run(main(rows))
-    forward = {(prompt, seed) for _, prompt, seed in seen}
+    examples = [{"prompt_id": 7}, {"prompt_id": 8}]
+    clock.run(main(examples))
+    expected = {(prompt, seed) for _, prompt, seed in seen}
     seen.clear()
-    clock.run(main(rows[::-1]))
-    assert {(prompt, seed) for _, prompt, seed in seen} == forward
-    assert len({seed for _, seed in forward}) == 4
+    clock.run(main(examples[::-1]))
+    assert {(prompt, seed) for _, prompt, seed in seen} == expected
+    assert len({seed for _, seed in expected}) == 4
     seen.clear()
-    clock.run(main([{**row, "epoch": 1} for row in rows]))
-    assert not {(prompt, seed) for _, prompt, seed in seen} & forward
+    clock.run(main([{**example, "epoch": 1} for example in examples]))
+    assert not {(prompt, seed) for _, prompt, seed in seen} & expected
 
 
-def test_state_lost_process_resumes_with_nothing_lost_or_repeated(clock, make_head):
+def test_state_resumed_process_loses_and_repeats_no_prompt(clock, make_scheduler):
     async def first():
-        head = make_head(rows=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
-        used = [group.prompt["prompt_id"] for group in await _batch(head)]
-        await head.end_step(0)
+        scheduler = make_scheduler(examples=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
+        used = [group.prompt["prompt_id"] for group in await _batch(scheduler)]
+        await scheduler.end_step(0)
         await clock.sleep(1.0)
-        assert head.manager.accepted > 0
-        assert head.manager.running > 0
-        state = await head.state_dict()
-        await _batch(head)  # lost with the process
-        await head.close()
+        assert scheduler.manager.accepted > 0
+        assert scheduler.manager.running > 0
+        state = await scheduler.state_dict()
+        await _batch(scheduler)  # lost in the crash
+        await scheduler.close()
         return used, state
 
     async def second(state):
-        head = make_head(rows=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
-        await head.load_state_dict(state)
+        scheduler = make_scheduler(examples=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
+        await scheduler.load_state_dict(state)
         used = []
-        while groups := await _batch(head):
+        while groups := await _batch(scheduler):
             used += [group.prompt["prompt_id"] for group in groups]
-            assert all(math.isfinite(row.reward) and len(row) for group in groups for row in group.trajectories)
-            await head.end_step(0)
-        await head.close()
+            assert all(
+                math.isfinite(trajectory.reward) and len(trajectory)
+                for group in groups
+                for trajectory in group.trajectories
+            )
+            await scheduler.end_step(0)
+        await scheduler.close()
         return used
 
     used, state = clock.run(first())
     assert sorted(used + clock.run(second(state))) == list(range(20))
 
 
-def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_one(clock, make_head):
+def test_workflow_editing_its_example_does_not_affect_others(clock, make_scheduler):
     seen = []
 
     def judge(data, token):
@@ -527,107 +531,109 @@ def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_on
         return float(token)
 
     async def main():
-        head = make_head(rows=iter([{"prompt_id": i, "messages": [{"role": "user"}]} for i in range(20)]), judge=judge)
-        await _batch(head)
-        await head.end_step(0)
+        scheduler = make_scheduler(
+            examples=iter([{"prompt_id": i, "messages": [{"role": "user"}]} for i in range(20)]), judge=judge
+        )
+        await _batch(scheduler)
+        await scheduler.end_step(0)
         await clock.sleep(1.0)
-        state = await head.state_dict()
-        await head.close()
+        state = await scheduler.state_dict()
+        await scheduler.close()
         return [*state["in_flight"], *(group.prompt for group in state["groups"])]
 
-    rows = clock.run(main())
+    examples = clock.run(main())
 
     assert set(seen) == {1}
-    assert rows
-    assert all(len(row["messages"]) == 1 for row in rows)
+    assert examples
+    assert all(len(example["messages"]) == 1 for example in examples)
 
 
-def test_own_copy_copies_lists_and_dictionaries_at_any_depth_and_shares_the_rest():
+def test_deep_copy_data_copies_containers_and_shares_arrays():
     image = np.zeros((2, 2))
-    row = {"prompt_id": 3, "messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]}
+    example = {"prompt_id": 3, "messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]}
 
-    copied = deep_copy_data(row)
+    copied = deep_copy_data(example)
     copied["messages"][0]["content"][0]["type"] = "text"
     copied["messages"][0]["content"].append({})
 
     assert copied["messages"][0]["content"][0]["image"] is image
-    assert row["messages"][0]["content"] == [{"type": "image", "image": image}]
+    assert example["messages"][0]["content"] == [{"type": "image", "image": image}]
 
 
-def _row(**values):
+def _trajectory(**values):
     arrays = {"input_ids": np.arange(2), "loss_mask": np.ones(2, bool)}
     return Trajectory(**arrays, logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32), **values)
 
 
-def test_state_holds_json_where_a_workflow_gave_numpy_values():
-    row = _row(reward=np.float32(0.5), truncated=np.bool_(True), temperature=np.float64(0.7))
+def test_groups_to_state_converts_numpy_values_to_json():
+    trajectory = _trajectory(reward=np.float32(0.5), truncated=np.bool_(True), temperature=np.float64(0.7))
 
-    groups = groups_to_state([FinishedGroup(Ticket(0, 0), {"prompt_id": 1}, [row])])["groups"]
+    groups = groups_to_state([FinishedGroup(Ticket(0, 0), {"prompt_id": 1}, [trajectory])])["groups"]
 
     assert json.loads(json.dumps(groups)) == groups
     assert (groups[0]["trajectories"][0]["reward"], groups[0]["trajectories"][0]["truncated"]) == (0.5, True)
 
 
 @pytest.mark.parametrize("reward", ["good", None])
-def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, reward):
+def test_with_ids_non_numeric_reward_is_rejected(clock, reward):
     with pytest.raises((TypeError, ValueError), match="float"):
-        with_ids([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+        with_ids([_trajectory(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
 
 
-def test_episode_of_several_rows_has_one_reward_and_differing_ones_are_refused_by_the_workflows_name(clock):
+def test_with_ids_different_rewards_in_episode_are_rejected(clock):
     context = EpisodeContext(0, 0, 0, 0, {}, clock)
     with pytest.raises(DataError, match=r"Turns\.arun_episode returned 2 .* \[0.0, 1.0\].*token_rewards"):
-        with_ids([_row(reward=0), _row(reward=1)], context, "Turns")
-    assert len(with_ids([_row(reward=1), _row(reward=1.0)], context, "Turns")) == 2
+        with_ids([_trajectory(reward=0), _trajectory(reward=1)], context, "Turns")
+    assert len(with_ids([_trajectory(reward=1), _trajectory(reward=1.0)], context, "Turns")) == 2
 
 
-def test_rewards_of_an_episode_that_differ_fail_its_group_and_end_the_run_in_the_budget(clock, make_head):
-    head = make_head(failure_min_groups=1)
+def test_different_rewards_in_episode_exceed_failure_budget(clock, make_scheduler):
+    scheduler = make_scheduler(failure_min_groups=1)
 
     class Turns(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            return [_row(reward=0.0), _row(reward=1.0)]
+            return [_trajectory(reward=0.0), _trajectory(reward=1.0)]
 
-    head.episodes.workflow = Turns()
+    scheduler.episodes.workflow = Turns()
     with pytest.raises(RLError, match=r"Turns\.arun_episode returned 2"):
-        clock.run(_batch(head))
+        clock.run(_batch(scheduler))
 
 
 @pytest.mark.slow
-def test_failed_rejected_and_cancelled_episodes_leave_nothing_to_the_garbage_collector(clock, make_head, null_engine):
+def test_unsuccessful_episodes_create_no_reference_cycles(clock, make_scheduler, null_engine):
     null_engine.faults.generate = lambda request: (
-        InferenceError("planted") if request.request_id.split("-")[2] == "1" else None
+        InferenceError("injected") if request.request_id.split("-")[2] == "1" else None
     )
-    asked = []
+    filter_calls = []
 
-    def refuse_some(rows):
-        asked.append(None)
-        if len(asked) % 3 == 0:
-            raise ValueError("planted")
+    def fail_every_third(trajectories):
+        filter_calls.append(None)
+        if len(filter_calls) % 3 == 0:
+            raise ValueError("injected")
         return True
 
-    head = make_head(group_size=4, min_group=3, failure_budget=1.0, should_accept=refuse_some)
+    scheduler = make_scheduler(group_size=4, min_group=3, failure_budget=1.0, should_accept=fail_every_third)
 
     async def main():
         for _ in range(2):
-            await _batch(head)
-            await head.end_step(0)
+            await _batch(scheduler)
+            await scheduler.end_step(0)
         gc.collect()
         gc.disable()
         try:
             for _ in range(12):
-                await _batch(head)
-                await head.end_step(0)
-            found = gc.collect()
+                await _batch(scheduler)
+                await scheduler.end_step(0)
+            unreachable = gc.collect()
         finally:
             gc.enable()
-        await head.close()
-        return found
+        await scheduler.close()
+        return unreachable
 
     assert clock.run(main()) < 12 * 4, "some objects per batch, not per group"
 
 
-def test_stage_of_an_episode_whose_generation_failed_is_what_it_was_before(clock, make_head, null_engine):
+def test_stage_after_failed_generation_is_restored(clock, make_scheduler, null_engine):
     stages = []
 
     class Tries(RolloutWorkflow):
@@ -636,13 +642,13 @@ def test_stage_of_an_episode_whose_generation_failed_is_what_it_was_before(clock
                 await engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
             stages.append(current_episode().stage)
 
-    null_engine.faults.generate = lambda request: InferenceError("planted")
-    head = make_head(rows=iter([{"prompt_id": 0}]))
-    head.episodes.workflow = Tries()
+    null_engine.faults.generate = lambda request: InferenceError("injected")
+    scheduler = make_scheduler(examples=iter([{"prompt_id": 0}]))
+    scheduler.episodes.workflow = Tries()
 
     async def main():
-        await _batch(head)
-        await head.close()
+        await _batch(scheduler)
+        await scheduler.close()
 
     clock.run(main())
     assert set(stages) == {"workflow"}
@@ -653,21 +659,21 @@ def test_stage_of_an_episode_whose_generation_failed_is_what_it_was_before(clock
     [([0.3, 0.1 + 0.2], False), ([0.3, 0.3001], True), ([1e6, 1e6 + 0.5], False), ([0.0], False)],
 )
 def test_dynamic_sampling_nearly_equal_rewards_count_as_equal(rewards, expected):
-    rows = [_row(reward=reward, episode_id=index) for index, reward in enumerate(rewards)]
+    trajectories = [_trajectory(reward=reward, episode_id=index) for index, reward in enumerate(rewards)]
 
-    assert dynamic_sampling(rows) is expected
+    assert dynamic_sampling(trajectories) is expected
 
 
 @pytest.mark.parametrize("reward", [1e39, float("nan"), float("-inf")])
-def test_reward_that_float32_cannot_hold_is_refused_where_its_episode_ends(clock, reward):
+def test_with_ids_reward_not_finite_in_float32_is_rejected(clock, reward):
     with pytest.raises(DataError, match="float32"):
-        with_ids([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+        with_ids([_trajectory(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
 
 
-def test_dynamic_sampling_equal_sums_of_different_parts_are_kept():
-    rows = [
-        _row(reward=1.0, reward_components=parts, episode_id=i)
-        for i, parts in enumerate([{"a": 1, "b": 0}, {"a": 0, "b": 1}])
+def test_dynamic_sampling_equal_sums_of_different_components_are_kept():
+    trajectories = [
+        _trajectory(reward=1.0, reward_components=components, episode_id=i)
+        for i, components in enumerate([{"a": 1, "b": 0}, {"a": 0, "b": 1}])
     ]
 
-    assert dynamic_sampling(rows)
+    assert dynamic_sampling(trajectories)

@@ -1,4 +1,4 @@
-"""What only real processes show: exchange between heads, failures while others wait, and kill -9."""
+"""Behavior that needs real processes: exchange between leaders, failures while others wait, and kill -9."""
 
 import json
 import time
@@ -14,101 +14,103 @@ DEADLINE = 240
 
 
 def _start(directory, *arguments):
-    """The program, and the file of what it writes."""
+    """Start the program; return its process and its log file."""
     log = directory / f"log-{'-'.join(map(str, arguments))}"
     return fork_script(PROGRAM, [*map(str, arguments), str(directory)], log, {"OMP_NUM_THREADS": "1"}), log
 
 
-def _exit_codes(started):
+def _exit_codes(processes):
     try:
-        for process, _ in started:
+        for process, _ in processes:
             process.join(DEADLINE)
-        return [process.exitcode for process, _ in started]
+        return [process.exitcode for process, _ in processes]
     finally:
-        for process, _ in started:
+        for process, _ in processes:
             process.kill()
 
 
 @pytest.fixture(scope="module")
-def two_heads(tmp_path_factory):
-    """What each of two ranks saw."""
-    directory = tmp_path_factory.mktemp("heads")
-    ranks = [_start(directory, "heads", rank) for rank in range(2)]
+def two_leaders(tmp_path_factory):
+    """Return the results of both ranks."""
+    directory = tmp_path_factory.mktemp("leaders")
+    ranks = [_start(directory, "leaders", rank) for rank in range(2)]
     assert _exit_codes(ranks) == [0, 0], [log.read_text()[-2000:] for _, log in ranks]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def _batches(two_heads):
-    return [head["batches"] for head in two_heads]
+def _batches(two_leaders):
+    return [leader["batches"] for leader in two_leaders]
 
 
-def test_two_heads_share_every_row_once_and_every_minibatch(two_heads):
-    steps = list(zip(*_batches(two_heads), strict=True))
+def test_two_leaders_distribute_each_sequence_once_per_minibatch(two_leaders):
+    steps = list(zip(*_batches(two_leaders), strict=True))
     prompts: Counter = Counter()
     for step in steps:
-        rows = [
-            row
-            for share in step
-            for row in zip(share["group_ids"], share["episode_ids"], share["minibatch"], strict=True)
+        sequences = [
+            sequence
+            for shard in step
+            for sequence in zip(shard["group_ids"], shard["episode_ids"], shard["minibatch"], strict=True)
         ]
-        assert len({row[:2] for row in rows}) == len(rows)
-        ordered = sorted(rows)
-        cut = [minibatch for _, _, minibatch in ordered]
-        assert cut == sorted(cut), "minibatches are cut in global order"
-        for share in step:
-            assert list(zip(share["group_ids"], share["episode_ids"], strict=True)) == sorted(
-                zip(share["group_ids"], share["episode_ids"], strict=True)
+        assert len({sequence[:2] for sequence in sequences}) == len(sequences)
+        ordered = sorted(sequences)
+        minibatches = [minibatch for _, _, minibatch in ordered]
+        assert minibatches == sorted(minibatches), "minibatches follow the global order"
+        for shard in step:
+            assert list(zip(shard["group_ids"], shard["episode_ids"], strict=True)) == sorted(
+                zip(shard["group_ids"], shard["episode_ids"], strict=True)
             )
-            prompts.update(share["prompt_ids"])
+            prompts.update(shard["prompt_ids"])
     assert prompts == Counter([*range(4), *range(100, 103)] * 3)
 
 
-def test_two_heads_end_together_with_one_smaller_batch_and_count_what_is_left_over(two_heads):
-    sizes = [sum(len(share["prompt_ids"]) for share in step) for step in zip(*_batches(two_heads), strict=True)]
-    assert sizes == [4 * 3, 3 * 3], "groups of three; the head with six prompts does not go on alone"
-    for head in two_heads:
-        assert head["figures"]["groups/left_over"] == 2
-    endings = [ending for head in two_heads for ending in head["endings"]]
-    assert sorted(ending["prompt_id"] for ending in endings) == [*range(6), *range(100, 103)]
-    left = [ending for ending in endings if ending["ending"] == "left_over"]
-    assert sorted(ending["prompt_id"] for ending in left) == [4, 5]
+def test_two_leaders_end_together_with_smaller_batch_and_leftovers(two_leaders):
+    sizes = [sum(len(shard["prompt_ids"]) for shard in step) for step in zip(*_batches(two_leaders), strict=True)]
+    assert sizes == [4 * 3, 3 * 3], "groups of three; the leader with six prompts does not continue alone"
+    for leader in two_leaders:
+        assert leader["metrics"]["groups/left_over"] == 2
+    outcomes = [outcome for leader in two_leaders for outcome in leader["outcomes"]]
+    assert sorted(outcome["prompt_id"] for outcome in outcomes) == [*range(6), *range(100, 103)]
+    left_over = [outcome for outcome in outcomes if outcome["ending"] == "left_over"]
+    assert sorted(outcome["prompt_id"] for outcome in left_over) == [4, 5]
 
 
-def test_two_heads_token_rewards_of_one_heads_rows_are_zero_in_those_of_the_other(two_heads):
-    first, last = zip(*_batches(two_heads), strict=True)
-    for share in first:
-        expected = [n * (prompt == 100) for n, prompt in zip(share["trained"], share["prompt_ids"], strict=True)]
-        assert share["token_rewards"] == expected
-    assert [share["token_rewards"] for share in last] == [None, None]
+def test_two_leaders_missing_token_rewards_become_zero(two_leaders):
+    first, last = zip(*_batches(two_leaders), strict=True)
+    for shard in first:
+        expected = [n * (prompt == 100) for n, prompt in zip(shard["trained"], shard["prompt_ids"], strict=True)]
+        assert shard["token_rewards"] == expected
+    assert [shard["token_rewards"] for shard in last] == [None, None]
 
 
-def test_two_heads_balance_the_tokens_of_a_batch(two_heads):
-    for step in zip(*_batches(two_heads), strict=True):
-        tokens = [sum(share["lengths"]) for share in step]
-        longest = max(length for share in step for length in share["lengths"])
-        assert abs(tokens[0] - tokens[1]) <= 2 * longest, "at most a row's difference in each of two minibatches"
+def test_two_leaders_balance_tokens_of_batch(two_leaders):
+    for step in zip(*_batches(two_leaders), strict=True):
+        tokens = [sum(shard["lengths"]) for shard in step]
+        longest = max(length for shard in step for length in shard["lengths"])
+        assert abs(tokens[0] - tokens[1]) <= 2 * longest, "a difference of at most one sequence per minibatch"
 
 
-def test_two_heads_evaluate_each_a_share_of_the_rows(two_heads):
-    assert [head["eval"] for head in two_heads] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
+def test_two_leaders_evaluate_disjoint_examples(two_leaders):
+    assert [leader["eval"] for leader in two_leaders] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
 
 
-def test_two_heads_figures_of_workflows_are_means_over_all_episodes_of_both(two_heads):
+def test_two_leaders_workflow_metrics_average_over_all_episodes(two_leaders):
     prompts = [*range(4), *range(100, 103)]
-    for head in two_heads:
-        assert head["figures"]["prompt/mean"] == pytest.approx(sum(prompts) / 7), "not the mean of the heads' means"
-        assert head["figures"]["episodes"] == 3 * 7
-        assert head["figures"]["groups/accepted"] == 7
-        assert head["eval_figures"] == {"prompt/mean": 2.0, "episodes": 10.0}
+    for leader in two_leaders:
+        assert leader["metrics"]["prompt/mean"] == pytest.approx(sum(prompts) / 7), (
+            "not the mean of the means per leader"
+        )
+        assert leader["metrics"]["episodes"] == 3 * 7
+        assert leader["metrics"]["groups/accepted"] == 7
+        assert leader["eval_metrics"] == {"prompt/mean": 2.0, "episodes": 10.0}
 
 
-def test_head_that_fails_while_the_other_waits_ends_both_with_its_cause(two_heads):
-    for head in two_heads:
-        assert "collecting rollouts failed on 1 of 2 ranks. rank 1:" in head["error"]
-        assert "planted on rank 1" in head["error"]
+def test_leader_failure_while_other_waits_raises_on_both(two_leaders):
+    for leader in two_leaders:
+        assert "collecting rollouts failed on 1 of 2 ranks. rank 1:" in leader["error"]
+        assert "injected on rank 1" in leader["error"]
 
 
-def test_head_whose_process_dies_ends_the_wait_of_the_other(tmp_path):
+def test_leader_process_dies_ends_wait_of_other(tmp_path):
     ranks = [_start(tmp_path, "lost", rank) for rank in range(2)]
     assert _exit_codes(ranks) == [0, 9], [log.read_text()[-2000:] for _, log in ranks]
     error = json.loads((tmp_path / "0.json").read_text())["error"]
@@ -116,15 +118,15 @@ def test_head_whose_process_dies_ends_the_wait_of_the_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_that_is_no_head_takes_part_without_ever_using_its_client(tmp_path):
+def test_rank_that_is_no_leader_never_uses_its_client(tmp_path):
     ranks = [_start(tmp_path, "replica", rank) for rank in range(2)]
     assert _exit_codes(ranks) == [0, 0], [log.read_text()[-2000:] for _, log in ranks]
-    of_head, of_other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert of_head == [1, 12, 6]
-    assert of_other == [0, 12, 6], "the rows of its replica"
+    leader_sizes, other_sizes = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert leader_sizes == [1, 12, 6]
+    assert other_sizes == [0, 12, 6], "the sequences of its replica"
 
 
-def test_run_killed_at_any_moment_trains_on_every_prompt_exactly_once(tmp_path):
+def test_run_killed_and_resumed_trains_on_each_prompt_once(tmp_path):
     process, log = _start(tmp_path, "lineage")
     deadline = time.monotonic() + DEADLINE
     while not log.exists() or int((log.read_text().split() or ["0"])[-1]) < 20:

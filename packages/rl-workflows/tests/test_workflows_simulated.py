@@ -1,8 +1,8 @@
-"""A million random events on the simulated clock: staleness, accounting and progress through crashes and resumptions.
+"""A million random events on the simulated clock: staleness, accounting and progress despite crashes.
 
-Everything is the runtime's own: admission, the head, its prompts, batch assembly, saving and resuming. In the long runs
-groups end by a random timer instead of by episodes (`Timers`), which is what makes a million events affordable; shorter
-runs have real groups and the null engine.
+Admission, scheduler, prompts, batch assembly and checkpoints are the real code. In long runs, groups end after a random
+time instead of running episodes (`timer_group`), so that a million events are affordable. Shorter runs use real groups
+and the null engine.
 """
 
 import json
@@ -27,191 +27,195 @@ from rl_workflows.rollout.groups import FinishedGroup
 from rl_workflows.rollout.resharding import reshard_groups
 
 LONGEST = 400.0
-"""Simulated seconds of the slowest group; most take about one."""
+"""Simulated seconds of the slowest group; most groups take about one second."""
 GENERATION = GenerationConfig(max_new_tokens=512)
 IDS, MASK, LOGPROBS = np.array([5, 6, 7]), np.array([False, True, True]), np.zeros(3, np.float32)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its settings, and how often what goes wrong."""
+    """Settings of one run and probabilities of its failures."""
 
     batch: int
-    """Groups per step, over all heads."""
+    """Groups per step, over all leaders."""
     eta: int
-    heads: tuple[int, ...] = (1,)
-    """Numbers of heads, of which each life of the run has one."""
+    leaders: tuple[int, ...] = (1,)
+    """Possible numbers of leaders; each process of the run has one of them."""
     concurrent: int | None = None
-    bad_share: float = 0.1
-    slow_share: float = 0.05
-    skip_share: float = 0.1
-    crash_share: float = 0.02
+    failure_rate: float = 0.1
+    slow_rate: float = 0.05
+    skip_rate: float = 0.1
+    crash_rate: float = 0.02
     uneven: bool = False
-    """The first head's groups go wrong more often, so that it takes more prompts than the others."""
+    """Whether groups of the first leader fail more often, so that it takes more prompts than the others."""
 
 
 @dataclass
 class World:
-    """What outlives a process: servers, the saved state, and the books of what became of each prompt."""
+    """State that outlives a process: servers, the saved state, and the outcomes of all prompts."""
 
     case: Case
     prompts: int
     rng: random.Random
     clock: SimulatedClock
-    kind: type[StalenessManager]
+    manager_class: type[StalenessManager]
     events: Counter = field(default_factory=Counter)
-    heads: int = 1  # of this life
-    served: int = 0  # version on the servers
-    books: list = field(default_factory=list)  # prompts consumed, rejected or failed; a crash cuts it to its last save
-    group_ids: list = field(default_factory=list)  # of groups that were consumed, likewise
-    told: list = field(default_factory=list)  # what heads said became of prompts, likewise
-    saved: tuple | None = None  # (version, lengths of the three, state of each head)
-    engine: NullInferenceEngine | None = None  # where episodes are real
+    leaders: int = 1  # number of leaders of this process
+    served: int = 0  # version that the servers serve
+    ended_prompts: list = field(default_factory=list)  # truncated to the last save in a crash, like the next two
+    group_ids: list = field(default_factory=list)  # ids of consumed groups
+    outcomes: list = field(default_factory=list)  # outcomes reported by leaders
+    saved: tuple | None = None  # (version, lengths of the three lists, state of each leader)
+    engine: NullInferenceEngine | None = None  # if episodes are real
 
     @property
-    def share(self):
-        """Groups per step of each head."""
-        return self.case.batch // self.heads
+    def groups_per_leader(self):
+        """Number of groups per step of each leader."""
+        return self.case.batch // self.leaders
 
 
 class Crash(Exception):  # noqa: N818 - not an error, but the end of a process
     pass
 
 
-class Deck:
-    """Rows that are dealt to the heads of every life anew; what a loader does, without epochs or an order."""
+class ShardedExamples:
+    """Examples that are distributed again to the leaders of each process, like a loader without shuffling."""
 
-    def __init__(self, rows, rank, heads):
-        self.rows, self.rank, self.heads = list(rows[rank::heads]), rank, heads
+    def __init__(self, examples, rank, leaders):
+        self.examples, self.rank, self.leaders = list(examples[rank::leaders]), rank, leaders
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if not self.rows:
+        if not self.examples:
             raise StopIteration
-        return self.rows.pop(0)
+        return self.examples.pop(0)
 
     def state_dict(self):
-        return {"rows": list(self.rows)}
+        return {"rows": list(self.examples)}
 
     def load_state_dict(self, state):
-        self.rows = list(state["rows"])
+        self.examples = list(state["rows"])
 
     def load_states(self, states):
-        rows = [row for state in states for row in state["rows"]]
-        self.rows = rows[self.rank :: self.heads]
+        examples = [example for state in states for example in state["rows"]]
+        self.examples = examples[self.rank :: self.leaders]
 
 
-def rows_of(world, rank):
-    """This head's prompts."""
-    rows = [{"prompt_id": i} for i in range(world.prompts)]
-    if len(world.case.heads) > 1:
-        return Deck(rows, rank, world.heads)
-    return rows[rank :: world.heads]  # with nothing to save them by
+def examples_of(world, rank):
+    """Return the examples of this leader."""
+    examples = [{"prompt_id": i} for i in range(world.prompts)]
+    if len(world.case.leaders) > 1:
+        return ShardedExamples(examples, rank, world.leaders)
+    return examples[rank :: world.leaders]  # an iterable without a state
 
 
 async def timer_group(world, prompt, ticket, rank):
-    """In place of `run_group`: a group ends after a random time, well or not."""
+    """Replace `run_group` with a group that ends after a random time, successfully or not."""
     rng = world.rng
-    begun = world.served
+    start_version = world.served
     seconds = rng.expovariate(1.0)
-    if rng.random() < world.case.slow_share:
+    if rng.random() < world.case.slow_rate:
         seconds *= rng.choice([20.0, 20.0, 300.0])
     await world.clock.sleep(min(seconds, LONGEST))
-    versions = np.array([-1, begun, world.served], np.int32)
-    row = Trajectory(IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, prompt["prompt_id"], ticket.group_id, 0)
-    group = FinishedGroup(ticket, prompt, [row])
-    if rng.random() < world.case.bad_share * (3 if world.case.uneven and not rank else 1):
-        group.rejected, group.error = rng.choice([("filter", None), (None, RLError("planted"))])
+    versions = np.array([-1, start_version, world.served], np.int32)
+    trajectory = Trajectory(
+        IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, prompt["prompt_id"], ticket.group_id, 0
+    )
+    group = FinishedGroup(ticket, prompt, [trajectory])
+    if rng.random() < world.case.failure_rate * (3 if world.case.uneven and not rank else 1):
+        group.rejected, group.error = rng.choice([("filter", None), (None, RLError("injected"))])
     return group
 
 
-def make_head(world, rank):
-    """A head whose groups end by timers."""
+def make_scheduler(world, rank):
+    """Return a scheduler whose groups end by timers."""
     case = world.case
-    manager = world.kind(world.share, case.eta, case.concurrent, first_id=rank, id_stride=world.heads)
+    manager = world.manager_class(
+        world.groups_per_leader, case.eta, case.concurrent, first_id=rank, id_stride=world.leaders
+    )
     config = RolloutConfig(max_staleness=case.eta, group_size=1, failure_budget=1.0, stall_timeout=100 * LONGEST)
     engine = NullInferenceEngine(NullInferenceEngineConfig(read_weights=False), clock=world.clock)
-    head = RolloutScheduler(engine, Answer(), rows_of(world, rank), manager, config, world.clock)
-    head._run = lambda prompt, ticket: timer_group(world, prompt, ticket, rank)
-    return watch(world, head)
+    scheduler = RolloutScheduler(engine, Answer(), examples_of(world, rank), manager, config, world.clock)
+    scheduler._run = lambda prompt, ticket: timer_group(world, prompt, ticket, rank)
+    return instrument(world, scheduler)
 
 
-def watch(world, head):
-    """Put every admission and every end of a group into the books, and check the limits."""
-    book, run, manager = head._record_group, head._run, head.manager
+def instrument(world, scheduler):
+    """Record each admission and each end of a group, and check the limits."""
+    record_group, run_group, manager = scheduler._record_group, scheduler._run, scheduler.manager
 
     def on_group(group):
-        what = "failed" if group.error is not None else "rejected" if group.rejected else "accepted"
-        world.events[what] += 1
-        if what != "accepted":
-            world.books.append(group.prompt["prompt_id"])
-        book(group)
+        outcome = "failed" if group.error is not None else "rejected" if group.rejected else "accepted"
+        world.events[outcome] += 1
+        if outcome != "accepted":
+            world.ended_prompts.append(group.prompt["prompt_id"])
+        record_group(group)
 
     def on_admission(prompt, ticket):
         world.events["admitted"] += 1
-        assert manager.outstanding <= (world.case.eta + 1) * world.share
+        assert manager.outstanding <= (world.case.eta + 1) * world.groups_per_leader
         assert world.case.concurrent is None or manager.running <= world.case.concurrent
-        return run(prompt, ticket)
+        return run_group(prompt, ticket)
 
-    head._record_group, head._run = on_group, on_admission
-    return head
+    scheduler._record_group, scheduler._run = on_group, on_admission
+    return scheduler
 
 
-async def live(world, make):
-    """One process: resumes from what was saved, and trains until the data ends or it crashes."""
+async def run_process(world, make):
+    """Run one process: resume from the saved state, and train until the data is exhausted or the process crashes."""
     case, rng, clock = world.case, world.rng, world.clock
-    world.heads = rng.choice(case.heads) if len(case.heads) > 1 else case.heads[0]
-    heads = [make(world, rank) for rank in range(world.heads)]
-    version, accounted, consumed, told, states = world.saved or (0, 0, 0, 0, ())
-    del world.books[accounted:], world.group_ids[consumed:], world.told[told:]
-    world.events["changes"] += len(states) not in (0, len(heads))
-    for rank, head in enumerate(heads if states else ()):
-        await head.load_states([restored(state) for state in states], rank, len(heads))
+    world.leaders = rng.choice(case.leaders) if len(case.leaders) > 1 else case.leaders[0]
+    schedulers = [make(world, rank) for rank in range(world.leaders)]
+    version, ended, consumed, outcomes, states = world.saved or (0, 0, 0, 0, ())
+    del world.ended_prompts[ended:], world.group_ids[consumed:], world.outcomes[outcomes:]
+    world.events["changes"] += len(states) not in (0, len(schedulers))
+    for rank, scheduler in enumerate(schedulers if states else ()):
+        await scheduler.load_states([restored(state) for state in states], rank, len(schedulers))
     world.served = version
     try:
         while True:
             maybe_crash(world)
-            begun = clock.now()
-            for head in heads:
-                await head.begin_wait()
-            sizes = [await head.fill() for head in heads]
-            assert clock.now() - begun <= 60 * LONGEST, "no progress"
+            start = clock.now()
+            for scheduler in schedulers:
+                await scheduler.begin_wait()
+            sizes = [await scheduler.fill() for scheduler in schedulers]
+            assert clock.now() - start <= 60 * LONGEST, "no progress"
             if not sum(sizes):
-                return await tell(world, heads)
-            check_batch(world, version, [await head.take() for head in heads], sizes)
+                return await record_outcomes(world, schedulers)
+            check_batch(world, version, [await scheduler.take() for scheduler in schedulers], sizes)
             await clock.sleep(rng.expovariate(0.2))  # training
             maybe_crash(world)
-            version += rng.random() >= case.skip_share
+            version += rng.random() >= case.skip_rate
             if version > world.served:
-                await commit(world, heads[0].engine, version)
-            await tell(world, heads)
-            for head in heads:
-                await head.end_step(version)
-                await clock.sleep(rng.choice([0.0, rng.expovariate(1.0)]))  # heads hear of it one after the other
+                await commit(world, schedulers[0].engine, version)
+            await record_outcomes(world, schedulers)
+            for scheduler in schedulers:
+                await scheduler.end_step(version)
+                await clock.sleep(rng.choice([0.0, rng.expovariate(1.0)]))  # leaders are notified one after the other
             world.events["steps"] += 1
             maybe_crash(world)
             if rng.random() < 0.2:
-                await save(world, version, heads)
+                await save(world, version, schedulers)
     finally:
-        for head in heads:
-            await head.close()
+        for scheduler in schedulers:
+            await scheduler.close()
 
 
-async def tell(world, heads):
-    """What `Books` writes down."""
-    world.told += [ending for head in heads for ending in await head.take_outcomes()]
+async def record_outcomes(world, schedulers):
+    """Record the outcomes, as the run log does."""
+    world.outcomes += [outcome for scheduler in schedulers for outcome in await scheduler.take_outcomes()]
 
 
 def maybe_crash(world):
-    if world.rng.random() < world.case.crash_share:
+    if world.rng.random() < world.case.crash_rate:
         world.events["crashes"] += 1
         raise Crash
 
 
 async def commit(world, engine, version):
-    """Servers change at one moment, which trainer and heads hear of later."""
+    """Switch the servers to a version at once; the trainer and the leaders continue only after a delay."""
     await world.clock.sleep(world.rng.expovariate(1.0))
     await engine.stage_weights(WeightUpdateMeta("shm", version))
     await engine.commit_weights(version)
@@ -219,29 +223,29 @@ async def commit(world, engine, version):
     await world.clock.sleep(world.rng.choice([0.0, 0.0, world.rng.expovariate(0.05)]))  # a slow acknowledgement
 
 
-async def save(world, version, heads):
-    states = [await head.state_dict() for head in heads]
+async def save(world, version, schedulers):
+    states = [await scheduler.state_dict() for scheduler in schedulers]
     groups = [groups_to_state(state.pop("groups")) for state in states]
-    parts = [
-        {"json": state, "tensors": kept.pop("tensors"), "groups": kept}
-        for state, kept in zip(states, groups, strict=True)
+    saved_states = [
+        {"json": state, "tensors": group_state.pop("tensors"), "groups": group_state}
+        for state, group_state in zip(states, groups, strict=True)
     ]
-    world.saved = (version, len(world.books), len(world.group_ids), len(world.told), parts)
+    world.saved = (version, len(world.ended_prompts), len(world.group_ids), len(world.outcomes), saved_states)
     world.events["saves"] += 1
 
 
 def restored(state):
-    """A head's state as a new process reads it."""
+    """Return the state of a leader as a new process reads it."""
     groups = groups_from_state({**json.loads(json.dumps(state["groups"])), "tensors": state["tensors"]})
     return {**json.loads(json.dumps(state["json"])), "groups": groups}
 
 
-def check_batch(world, version, shares, sizes):
-    """The promises about one batch; `assemble` itself compares every token's version with the group's admission."""
-    batches = [assemble(groups, version) for groups in shares]
+def check_batch(world, version, groups_by_leader, sizes):
+    """Check the guarantees for one batch; `assemble` compares each token's version with the admission of its group."""
+    batches = [assemble(groups, version) for groups in groups_by_leader]
     batch = concatenate([b for b in batches if b.batch_size[0]])
-    for groups, size in zip(shares, sizes, strict=True):
-        assert len(groups) == size <= world.share
+    for groups, size in zip(groups_by_leader, sizes, strict=True):
+        assert len(groups) == size <= world.groups_per_leader
         assert groups == sorted(groups, key=lambda group: group.ticket), "not oldest first"
         assert all(version - group.ticket.start <= world.case.eta for group in groups), "a group is too old"
     stamped = batch["versions"][batch["loss_mask"]]
@@ -249,57 +253,59 @@ def check_batch(world, version, shares, sizes):
     assert int(stamped.max()) <= version
     groups = batch["group_ids"].unique()
     assert len(groups) == sum(sizes), "a group is in the batch twice"
-    world.books += [group.prompt["prompt_id"] for share in shares for group in share]
-    world.group_ids += [group.ticket.group_id for share in shares for group in share]
+    world.ended_prompts += [group.prompt["prompt_id"] for leader_groups in groups_by_leader for group in leader_groups]
+    world.group_ids += [group.ticket.group_id for leader_groups in groups_by_leader for group in leader_groups]
     world.events["batches"] += 1
 
 
-def simulate(seed, prompts, case, *, make=make_head, kind=StalenessManager):
-    """Train on all prompts, through any number of crashes; the counted events."""
+def simulate(seed, prompts, case, *, make=make_scheduler, manager_class=StalenessManager):
+    """Train on all prompts through any number of crashes, and return the counted events."""
     clock = SimulatedClock()
-    world = World(case, prompts, random.Random(seed), clock, kind)
+    world = World(case, prompts, random.Random(seed), clock, manager_class)
 
-    async def lives():
+    async def run_processes():
         while True:
             try:
-                return await live(world, make)
+                return await run_process(world, make)
             except Crash:
                 continue
 
-    clock.run(lives())
-    assert len(world.books) == prompts, "a prompt was lost or repeated"
-    assert set(world.books) == set(range(prompts)), "a prompt was lost, and another repeated"
+    clock.run(run_processes())
+    assert len(world.ended_prompts) == prompts, "a prompt was lost or repeated"
+    assert set(world.ended_prompts) == set(range(prompts)), "a prompt was lost, and another repeated"
     assert len(world.group_ids) == len(set(world.group_ids)), "two groups have one id"
-    assert sorted(ending["prompt_id"] for ending in world.told) == list(range(prompts)), "one was not told of once"
-    trained = [ending["group_id"] for ending in world.told if ending["ending"] == "trained"]
+    assert sorted(outcome["prompt_id"] for outcome in world.outcomes) == list(range(prompts)), (
+        "an outcome was not reported once"
+    )
+    trained = [outcome["group_id"] for outcome in world.outcomes if outcome["ending"] == "trained"]
     assert sorted(trained) == sorted(world.group_ids)
     return world.events
 
 
 LONG_CASES = [
-    Case(batch=64, eta=0, bad_share=0.2),
-    Case(batch=128, eta=1, heads=(2,)),
-    Case(batch=32, eta=1, slow_share=0.3, skip_share=0.5),
-    Case(batch=96, eta=2, heads=(3,), concurrent=40, crash_share=0.01),
-    Case(batch=48, eta=3, bad_share=0.6),
-    Case(batch=48, eta=4, heads=(2,), slow_share=0.2, crash_share=0.05),
-    Case(batch=48, eta=2, heads=(1, 2, 3, 4), slow_share=0.2, bad_share=0.2, crash_share=0.05, uneven=True),
-    Case(batch=16, eta=8, concurrent=12, slow_share=0.02),
-    Case(batch=128, eta=2, slow_share=0.1),
+    Case(batch=64, eta=0, failure_rate=0.2),
+    Case(batch=128, eta=1, leaders=(2,)),
+    Case(batch=32, eta=1, slow_rate=0.3, skip_rate=0.5),
+    Case(batch=96, eta=2, leaders=(3,), concurrent=40, crash_rate=0.01),
+    Case(batch=48, eta=3, failure_rate=0.6),
+    Case(batch=48, eta=4, leaders=(2,), slow_rate=0.2, crash_rate=0.05),
+    Case(batch=48, eta=2, leaders=(1, 2, 3, 4), slow_rate=0.2, failure_rate=0.2, crash_rate=0.05, uneven=True),
+    Case(batch=16, eta=8, concurrent=12, slow_rate=0.02),
+    Case(batch=128, eta=2, slow_rate=0.1),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("prompts", [5_000, pytest.param(50_000, marks=pytest.mark.nightly)])
-def test_million_events_consume_nothing_too_old_and_every_prompt_once(prompts):
-    """A million at night, a hundred thousand for each commit."""
+def test_simulation_many_events_trains_each_prompt_once_in_time(prompts):
+    """Simulate 100,000 events for each commit, and a million in nightly runs."""
     events: Counter = Counter()
     for seed, case in enumerate(LONG_CASES):
         events += simulate(seed, prompts, case)
     print(dict(events))
     assert events.total() >= 20 * prompts
-    assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > prompts / 500
+    assert min(events[event] for event in ("rejected", "failed", "batches", "crashes", "saves")) > prompts / 500
 
 
 @pytest.mark.slow
@@ -309,45 +315,47 @@ def test_million_events_consume_nothing_too_old_and_every_prompt_once(prompts):
         Case,
         batch=st.sampled_from([6, 12, 18]),
         eta=st.integers(0, 4),
-        heads=st.sampled_from([(1,), (2,), (3,), (1, 2), (1, 2, 3, 6)]),
+        leaders=st.sampled_from([(1,), (2,), (3,), (1, 2), (1, 2, 3, 6)]),
         concurrent=st.none() | st.integers(1, 12),
-        bad_share=st.sampled_from([0.0, 0.1, 0.6]),
-        slow_share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-        skip_share=st.sampled_from([0.0, 0.2, 0.9]),
-        crash_share=st.sampled_from([0.0, 0.05, 0.3]),
+        failure_rate=st.sampled_from([0.0, 0.1, 0.6]),
+        slow_rate=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        skip_rate=st.sampled_from([0.0, 0.2, 0.9]),
+        crash_rate=st.sampled_from([0.0, 0.05, 0.3]),
         uneven=st.booleans(),
     ),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_settings_consume_nothing_too_old_and_every_prompt_once(seed, case):
+def test_simulation_any_settings_trains_each_prompt_once_in_time(seed, case):
     simulate(seed, 60, case)
 
 
 class Answer(RolloutWorkflow):
-    """One answer."""
+    """Workflow with one completion."""
 
     async def arun_episode(self, engine, data):
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"] % 60], GENERATION))
         return [from_response(response, reward=1.0, temperature=1.0)]
 
 
-def make_real_head(world, rank):
-    """A head with real groups and the null engine, three answers to a prompt."""
+def make_real_scheduler(world, rank):
+    """Return a scheduler with real groups of three episodes and the null engine."""
     case = world.case
-    if not rank:  # a new process has new servers, shared by its heads, at the version that was saved
+    if not rank:  # new servers, shared by the leaders of this process, at the saved version
         version = 0 if world.saved is None else world.saved[0]
         lengths = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
         world.engine = NullInferenceEngine(lengths, ServeSpec(version=version), clock=world.clock)
         world.engine.faults.generate = lambda request: (
-            RLError("planted") if world.rng.random() < case.bad_share / 3 else None
+            RLError("injected") if world.rng.random() < case.failure_rate / 3 else None
         )
-    manager = world.kind(world.share, case.eta, case.concurrent, first_id=rank, id_stride=world.heads)
+    manager = world.manager_class(
+        world.groups_per_leader, case.eta, case.concurrent, first_id=rank, id_stride=world.leaders
+    )
     config = RolloutConfig(
         max_staleness=case.eta, group_size=3, min_group=2, failure_budget=1.0, stall_timeout=100 * LONGEST
     )
-    accept = lambda rows: world.rng.random() >= case.bad_share  # noqa: E731 - a filter
-    return watch(
-        world, RolloutScheduler(world.engine, Answer(), rows_of(world, rank), manager, config, world.clock, accept)
+    accept = lambda trajectories: world.rng.random() >= case.failure_rate  # noqa: E731 - a filter
+    return instrument(
+        world, RolloutScheduler(world.engine, Answer(), examples_of(world, rank), manager, config, world.clock, accept)
     )
 
 
@@ -355,27 +363,27 @@ def make_real_head(world, rank):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(batch=16, eta=0, crash_share=0.05),
-        Case(batch=16, eta=1, heads=(2,), slow_share=0.0),
-        Case(batch=12, eta=4, concurrent=20, bad_share=0.4),
-        Case(batch=12, eta=2, heads=(1, 2, 3), crash_share=0.1),
+        Case(batch=16, eta=0, crash_rate=0.05),
+        Case(batch=16, eta=1, leaders=(2,), slow_rate=0.0),
+        Case(batch=12, eta=4, concurrent=20, failure_rate=0.4),
+        Case(batch=12, eta=2, leaders=(1, 2, 3), crash_rate=0.1),
     ],
     ids=str,
 )
-def test_real_episodes_consume_nothing_too_old_and_every_prompt_once(case):
-    events = simulate(11, 4000, case, make=make_real_head)
-    assert min(events[what] for what in ("accepted", "rejected", "failed", "steps", "crashes")) > 0
+def test_simulation_real_episodes_trains_each_prompt_once_in_time(case):
+    events = simulate(11, 4000, case, make=make_real_scheduler)
+    assert min(events[event] for event in ("accepted", "rejected", "failed", "steps", "crashes")) > 0
 
 
 class NoLookAhead(StalenessManager):
-    """A planted fault: batches leave as soon as enough groups are accepted."""
+    """Injected fault: batches are released as soon as enough groups are accepted."""
 
     def _satisfies_look_ahead(self):
         return True
 
 
 class LookAheadOffByOne(StalenessManager):
-    """A planted fault: the look-ahead counts on one batch more than there will be."""
+    """Injected fault: the look-ahead expects one batch more than there will be."""
 
     def _satisfies_look_ahead(self):
         self.max_staleness += 1
@@ -385,8 +393,8 @@ class LookAheadOffByOne(StalenessManager):
             self.max_staleness -= 1
 
 
-class PlacesFreedAtOnce(StalenessManager):
-    """A planted fault: a batch gives its places back when it leaves."""
+class SlotsFreedAtRelease(StalenessManager):
+    """Injected fault: a batch frees its slots when it is released."""
 
     def take_batch(self, closed=False):
         taken = super().take_batch(closed)
@@ -395,7 +403,7 @@ class PlacesFreedAtOnce(StalenessManager):
 
 
 class YoungestFirst(StalenessManager):
-    """A planted fault: batches take the groups that started last."""
+    """Injected fault: batches take the groups that started last."""
 
     def take_batch(self, closed=False):
         accepted = sorted(self._accepted)
@@ -406,36 +414,36 @@ class YoungestFirst(StalenessManager):
         return taken
 
 
-class OnePlaceTooMany(StalenessManager):
-    """A planted fault: admission has room for one group more."""
+class OneSlotTooMany(StalenessManager):
+    """Injected fault: admission has one slot too many."""
 
     @property
     def capacity(self):
         return super().capacity + (not self._step_is_open)
 
 
-class RejectedKeepTheirPlace(StalenessManager):
-    """A planted fault: what was rejected is never replaced, until nothing can start."""
+class RejectedKeepTheirSlot(StalenessManager):
+    """Injected fault: rejected groups are never replaced, until no group can start."""
 
     def reject(self, ticket):
         super().reject(ticket)
-        self.batch_places = getattr(self, "batch_places", 0) + 1
+        self.lost_slots = getattr(self, "lost_slots", 0) + 1
 
     @property
     def capacity(self):
-        return max(super().capacity - getattr(self, "batch_places", 0), 0)
+        return max(super().capacity - getattr(self, "lost_slots", 0), 0)
 
 
 class ForgetsAcceptedWhenSaving(StalenessManager):
-    """A planted fault: a resumed run lacks a group that waited for its batch."""
+    """Injected fault: a resumed run lacks one accepted group."""
 
     def state_dict(self):
         state = super().state_dict()
         return {**state, "accepted": state["accepted"][1:]}
 
 
-class ForgetsRunningWhenLoading(StalenessManager):
-    """A planted fault: ids begin anew, so that two admissions have one id."""
+class RestartsIdsWhenLoading(StalenessManager):
+    """Injected fault: ids restart at 0, so that two admissions get the same id."""
 
     def load_state_dict(self, state):
         return super().load_state_dict({**state, "next_id": 0})
@@ -446,54 +454,54 @@ class ForgetsRunningWhenLoading(StalenessManager):
     [
         (NoLookAhead, "This is a bug in admission"),
         (LookAheadOffByOne, "This is a bug in admission"),
-        (PlacesFreedAtOnce, "This is a bug in admission|nothing was"),
+        (SlotsFreedAtRelease, "This is a bug in admission|nothing was"),
         (YoungestFirst, "not oldest first|too old|nothing was"),
-        (OnePlaceTooMany, "outstanding"),
-        (RejectedKeepTheirPlace, "nothing was"),
+        (OneSlotTooMany, "outstanding"),
+        (RejectedKeepTheirSlot, "nothing was"),
         pytest.param(ForgetsAcceptedWhenSaving, "a prompt was lost", marks=pytest.mark.slow),
-        (ForgetsRunningWhenLoading, "is in the batch twice|not running|KeyError"),
+        (RestartsIdsWhenLoading, "is in the batch twice|not running|KeyError"),
     ],
 )
-def test_planted_fault_in_admission_is_noticed(fault, alarm):
-    # a group that is older than it may be, or the watchdog's alarm: what can never leave is as wrong
-    case = Case(batch=8, eta=2, heads=(2,), slow_share=0.2, crash_share=0.05)
+def test_simulation_injected_admission_fault_is_detected(fault, alarm):
+    # A group that is too old, or a stall: groups that can never be released are also a failure.
+    case = Case(batch=8, eta=2, leaders=(2,), slow_rate=0.2, crash_rate=0.05)
     with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
-        simulate(3, 3000, case, kind=fault)
+        simulate(3, 3000, case, manager_class=fault)
 
 
-def _ids_begin_anew(states, head, heads):
-    dealt = reshard_groups(states, head, heads)
-    dealt["manager"]["next_id"] = head
-    return dealt
+def _restarted_ids(states, leader, leaders):
+    resharded = reshard_groups(states, leader, leaders)
+    resharded["manager"]["next_id"] = leader
+    return resharded
 
 
-def _without_what_ran_on_the_last_head(states, head, heads):
-    return reshard_groups([*states[:-1], states[-1] | {"in_flight": []}], head, heads)
+def _without_in_flight_of_last_leader(states, leader, leaders):
+    return reshard_groups([*states[:-1], states[-1] | {"in_flight": []}], leader, leaders)
 
 
-def _accepted_groups_to_every_head(states, head, heads):
-    return reshard_groups(states, head, heads) | {
-        "groups": (dealt := reshard_groups(states, 0, 1))["groups"],
-        "manager": dealt["manager"],
+def _accepted_groups_to_every_leader(states, leader, leaders):
+    return reshard_groups(states, leader, leaders) | {
+        "groups": (resharded := reshard_groups(states, 0, 1))["groups"],
+        "manager": resharded["manager"],
     }
 
 
-def _without_what_was_not_told(states, head, heads):
-    return reshard_groups(states, head, heads) | {"endings": []}
+def _without_pending_outcomes(states, leader, leaders):
+    return reshard_groups(states, leader, leaders) | {"endings": []}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "alarm"),
     [
-        (_ids_begin_anew, "is in the batch twice|have one id|not running|KeyError"),
-        (_without_what_ran_on_the_last_head, "a prompt was lost"),
-        (_accepted_groups_to_every_head, "is in the batch twice|lost or repeated"),
-        (_without_what_was_not_told, "was not told of once"),
+        (_restarted_ids, "is in the batch twice|have one id|not running|KeyError"),
+        (_without_in_flight_of_last_leader, "a prompt was lost"),
+        (_accepted_groups_to_every_leader, "is in the batch twice|lost or repeated"),
+        (_without_pending_outcomes, "was not reported once"),
     ],
 )
-def test_planted_fault_in_dealing_to_other_heads_is_noticed(fault, alarm, monkeypatch):
+def test_simulation_injected_resharding_fault_is_detected(fault, alarm, monkeypatch):
     monkeypatch.setattr("rl_workflows.rollout.scheduler.reshard_groups", fault)
-    case = Case(batch=12, eta=2, heads=(1, 2, 3), slow_share=0.2, crash_share=0.1)
+    case = Case(batch=12, eta=2, leaders=(1, 2, 3), slow_rate=0.2, crash_rate=0.1)
     with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
         simulate(3, 1000, case)

@@ -1,4 +1,4 @@
-"""Admission: every promise of `rl_workflows.rollout.staleness`, under any order of events."""
+"""Guarantees of `rl_workflows.rollout.staleness` for any order of events."""
 
 import heapq
 import random
@@ -15,50 +15,50 @@ from rl_workflows.rollout.staleness import StalenessManager, Ticket
 
 
 @dataclass
-class Head:
-    """One data-parallel head: its manager, and what became of each of its prompts."""
+class Leader:
+    """One data-parallel leader: its manager, and the outcomes of its prompts."""
 
     manager: StalenessManager
     prompts: dict[int, int] = field(default_factory=dict)  # running group -> prompt
     finished: dict[int, int] = field(default_factory=dict)  # accepted group -> prompt
-    again: list[int] = field(default_factory=list)
-    fate: Counter = field(default_factory=Counter)
+    requeued: list[int] = field(default_factory=list)
+    outcomes: Counter = field(default_factory=Counter)
     drawn: int = 0
     in_step: list[int] = field(default_factory=list)
 
-    def admit(self, slow_share: float, rng: random.Random) -> None:
+    def admit(self, slow_rate: float, rng: random.Random) -> None:
         ticket = self.manager.admit()
-        prompt = self.again.pop() if self.again else self.drawn
+        prompt = self.requeued.pop() if self.requeued else self.drawn
         self.drawn += prompt == self.drawn
         self.prompts[ticket.group_id] = prompt
-        (self.slow if rng.random() < slow_share else self.quick).append(ticket)
+        (self.slow if rng.random() < slow_rate else self.quick).append(ticket)
 
     def __post_init__(self):
         self.quick: list[Ticket] = []
         self.slow: list[Ticket] = []
 
-    def end(self, ticket: Ticket, rng: random.Random, bad_share: float) -> None:
+    def end(self, ticket: Ticket, rng: random.Random, failure_rate: float) -> None:
         prompt = self.prompts.pop(ticket.group_id)
-        how = rng.choice(["reject", "fail"]) if rng.random() < bad_share else "accept"
-        getattr(self.manager, how)(ticket)
-        if how == "accept":
+        outcome = rng.choice(["reject", "fail"]) if rng.random() < failure_rate else "accept"
+        getattr(self.manager, outcome)(ticket)
+        if outcome == "accept":
             self.finished[ticket.group_id] = prompt
         else:
-            self.fate[prompt] += 1
+            self.outcomes[prompt] += 1
 
     def restart(self, make) -> None:
-        """A new process: running prompts begin again, accepted groups stay."""
+        """Simulate a new process: running prompts start again, accepted groups are kept."""
         state = self.manager.state_dict()
-        self.again += self.prompts.values()
+        self.requeued += self.prompts.values()
         self.manager = make()
-        refused = self.manager.load_state_dict(state)
-        assert not refused, "nothing has become too old: the settings are the same"
+        too_old = self.manager.load_state_dict(state)
+        assert not too_old, "no group is too old, because the settings are unchanged"
         self.prompts, self.quick, self.slow = {}, [], []
 
-    def accounted(self) -> None:
-        held = Counter([*self.prompts.values(), *self.finished.values(), *self.again, *self.in_step])
-        assert max((self.fate + held).values(), default=1) == 1, "a prompt was repeated"
-        assert len(self.fate) + held.total() == self.drawn, "a prompt was lost"
+    def check_accounting(self) -> None:
+        pending = Counter([*self.prompts.values(), *self.finished.values(), *self.requeued, *self.in_step])
+        assert max((self.outcomes + pending).values(), default=1) == 1, "a prompt was repeated"
+        assert len(self.outcomes) + pending.total() == self.drawn, "a prompt was lost"
 
 
 def drive(
@@ -68,73 +68,76 @@ def drive(
     batch: int,
     eta: int,
     concurrent: int | None = None,
-    heads: int = 1,
-    bad_share: float = 0.1,
-    slow_share: float = 0.1,
-    skip_share: float = 0.1,
-    restart_share: float = 0.0,
-    kind: type[StalenessManager] = StalenessManager,
+    leader_count: int = 1,
+    failure_rate: float = 0.1,
+    slow_rate: float = 0.1,
+    skip_rate: float = 0.1,
+    restart_rate: float = 0.0,
+    manager_class: type[StalenessManager] = StalenessManager,
 ) -> int:
-    """Random events until their number is reached; asserts every promise, and returns the batches that left.
+    """Run a number of random events, check all guarantees, and return the number of batches released.
 
-    Slow groups end only when nothing else can happen, often the youngest first: the worst order for the look-ahead.
+    Slow groups end only when no other event is possible, often the youngest first. This is the worst order for the
+    look-ahead.
     """
     rng = random.Random(seed)
 
     def make(rank: int):
-        return kind(batch, eta, concurrent, first_id=rank, id_stride=heads)
+        return manager_class(batch, eta, concurrent, first_id=rank, id_stride=leader_count)
 
-    world = [Head(make(rank)) for rank in range(heads)]
+    leaders = [Leader(make(rank)) for rank in range(leader_count)]
     version, training, steps, ids = 0, False, 0, set()
     for number in range(events):
-        assert all(h.manager.capacity >= 0 and h.manager.outstanding <= (eta + 1) * batch for h in world)
-        head = rng.choice(world)
-        can = ["end"] * bool(head.quick) + ["admit"] * (head.manager.capacity > 0)
-        can += ["commit"] * training
-        ready = not training and all(h.manager.ready() for h in world)
-        can += ["leave", "leave"] * ready
-        if not can:
-            active = [h for h in world if h.quick or h.manager.capacity > 0]
+        assert all(
+            leader.manager.capacity >= 0 and leader.manager.outstanding <= (eta + 1) * batch for leader in leaders
+        )
+        chosen = rng.choice(leaders)
+        possible = ["end"] * bool(chosen.quick) + ["admit"] * (chosen.manager.capacity > 0)
+        possible += ["commit"] * training
+        ready = not training and all(leader.manager.ready() for leader in leaders)
+        possible += ["release", "release"] * ready
+        if not possible:
+            active = [leader for leader in leaders if leader.quick or leader.manager.capacity > 0]
             if active or training:
                 continue
-            stuck = [h for h in world if h.slow]
-            assert stuck, f"deadlock: {[h.manager.describe() for h in world]}"
-            head = rng.choice(stuck)
-            youngest = len(head.slow) - 1
-            head.end(head.slow.pop(rng.choice([youngest, rng.randint(0, youngest)])), rng, bad_share)
+            waiting = [leader for leader in leaders if leader.slow]
+            assert waiting, f"deadlock: {[leader.manager.describe() for leader in leaders]}"
+            chosen = rng.choice(waiting)
+            youngest = len(chosen.slow) - 1
+            chosen.end(chosen.slow.pop(rng.choice([youngest, rng.randint(0, youngest)])), rng, failure_rate)
             continue
-        match rng.choice(can):
+        match rng.choice(possible):
             case "admit":
-                head.admit(slow_share, rng)
+                chosen.admit(slow_rate, rng)
             case "end":
-                position = rng.randrange(len(head.quick))
-                head.quick[position], head.quick[-1] = head.quick[-1], head.quick[position]
-                head.end(head.quick.pop(), rng, bad_share)
-            case "leave":
-                for h in world:
-                    taken = h.manager.take_batch()
+                position = rng.randrange(len(chosen.quick))
+                chosen.quick[position], chosen.quick[-1] = chosen.quick[-1], chosen.quick[position]
+                chosen.end(chosen.quick.pop(), rng, failure_rate)
+            case "release":
+                for leader in leaders:
+                    taken = leader.manager.take_batch()
                     assert len(taken) == batch
                     assert taken == sorted(taken), "not oldest first"
                     assert all(version - eta <= ticket.start <= version for ticket in taken), "too old"
                     assert not ids & {ticket.group_id for ticket in taken}, "a group was trained on twice"
                     ids |= {ticket.group_id for ticket in taken}
-                    h.in_step = [h.finished.pop(ticket.group_id) for ticket in taken]
+                    leader.in_step = [leader.finished.pop(ticket.group_id) for ticket in taken]
                 training, steps = True, steps + 1
             case "commit":
-                version += rng.random() >= skip_share
-                for h in world:
-                    h.manager.end_step(version)
-                    h.fate.update(h.in_step)
-                    h.in_step = []
+                version += rng.random() >= skip_rate
+                for leader in leaders:
+                    leader.manager.end_step(version)
+                    leader.outcomes.update(leader.in_step)
+                    leader.in_step = []
                 training = False
-                if rng.random() < restart_share:
-                    for rank, h in enumerate(world):
-                        h.restart(lambda rank=rank: make(rank))
+                if rng.random() < restart_rate:
+                    for rank, leader in enumerate(leaders):
+                        leader.restart(lambda rank=rank: make(rank))
         if number % 997 == 0:
-            for h in world:
-                h.accounted()
-    for h in world:
-        h.accounted()
+            for leader in leaders:
+                leader.check_accounting()
+    for leader in leaders:
+        leader.check_accounting()
     return steps
 
 
@@ -143,35 +146,35 @@ def drive(
     batch=st.integers(1, 6),
     eta=st.integers(0, 4),
     concurrent=st.none() | st.integers(1, 12),
-    heads=st.integers(1, 3),
-    bad_share=st.sampled_from([0.0, 0.1, 0.6]),
-    slow_share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-    skip_share=st.sampled_from([0.0, 0.2, 0.9]),
-    restart_share=st.sampled_from([0.0, 0.1]),
+    leader_count=st.integers(1, 3),
+    failure_rate=st.sampled_from([0.0, 0.1, 0.6]),
+    slow_rate=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    skip_rate=st.sampled_from([0.0, 0.2, 0.9]),
+    restart_rate=st.sampled_from([0.0, 0.1]),
 )
 @settings(max_examples=150, deadline=None)
-def test_admission_any_order_of_events_keeps_every_promise(**case):
+def test_admission_any_event_order_keeps_invariants(**case):
     assert drive(case.pop("seed"), 600, **case) >= 0
 
 
 @pytest.mark.parametrize(
-    ("batch", "eta", "heads"),
+    ("batch", "eta", "leader_count"),
     [(16, 1, 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((16, 0, 1), (8, 4, 1), (64, 2, 2)))],
 )
-def test_admission_long_runs_keep_every_promise_and_make_progress(batch, eta, heads):
-    steps = drive(7, 40_000, batch=batch, eta=eta, heads=heads, slow_share=0.03, restart_share=0.05)
-    assert steps > 40_000 / (batch * heads * 4)
+def test_admission_long_run_keeps_invariants_and_progresses(batch, eta, leader_count):
+    steps = drive(7, 40_000, batch=batch, eta=eta, leader_count=leader_count, slow_rate=0.03, restart_rate=0.05)
+    assert steps > 40_000 / (batch * leader_count * 4)
 
 
 class NoLookAhead(StalenessManager):
-    """A planted fault: batches leave as soon as enough groups are accepted."""
+    """Injected fault: batches are released as soon as enough groups are accepted."""
 
     def _satisfies_look_ahead(self):
         return True
 
 
-class PlacesFreedAtOnce(StalenessManager):
-    """A planted fault: a batch gives its places back when it leaves."""
+class SlotsFreedAtRelease(StalenessManager):
+    """Injected fault: a batch frees its slots when it is released."""
 
     def take_batch(self, closed=False):
         taken = super().take_batch(closed)
@@ -180,7 +183,7 @@ class PlacesFreedAtOnce(StalenessManager):
 
 
 class YoungestFirst(StalenessManager):
-    """A planted fault: batches take the groups that started last."""
+    """Injected fault: batches take the groups that started last."""
 
     def take_batch(self, closed=False):
         taken = sorted(self._accepted)[-self.batch_size :]
@@ -192,17 +195,17 @@ class YoungestFirst(StalenessManager):
         return taken
 
 
-@pytest.mark.parametrize("fault", [NoLookAhead, PlacesFreedAtOnce, YoungestFirst])
-def test_admission_planted_fault_is_noticed(fault):
+@pytest.mark.parametrize("fault", [NoLookAhead, SlotsFreedAtRelease, YoungestFirst])
+def test_admission_injected_fault_is_detected(fault):
     with pytest.raises((AssertionError, RLError)):
-        drive(3, 20_000, batch=4, eta=2, slow_share=0.2, kind=fault)
+        drive(3, 20_000, batch=4, eta=2, slow_rate=0.2, manager_class=fault)
 
 
 def _started(manager, number):
     return [manager.admit() for _ in range(number)]
 
 
-def test_ready_due_group_still_runs_waits_for_it_instead_of_taking_younger_ones():
+def test_ready_due_group_running_waits_for_it():
     manager = StalenessManager(batch_size=2, max_staleness=1)
     slow, a, b, c = _started(manager, 4)
     for ticket in (a, b):
@@ -220,7 +223,7 @@ def test_ready_due_group_still_runs_waits_for_it_instead_of_taking_younger_ones(
     assert manager.take_batch() == [slow, c]
 
 
-def test_capacity_batch_in_training_holds_its_places_until_the_step_ends():
+def test_capacity_batch_in_training_keeps_slots_until_end_step():
     manager = StalenessManager(batch_size=2, max_staleness=0)
     for ticket in _started(manager, 2):
         manager.accept(ticket)
@@ -231,7 +234,7 @@ def test_capacity_batch_in_training_holds_its_places_until_the_step_ends():
     assert manager.admit().start == 1
 
 
-def test_capacity_skipped_step_frees_places_at_the_same_version():
+def test_capacity_skipped_step_frees_slots_at_same_version():
     manager = StalenessManager(batch_size=2, max_staleness=0)
     for ticket in _started(manager, 2):
         manager.accept(ticket)
@@ -240,7 +243,7 @@ def test_capacity_skipped_step_frees_places_at_the_same_version():
     assert (manager.version, manager.capacity) == (0, 2)
 
 
-def test_capacity_rejected_or_failed_group_frees_its_place_at_once():
+def test_capacity_rejected_or_failed_group_frees_its_slot():
     manager = StalenessManager(batch_size=2, max_staleness=0)
     first, second = _started(manager, 2)
     manager.reject(first)
@@ -256,7 +259,7 @@ def test_capacity_max_concurrent_limits_running_groups_only():
     assert manager.capacity == 1
 
 
-def test_take_batch_end_of_data_gives_a_smaller_batch_once_nothing_runs():
+def test_take_batch_end_of_data_returns_smaller_batch():
     manager = StalenessManager(batch_size=4, max_staleness=1)
     first, second = _started(manager, 2)
     manager.accept(second)
@@ -267,7 +270,7 @@ def test_take_batch_end_of_data_gives_a_smaller_batch_once_nothing_runs():
 
 
 @pytest.mark.parametrize("event", ["accept", "reject", "fail"])
-def test_group_ended_twice_is_refused(event):
+def test_group_ended_twice_is_rejected(event):
     manager = StalenessManager(batch_size=2, max_staleness=1)
     ticket = manager.admit()
     manager.accept(ticket)
@@ -275,7 +278,7 @@ def test_group_ended_twice_is_refused(event):
         getattr(manager, event)(ticket)
 
 
-def test_end_step_version_that_jumps_is_refused():
+def test_end_step_version_jump_is_rejected():
     manager = StalenessManager(batch_size=1, max_staleness=1)
     manager.accept(manager.admit())
     manager.take_batch()
@@ -283,12 +286,12 @@ def test_end_step_version_that_jumps_is_refused():
         manager.end_step(2)
 
 
-def test_end_step_without_a_batch_is_refused():
+def test_end_step_without_batch_is_rejected():
     with pytest.raises(RLError, match="end_step: no batch"):
         StalenessManager(batch_size=1, max_staleness=1).end_step(0)
 
 
-def test_state_dict_during_a_step_is_refused():
+def test_state_dict_during_step_is_rejected():
     manager = StalenessManager(batch_size=1, max_staleness=1)
     manager.accept(manager.admit())
     manager.take_batch()
@@ -296,10 +299,10 @@ def test_state_dict_during_a_step_is_refused():
         manager.state_dict()
 
 
-def test_load_state_dict_smaller_staleness_refuses_groups_that_would_be_too_old():
+def test_load_state_dict_smaller_staleness_drops_old_groups():
     manager = StalenessManager(batch_size=1, max_staleness=2)
-    old, kept, later = _started(manager, 3)
-    for ticket in (old, kept, later):
+    old, retained, later = _started(manager, 3)
+    for ticket in (old, retained, later):
         manager.accept(ticket)
     resumed = StalenessManager(batch_size=1, max_staleness=1)
     assert resumed.load_state_dict(manager.state_dict()) == [later]
@@ -307,18 +310,18 @@ def test_load_state_dict_smaller_staleness_refuses_groups_that_would_be_too_old(
     assert resumed.take_batch() == [old]
 
 
-def test_ids_of_two_heads_never_meet():
-    heads = [StalenessManager(8, 1, first_id=rank, id_stride=2) for rank in range(2)]
-    ids = [ticket.group_id for manager in heads for ticket in _started(manager, 8)]
+def test_group_ids_of_two_leaders_are_disjoint():
+    managers = [StalenessManager(8, 1, first_id=rank, id_stride=2) for rank in range(2)]
+    ids = [ticket.group_id for manager in managers for ticket in _started(manager, 8)]
     assert len(set(ids)) == 16
 
 
 @pytest.mark.parametrize("settings", [{"max_staleness": -1}, {"max_concurrent": 0}], ids=str)
-def test_settings_that_cannot_work_are_refused(settings):
+def test_config_impossible_values_are_rejected(settings):
     with pytest.raises(ConfigError, match=r"rollout\.max_"):
         RolloutConfig(**settings)
 
 
-def test_groups_per_replica_without_groups_is_refused():
+def test_groups_per_replica_zero_groups_is_rejected():
     with pytest.raises(ConfigError, match="batch_size=0"):
         groups_per_replica(0, 2, "batch_size")

@@ -216,7 +216,7 @@ class RolloutScheduler:
         """Return counters since the last call, metrics that episodes recorded, and those of the servers.
 
         Busy servers respond slowly, and the training loop calls this at every step. Only the first call waits for the
-        servers. Each later call returns their replies to the previous request and sends a new one.
+        servers. Each later call returns their latest replies and sends a new request if none is pending.
         """
         self._add_finished_metrics()
         self.metrics.add("groups/outstanding", self.manager.outstanding, kind="sum")

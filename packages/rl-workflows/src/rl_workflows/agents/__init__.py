@@ -1,1 +1,1 @@
-"""Agents that speak a chat API, their tools and conversations."""
+"""Agents that call a chat API, their tools, and their conversations."""

@@ -1,4 +1,4 @@
-"""Episodes of agents: programs that speak the OpenAI or Anthropic API."""
+"""Workflow for agents: programs that call the OpenAI or Anthropic API."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class AgentEpisodeWorkflow(RolloutWorkflow):
-    """Runs an agent against an endpoint, and learns from what it sampled there.
+    """Workflow that runs an agent against an endpoint and trains on the completions of its calls.
 
     Args:
-        agent: one for all episodes.
-        endpoint: where its calls go.
-        generation: how its answers are sampled.
-        max_length: tokens of a prompt and its answer at most; None: the server decides.
-        per: what a row is.
-        deadline: seconds for an episode.
-        http_client: what agents get as `http_client`.
+        agent: the agent, shared by all episodes.
+        endpoint: HTTP server that receives the agent's calls.
+        generation: sampling settings of its completions.
+        max_length: maximum number of tokens of a prompt and its completion. None leaves the limit to the server.
+        per: unit of a conversation that becomes one sequence.
+        deadline: time limit of an episode, in seconds.
+        http_client: HTTP client that is passed to the agent.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
         self._per, self._deadline = per, deadline
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One run of the agent; never rejects."""
+        """Run the agent once. Never returns None."""
         session = await self._endpoint.open(engine, self.generation, self.max_length)
         try:
             with stage("agent"):
@@ -72,7 +72,7 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
         return await call_user_code(work, self._name, self._deadline, AgentError)
 
     def _reward(self, found: Any, reported: EpisodeReport) -> float:
-        """The reward of what an agent returned, or reported while it ran; other figures are recorded."""
+        """Return the reward that the agent returned or reported during its run, and record its other metrics."""
         figures = dict(found) if isinstance(found, dict) else {} if found is None else {"reward": found}
         outcomes = [value for value in (figures.pop("reward", None), reported.reward) if value is not None]
         for name, value in [*figures.items(), *(("reward", outcome) for outcome in outcomes)]:

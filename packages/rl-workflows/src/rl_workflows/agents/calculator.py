@@ -1,4 +1,4 @@
-"""A calculator that models may call: arithmetic alone, and bounded."""
+"""Calculator tool for models: arithmetic only, with bounds on the expression and its numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 __all__ = ["calculator"]
 
 LONGEST = 300
-"""Characters of an expression at most, and so its depth."""
+"""Maximum number of characters of an expression. This also bounds its depth."""
 LARGEST = 10**100
-"""No number may be larger, in between neither."""
+"""Largest absolute value of results, intermediate ones included."""
 LARGEST_EXPONENT = 1000
+"""Largest absolute value of an exponent."""
 
 _WRITTEN = str.maketrans({"^": "**", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {

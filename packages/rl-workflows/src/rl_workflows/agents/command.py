@@ -1,4 +1,4 @@
-"""Agents that are programs of their own, in whatever language and environment: a command, or a container."""
+"""Agents that run as separate programs, in any language: as a command or in a container."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ _END_SECONDS = 60.0
 
 
 class AgentCommand(AgentWorkflow):
-    """A command that runs an episode. Subclass it with `command`.
+    """Agent that runs a command for its episodes. Subclass it and define `command`.
 
-    It reads a line of stdin, a JSON object with `data` (the row), `base_url` and `api_key`, and writes its result as a
-    line of JSON to stdout: what `run` may return; or an object with `answer`, a text that the run's reward scores, and
-    other figures. What it logs goes to stderr. A process for one episode has the URL and the
-    key in its environment too, by the names that OpenAI's and Anthropic's clients know. It is ended after its result.
+    The process reads one line from stdin: a JSON object with `data` (the example), `base_url` and `api_key`. It writes
+    its result to stdout as one line of JSON: a value that `run` may return, or an object with a text `answer`, which
+    the run's reward scores, and other metrics. It must log to stderr.
 
-    A process runs in a directory of its own, is ended with all that it started, and can write nothing elsewhere (by
-    Landlock).
+    A process for a single episode also gets URL and key in the environment variables of the clients of OpenAI and
+    Anthropic. It is stopped after its result.
+
+    Each process runs in a separate directory. Landlock prevents it from writing elsewhere. Stopping a process also
+    stops all processes that it started.
 
     Args:
-        reward: of the run.
+        reward: reward function of the run.
 
     Raises:
-        ConfigError: no command, not on Linux, or a kernel without Landlock where `confined`.
+        ConfigError: there is no command, the platform is not Linux, or `confined` is set and the kernel lacks Landlock.
     """
 
     command: Sequence[str] = ()
-    """Program and arguments; paths are absolute, or found by PATH."""
+    """Program and arguments. Paths must be absolute; the program may also be found on PATH."""
     long_lived: bool = False
-    """Whether a process takes one episode after the other, each a line, until its stdin ends."""
+    """Whether a process runs many episodes, one per line of stdin, until its stdin is closed."""
     processes: int = 8
-    """That run at the same time. Further episodes wait, within their deadline."""
+    """Maximum number of concurrent processes. Further episodes wait; the wait counts toward their deadline."""
     environment: Mapping[str, str] = {}
-    """Variables that it has beside those of `inherited`."""
+    """Environment variables of the process, in addition to those of `inherited`."""
     inherited: Sequence[str] = ("PATH", "LANG", "TZ", "SSL_CERT_FILE")
-    """Variables that it has from this process. No others: there are keys among them."""
+    """Environment variables that are copied from this process. No others are copied, because some contain keys."""
     confined: bool = True
-    """Whether it can write in its own directory alone."""
+    """Whether the process can write only in its own directory."""
     shared_memory: bool = False
-    """Whether a confined one can write in /dev/shm too, as `multiprocessing` needs it. There lie the weights that
-    servers are about to take; let only a program in that is known."""
+    """Whether a confined process can also write in /dev/shm, which `multiprocessing` requires. Weights on their way to
+    servers are stored there, so allow this only for trusted programs."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward, self._idle = reward, list[_Process]()
@@ -77,7 +79,7 @@ class AgentCommand(AgentWorkflow):
     async def run(
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any = None
     ) -> float | dict[str, float] | None:
-        """Run an episode in a process, which is ended unless it gave a result and takes further episodes."""
+        """Run one episode in a process. Stop the process unless it is `long_lived` and returned a result."""
         asked = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
         async with self._places:
             process = self._idle.pop() if self._idle else self._start_process(base_url, api_key)
@@ -92,16 +94,16 @@ class AgentCommand(AgentWorkflow):
         return await self._scored(result, data)
 
     async def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         while self._idle:
             await self._idle.pop().stop()
 
     def build_command(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """The command of a process, and a command that is run when it has ended (nothing for none).
+        """Return the command of a process, and a command to run after its end (empty for none).
 
         Args:
-            name: of the process, its own.
-            variables: names of those that it is to have.
+            name: unique name of the process.
+            variables: names of the environment variables that the agent must get.
         """
         return self.command, ()
 
@@ -125,14 +127,17 @@ class AgentCommand(AgentWorkflow):
 
 
 class AgentContainer(AgentCommand):
-    """An agent in a container: `command` is what runs in it, where that is not the image's own. The container is
-    removed when it ends. It reaches the endpoint where `rollout.endpoint` listens on an address that it sees."""
+    """Agent in a container. `command` replaces the image's default command if it is not empty.
+
+    The container is removed at its end. `rollout.endpoint` must listen on an address that the container can reach.
+    """
 
     image: str = ""
+    """Name of the image."""
     engine: str = "docker"
-    """Or another with its command line, such as `podman`."""
+    """Container program: `docker`, or one with the same command line such as `podman`."""
     options: Sequence[str] = ("--network=host",)
-    """Of `run`, such as limits on memory and processes."""
+    """Options of the engine's command `run`, such as limits on memory and processes."""
     inherited = (*AgentCommand.inherited, "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST")
     confined = False  # the engine's client is no agent
 
@@ -143,14 +148,17 @@ class AgentContainer(AgentCommand):
         super().__init__(reward)
 
     def build_command(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """As its base says; variables go by name alone, so that no key is on a command line."""
+        """Return the commands that run and remove the container.
+
+        Variables are passed by name, so that no key appears on a command line.
+        """
         named = [part for variable in variables for part in ("-e", variable)]
         run = (self.engine, "run", "--rm", "-i", "--init", "--name", name, *named, *self.options, self.image)
         return (*run, *self._inside), (self.engine, "rm", "-f", name)
 
 
 class _Process:
-    """One that is kept, and all below it."""
+    """Agent process under a reaper, which also kills all its descendants."""
 
     def __init__(
         self,
@@ -167,7 +175,7 @@ class _Process:
         self._owner: int | None = None
 
     async def ready(self) -> None:
-        """Start it, unless it runs already and has written nothing since its last result."""
+        """Start the process, or restart it if it has ended or has written output since its last result."""
         if self._process is not None and self._process.stdout is not None:
             try:
                 async with asyncio.timeout(0):
@@ -194,10 +202,13 @@ class _Process:
             os.close(child_end)
 
     async def run_episode(self, line: str) -> Any:
-        """Its result of an episode.
+        """Return the result of one episode.
+
+        Args:
+            line: the request, as JSON.
 
         Raises:
-            AgentError: it ended before, or wrote something else.
+            AgentError: the process ended without a result, or its result is not valid JSON or too long.
         """
         streams = self._process
         assert streams is not None
@@ -222,7 +233,7 @@ class _Process:
             ) from None
 
     async def stop(self) -> None:
-        """End it with all that it started, and remove its directory; nothing where it does not run."""
+        """Kill the process and all its descendants, and remove its directory. No effect if it was not started."""
         if self._owner is None:
             return
         os.close(self._owner)

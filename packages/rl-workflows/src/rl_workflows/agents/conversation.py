@@ -1,17 +1,18 @@
-"""Conversations as trees of sampled answers: token in, token out, over any number of turns.
+"""Conversations as trees of sampled completions, with exact token ids over any number of turns.
 
-An agent sends messages, a server samples tokens. Where the messages of a call go on from an earlier answer, its prompt
-is the tokens of that answer's prompt, the tokens that were sampled, and the encoded text of what is new: nothing that
-was sampled is ever encoded again. An answer goes on where two things hold:
+An agent sends messages and a server samples tokens. A call may continue an earlier completion. Its prompt then consists
+of the tokens of that completion's prompt, the sampled tokens, and the encoded text of the new messages. Sampled tokens
+are never encoded again. A call continues a completion under two conditions:
 
-- The messages are those of its call, then its own message, then further ones. Reasoning that is left out, blanks around
-  the text, the order of arguments and the ids of tool calls may differ: agents rarely send those back as they were.
-- The chat template shows all of them as before. It does not where it drops the reasoning of earlier turns, moves the
-  tools to another place, or shows no tool calls; then the call goes on from an earlier answer that is shown as before,
-  or begins anew, and what is rewritten is a prompt like any other.
+- Its messages are those of the earlier call, the message of the completion, and further messages. Omitted reasoning,
+  surrounding whitespace, the order of arguments and the ids of tool calls may differ, because agents rarely send them
+  back unchanged.
+- The chat template renders all of them as before. Some templates drop the reasoning of earlier turns, move the tools,
+  or omit tool calls. The call then continues an earlier completion that is rendered as before, or starts a new tree.
+  Rewritten text is part of its prompt, which is not trained.
 
-So every call has the prompt that its template gives, and retries, parallel calls, sub-agents and rewritten histories
-are branches of one tree. `Conversation.rows` makes trajectories of it.
+Every call therefore gets exactly the prompt that the template renders. Retries, parallel calls, sub-agents and
+rewritten histories are branches. `Conversation.rows` builds trajectories from them.
 """
 
 from __future__ import annotations
@@ -39,48 +40,47 @@ _UNKNOWN = (0, b"")
 
 
 class PromptTooLongError(DataError):
-    """The text of a prompt has more characters than its caller accepts."""
+    """Error for a prompt whose text has more characters than its caller allows."""
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One sampled answer, and what was put before it. All arrays are of its own tokens alone."""
+    """One sampled completion with its new prompt tokens. Arrays hold only the tokens of this turn."""
 
     parent: Turn | None
-    """The answer that it goes on from."""
+    """Turn that this one continues, or None."""
     prompt: np.ndarray
-    """int64, the tokens between the parent's answer and this one; the whole prompt where there is no parent."""
+    """int64, prompt tokens after the parent's completion, or the whole prompt without a parent."""
     output: np.ndarray
-    """int64, what was sampled."""
+    """int64, the sampled tokens."""
     logprobs: np.ndarray
-    """float32, of what was sampled."""
+    """float32, log-probs of the sampled tokens."""
     versions: np.ndarray
-    """int32, of what was sampled."""
+    """int32, versions of the sampled tokens."""
     message: Message
-    """What was made of it for the agent."""
+    """Message that the agent receives for the completion."""
     temperature: float
-    """Of the sampler."""
+    """Sampling temperature."""
     truncated: bool
-    """Ended by a limit of length."""
+    """Whether a length limit ended the completion."""
     asked: Sequence[Message] = ()
-    """Messages since the parent's answer."""
+    """Messages after the parent's completion."""
     learn: bool = True
-    """Whether it was drawn from the policy, so that it can be trained; else it is context like a prompt."""
+    """Whether the completion was sampled from the unconstrained policy. Otherwise it is context and is not trained."""
     reward: float = 0.0
-    """What the turn itself earned, besides the outcome of the episode."""
+    """Reward of this turn, in addition to the reward of the episode."""
     children: int = 0
-    """Answers that go on from it."""
+    """Number of turns that continue this one."""
     tools: Sequence[Any] | None = None
-    """That the model was shown."""
+    """Tools listed in the prompt, or None."""
     before: tuple[int, bytes] | None = None
-    """Length and digest of the text that it answers, without the opening of its turn; None where nothing can go on from
-    it."""
+    """Length and digest of the prompt's text, without the generation prompt. None if no call can continue this turn."""
     shown: tuple[int, bytes] | None = _UNKNOWN
-    """Length and digest of the text of the conversation up to and with this answer, without the end of the turn, as the
-    template shows it; None where it shows something else."""
+    """Length and digest of the rendered conversation up to this completion, without the end of the turn. None if the
+    template renders it differently from how it was sampled."""
 
     def path(self) -> list[Turn]:
-        """The answers from the first to this one."""
+        """Return the turns from the first to this one."""
         turns = [self]
         while turns[-1].parent is not None:
             turns.append(turns[-1].parent)
@@ -89,26 +89,26 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Where a call stands in a conversation."""
+    """Prompt of a call, and its position in a conversation."""
 
     ids: list[int]
-    """All tokens before the answer."""
+    """All tokens of the prompt."""
     added: int
-    """How many of them come after the parent's answer."""
+    """Number of tokens after the parent's completion."""
     parent: Turn | None = None
-    """The answer that it goes on from."""
+    """Turn that this one continues, or None."""
     text: str = ""
-    """What the template gives; empty for a prompt that is no conversation."""
+    """Text rendered by the chat template; empty for a prompt without messages."""
     messages: Sequence[Message] = ()
-    """Of the call, with each answer as it was sampled."""
+    """Messages of the call, in which each sampled completion has its original message."""
     tools: Sequence[Any] | None = None
-    """Of the call."""
+    """Tools of the call, or None."""
     key: bytes = _ROOT
-    """Digest of what the messages say; of a prompt that is no conversation, what was given."""
+    """Digest of the messages. For a prompt without messages: its text or tokens as bytes."""
 
     @property
     def asked(self) -> Sequence[Message]:
-        """Messages since the parent's answer."""
+        """Messages after the parent's completion."""
         before = sum(len(turn.asked) + 1 for turn in self.parent.path()) if self.parent else 0
         return self.messages[before:]
 
@@ -118,29 +118,29 @@ class Conversation:
     """All calls of an episode.
 
     Args:
-        renderer: of the model that is sampled from.
+        renderer: chat renderer of the sampled model.
     """
 
     renderer: ChatRenderer
     turns: list[Turn] = field(default_factory=list)
-    """In the order in which they were answered."""
+    """Turns in the order of their completion."""
     _by_key: dict[bytes, list[Turn]] = field(default_factory=dict)
-    """Answers by the digest of what was said up to and with them."""
+    """Turns by the digest of the conversation up to and including their completion."""
     _lengths: set[int] = field(default_factory=set)
-    """In bytes, of what was said in conversations without messages."""
+    """Lengths in bytes of the indexed conversations without messages."""
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, max_characters: float = float("inf")
     ) -> Prompt:
-        """Where a call with these messages stands, and its tokens.
+        """Return the prompt of a call, which continues the latest possible completion.
 
         Args:
-            messages: of the call, at least one.
-            tools: that the model is shown.
-            max_characters: of the rendered text; a longer one is not tokenized.
+            messages: messages of the call, at least one.
+            tools: tools to list in the prompt.
+            max_characters: maximum number of characters of the rendered text. A longer text is not tokenized.
 
         Raises:
-            DataError: no messages, or ones that the template refuses.
+            DataError: there are no messages, or the template rejects them.
             PromptTooLongError: the text has more than `max_characters` characters.
         """
         if not messages:
@@ -166,9 +166,14 @@ class Conversation:
         return Prompt(ids, len(ids), None, text, known, tools, key)
 
     def completion(self, given: str | Sequence[int]) -> Prompt:
-        """Where a call stands whose prompt is a text or tokens without messages: after the longest of such prompts and
-        its answer with which it begins. After a text that is an answer that the model did not end. A text that begins a
-        prompt gets the beginning-of-text token that the tokenizer adds.
+        """Return the prompt of a call without messages.
+
+        It continues the turn whose prompt and completion form its longest prefix. A text continues only a completion
+        that the model did not end. Without a parent, a text begins with the tokenizer's beginning-of-text token, if the
+        tokenizer adds one.
+
+        Args:
+            given: text or tokens of the prompt.
 
         Raises:
             DataError: the text is not UTF-8.
@@ -198,18 +203,18 @@ class Conversation:
     def add(
         self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float, learn: bool = True
     ) -> Turn:
-        """A call was answered.
+        """Add the completion of a call, and return its turn.
 
         Args:
-            prompt: of `prompt` or `completion`.
-            response: what was sampled after `prompt.ids`.
-            message: what the agent is given: `role`, `content`, and `reasoning_content` and `tool_calls` where it has
-                them, whose arguments are objects, not their text.
-            temperature: of the sampler.
-            learn: whether the answer was drawn from the policy, and not from what a schema left of it.
+            prompt: result of `prompt` or `completion`.
+            response: the completion sampled for `prompt.ids`.
+            message: message that the agent receives: `role`, `content`, and if present `reasoning_content` and
+                `tool_calls`. Arguments of calls are objects, not JSON text.
+            temperature: sampling temperature.
+            learn: whether the completion was sampled from the policy without constraints such as a schema.
 
         Raises:
-            DataError: the answer is to another prompt, has no tokens, or not one log-prob and version for each.
+            DataError: the response belongs to another prompt, has no tokens, or lacks log-probs or versions.
         """
         import numpy as np
 
@@ -253,8 +258,10 @@ class Conversation:
         self._by_key.setdefault(blake2b(content, digest_size=16).digest(), []).append(turn)
 
     def _end(self, turn: Turn, text: str) -> int | None:
-        """Where an answer ends in the text of a conversation that goes on from it; None where that shows the answer, or
-        what was before it, in another way than it was sampled."""
+        """Return the position in a rendered conversation at which the completion of a turn ends.
+
+        Return None if the text differs from what was sampled, in the completion or before it.
+        """
         if turn.before is None:
             return None
         length, digest = turn.before
@@ -269,7 +276,11 @@ class Conversation:
         return turn.shown[0] if turn.shown and _digest(text[: turn.shown[0]]) == turn.shown[1] else None
 
     def _find_rendered(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
-        """How the template shows an answer, in other words than were sampled, but with all that it says."""
+        """Return length and digest of the rendered conversation up to a completion that the template reformats.
+
+        Return None if the template rejects the messages, changes the text before the completion, or omits a part of its
+        message.
+        """
         renderer, message = self.renderer, turn.message
         messages = [each for before in turn.path() for each in (*before.asked, before.message)]
         try:
@@ -289,25 +300,30 @@ class Conversation:
     def rows(
         self, reward: float = 0.0, per: SequencesPer = "branch", credit: Credit = "turn", discount: float = 1.0
     ) -> list[Trajectory]:
-        """All that was sampled.
+        """Return all sampled completions as trajectories.
+
+        With `credit="turn"`, the return of a turn is its reward plus `discount` times the return of the next turn of
+        its sequence. Without a next turn, it is its reward plus `reward`.
 
         Args:
-            reward: outcome of the episode.
-            per: `branch`: a row of each answer that nothing goes on from, with all before it; what several rows share
-                is trained in the first. `call`: a row of each answer, which alone is trained.
-            credit: what becomes of what turns earned themselves. `episode`: every row's reward is their sum and the
-                outcome, each times `discount` for every turn before it on its branch (the outcome: on the longest one).
-                `turn`: every row's reward is the outcome, and `token_rewards`, on the last tokens of turns, are such
-                that from each turn on they add up, together with the outcome, to the turn's return: what it earned, and
-                `discount` times the return of the turn that follows it in its row, or the outcome where none does.
-            discount: in (0, 1].
+            reward: reward of the episode.
+            per: `branch`: one sequence for each turn that no call continues, with all earlier turns. Turns that several
+                sequences share are trained in the first one. `call`: one sequence for each turn, in which only its
+                completion is trained.
+            credit: use of the rewards of turns. `episode`: the reward of every sequence is the sum of the rewards of
+                all turns and `reward`. Each turn reward is multiplied by `discount` once per earlier turn on its
+                branch, and `reward` once per earlier turn on the longest branch. `turn`: the reward of every sequence
+                is `reward`, and `token_rewards` are on the last tokens of turns. Their sum from a turn to the end, plus
+                `reward`, is the turn's return.
+            discount: factor per turn, in (0, 1].
 
         Returns:
-            rows in which every token that was drawn from the policy is trained once, and has its log-prob and version
-            wherever it stands. Answers that were not are context, and without any other there is no row.
+            trajectories in which each token sampled from the policy is trained exactly once, and has its log-prob and
+            version in every sequence. Completions with `learn=False` are context. A sequence without a token to train
+            is left out.
 
         Raises:
-            DataError: what a row trains was sampled at several temperatures.
+            DataError: the completions to train in one sequence have different temperatures.
         """
         returns: dict[Turn, float] = {}
         if credit == "episode":
@@ -333,7 +349,7 @@ class Conversation:
         return earned + outcome if earned else outcome  # a sum has no parts
 
     def _returns(self, reward: float, discount: float) -> dict[Turn, float]:
-        """Of each turn, along the branch in which it is trained."""
+        """Return the return of each turn, along the branch in which it is trained."""
         following: dict[Turn, Turn] = {}
         for turn in self.turns:
             for one, its_next in pairwise(turn.path() if not turn.children else ()):
@@ -346,7 +362,7 @@ class Conversation:
 
 
 def tokens_to(turn: Turn) -> list[int]:
-    """All tokens up to the end of an answer."""
+    """Return all tokens up to the end of a turn's completion."""
     ids: list[int] = []
     for each in turn.path():
         ids += each.prompt.tolist()
@@ -355,7 +371,7 @@ def tokens_to(turn: Turn) -> list[int]:
 
 
 def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[Turn, float]) -> Trajectory:
-    """The row of some answers, each of which goes on from the one before."""
+    """Return the sequence of a path of turns, of which `trained` are trained."""
     import numpy as np
 
     from rl_contracts.batch.trajectory import Trajectory
@@ -399,7 +415,7 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
 
 
 def branch_messages(path: list[Turn]) -> list[dict[str, Any]]:
-    """A branch for people: its messages, and with each answer what it earned and the versions that made it."""
+    """Return the messages of a branch for display; each completion has its reward, token count and versions."""
     messages: list[dict[str, Any]] = []
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
@@ -414,7 +430,7 @@ def _digest(text: str) -> bytes:
 
 
 def _next(key: bytes, message: Message) -> bytes:
-    """Digest of a conversation with one more message, of what agents send back as it was."""
+    """Return the digest of a conversation with one more message, from the content that agents send back unchanged."""
     if message.get("role") == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in _calls(message)]
         said: Any = ["assistant", (message.get("content") or "").strip(), calls]
@@ -428,8 +444,12 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
 
 
 def _nearest(turns: Sequence[Turn], message: Message) -> Turn | None:
-    """Of answers that say the same to the same messages the last, if possible one with the message's ids of tool calls;
-    None where there is none with its reasoning, if it has any."""
+    """Return the latest turn that a message repeats, preferably one with the same ids of tool calls.
+
+    Args:
+        turns: turns whose conversations have the digest of the message's conversation.
+        message: assistant message. If it has reasoning, the reasoning must be equal too.
+    """
     reasoning = (message.get("reasoning_content") or "").strip()
     same = [t for t in turns if reasoning in ("", (t.message.get("reasoning_content") or "").strip())]
     ids = [call.get("id") for call in _calls(message)]

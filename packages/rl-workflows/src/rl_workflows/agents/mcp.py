@@ -13,20 +13,21 @@ from rl_contracts.runtime.aio import LoopThread
 from rl_workflows.agents.tools import Tool
 
 _CONNECTION_CLOSED = -32000
-"""Of the protocol's errors, the one of a server that is gone."""
+"""Error code of the protocol for a closed connection."""
 
 
 class McpServer:
-    """A server that is started here, and speaks over its stdin and stdout. All episodes share it; its stderr is that of
-    this process.
+    """MCP server in a child process that communicates over its stdin and stdout.
+
+    All episodes share it. Its stderr is that of this process.
 
     Args:
         command: program and arguments.
-        environment: its variables, beside the few that the `mcp` package hands on.
-        seconds: in which it must have told its tools.
+        environment: environment variables of the server, in addition to the few that the `mcp` package copies.
+        seconds: time limit for the server to start and list its tools.
 
     Raises:
-        ConfigError: `mcp` is not installed, or the server did not start or tell its tools; says why.
+        ConfigError: `mcp` is not installed, or the server did not start or did not list its tools in time.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class McpServer:
             ) from error
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """What a call of a tool gives.
+        """Return the text that a tool returns.
 
         Raises:
-            RuntimeError: the tool failed; the model is told.
-            TaskEnvironmentError: the server is gone.
+            RuntimeError: the tool failed. The model gets the message as the result of the call.
+            TaskEnvironmentError: the server has closed the connection.
         """
         try:
             found = await asyncio.wrap_future(self._loop.submit(self._session.call_tool(tool, arguments)))
@@ -68,7 +69,7 @@ class McpServer:
         return text
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._loop.close()
 
     async def _live(self, command: list[str], environment: dict[str, str], listed: Future[list[Any]]) -> None:
@@ -88,7 +89,7 @@ class McpServer:
 
 
 class McpTool(Tool):
-    """One tool of a server."""
+    """Tool of an MCP server."""
 
     def __init__(self, server: McpServer, description: dict[str, Any]) -> None:
         self._server = server
@@ -104,12 +105,12 @@ class McpTool(Tool):
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message by the protocol's own names, which versions 1 and 2 of the package give other ones."""
+    """Return a message with the field names of the protocol. Versions 1 and 2 of `mcp` use different Python names."""
     return dict(message.model_dump(by_alias=True))
 
 
 def _unwrap_error(listed: Future[list[Any]], life: Future[None]) -> None:
-    """Why a connection ended, to who waits for its tools: the first error of a group."""
+    """Pass the error that ended a connection to the caller that waits for the tools: the first error of a group."""
     error = None if life.cancelled() else life.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,8 @@
-"""From the tokens of an answer to the message that an agent is given: its text, its reasoning and its tool calls.
+"""Parse the tokens of a completion into an assistant message: text, reasoning and tool calls.
 
-Each model family writes tool calls in its own format. `transformers` reads them if the tokenizer has a
-`response_template`; otherwise a reader of `rl_workflows.agents.tool_calls` does, chosen by the call that the chat
-template renders. Whatever is not well-formed stays in the text, so that the agent sees it.
+Each model family writes tool calls in its own format. `transformers` parses them if the tokenizer has a
+`response_template`. Otherwise a function of `rl_workflows.agents.tool_calls` does. It is selected by rendering a sample
+call with the chat template. A malformed call stays in the text, so that the agent sees it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from rl_contracts.errors import ConfigError
 from rl_workflows.agents.tool_calls import FORMATS, Call, as_call, format_of
 
 CALL_ID_LENGTH = 9
-"""Letters and digits; templates of Mistral refuse other ids."""
+"""Length of the id of a tool call. Ids consist of letters and digits; chat templates of Mistral reject other ids."""
 
 
 class MessageParser:
-    """Reads the answers of one model.
+    """Parser of the completions of one model.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        form: a key of `rl_workflows.agents.tool_calls.FORMATS`; `auto`: the format that the chat template renders.
-        stop_ids: tokens that end an answer and are not part of its text.
+        form: a key of `rl_workflows.agents.tool_calls.FORMATS`, or `auto` for the format that the chat template
+            renders.
+        stop_ids: tokens that end a completion and are not part of its text.
 
     Raises:
-        ConfigError: an unknown form, or `transformers` for a tokenizer without `response_template`.
+        ConfigError: the form is unknown, or it is `transformers` and the tokenizer has no `response_template`.
     """
 
     def __init__(self, tokenizer: Any, form: str = "auto", stop_ids: Sequence[int] = ()) -> None:
@@ -54,21 +55,23 @@ class MessageParser:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether tool calls can be read at all."""
+        """Whether the format of tool calls is known, so that they can be parsed."""
         return self.form != "none"
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Text of an answer without the token that ended it, and without what follows from the first stop string on."""
+        """Return the text of a completion before its final stop token, or before the first stop string."""
         text, ended = completion_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
         ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
         return text[: min(ends)] if ends else text
 
     def final_text(self, ids: Sequence[int], opening: str) -> str:
-        """Text of an answer after its reasoning, without special tokens; empty where the reasoning does not end.
+        """Return the text of a completion after its reasoning, without special tokens.
+
+        The result is empty if the reasoning does not end.
 
         Args:
-            ids: the answer.
-            opening: text of the prompt since the assistant's turn was opened.
+            ids: the completion.
+            opening: end of the prompt, from the opening of the assistant's turn.
         """
         text = completion_text(self._tokenizer, ids, self._stop_ids)
         reasoning = described = ""
@@ -86,14 +89,15 @@ class MessageParser:
     def message(
         self, prompt_ids: Sequence[int], opening: str, ids: Sequence[int], tools: Any = None, stop: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The assistant message of an answer.
+        """Return the assistant message of a completion.
 
         Args:
-            prompt_ids: what was answered; ids of tool calls follow from it and the answer.
-            opening: text of the prompt since the assistant's turn was opened; some templates begin to reason there.
-            ids: the answer.
-            tools: what the model may call, as in the request; without any, no text counts as a call.
-            stop: strings that ended the answer.
+            prompt_ids: the prompt. Ids of tool calls are digests of prompt and completion.
+            opening: end of the prompt, from the opening of the assistant's turn. Some templates open the reasoning
+                there.
+            ids: the completion.
+            tools: tools of the request. Without tools, no text is parsed as a call.
+            stop: stop strings of the request.
         """
         text = self.text(ids, stop)
         if self.form == "transformers":

@@ -1,7 +1,7 @@
-"""Tool-call formats of model families: their readers, and which of them a chat template renders.
+"""Tool-call formats of model families: a parser for each, and detection of the format that a chat template renders.
 
-A reader takes the text of a completion after its reasoning, and the tools of the request. It returns the text without
-the calls, and the calls. A call that is not well-formed stays in the text, so that the agent sees it.
+A parser takes the text of a completion after its reasoning, and the tools of the request. It returns the text without
+the calls, and the calls. A malformed call stays in the text, so that the agent sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BETWEEN = "; \t\r\n"
 
 
 def _hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and Qwen 3."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and Qwen 3."""
     return _enclosed(text, lambda body: _only(_objects(body)))
 
 
@@ -34,8 +34,11 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?", re.DOTALL)
 
 
 def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with line breaks between:
-    Qwen3-Coder, Qwen 3.5 and later, Nemotron 3."""
+    """Parse calls with XML parameters: Qwen3-Coder, Qwen 3.5 and later, Nemotron 3.
+
+    The format is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with line
+    breaks between the elements.
+    """
 
     def read(body: str) -> list[Call]:
         function = _FUNCTION.fullmatch(body)
@@ -52,8 +55,11 @@ _GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<\n]+)</arg_key>\s*<arg_value>(.*)",
 
 
 def _glm45(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>`, with line breaks between: GLM
-    4.5 and later."""
+    """Parse calls with pairs of keys and values: GLM 4.5 and later.
+
+    The format is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>`, with line breaks
+    between the elements.
+    """
 
     def read(body: str) -> list[Call]:
         head, mark, written = body.partition("<arg_key>")
@@ -64,8 +70,11 @@ def _glm45(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or per call `[TOOL_CALLS]NAME[ARGS]{...}`, with
-    `[CALL_ID]ID` after the name in some releases: Mistral."""
+    """Parse calls of Mistral models.
+
+    The format is `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` per call.
+    Some releases have `[CALL_ID]ID` after the name.
+    """
     content, *written = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
     for part in written:
@@ -80,8 +89,11 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`{"name": ..., "parameters": {...}}`, alone, as a list or with semicolons between, and of known tools also beside
-    text: Llama 3.1 to 3.3."""
+    """Parse calls `{"name": ..., "parameters": {...}}`: Llama 3.1 to 3.3.
+
+    The text is one call, a list of calls, or calls separated by semicolons. Calls of known tools may also be surrounded
+    by other text.
+    """
     written = text.strip().removeprefix("<|python_tag|>")
     listed = _json(written)
     if alone := _only(iter(listed) if isinstance(listed, list) else _objects(written)):
@@ -109,8 +121,11 @@ _MESSAGE_END = re.compile(r"(?:<\|call\|>|<\|end\|>)\s*$")
 
 
 def _gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with the recipient before
-    the channel: gpt-oss (harmony)."""
+    """Parse calls of gpt-oss (harmony).
+
+    The format is `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. The recipient may
+    also precede the channel.
+    """
     rest, calls = "", list[Call]()
     for message in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)", text):
         header, _, body = message.partition("<|message|>")
@@ -131,8 +146,8 @@ FORMATS: dict[str, Callable[[str, Tools], tuple[str, list[Call]]] | None] = {
     "transformers": None,
     "none": None,
 }
-"""Readers by the name of their format. `transformers`: the tokenizer's `response_template` describes the completion.
-`none`: the model calls no tools."""
+"""Parsers by the name of their format. `transformers`: parsed with the tokenizer's `response_template`. `none`: the
+model calls no tools."""
 
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "sample-question"}
 _ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "sample-answer"}
@@ -153,18 +168,18 @@ _TOOL = {
     },
 }
 _END = re.compile(r"<\|\w+\|>\s*$")
-"""End of a turn with a call, where a template ends it with another token than an answer."""
+"""Token that ends a turn with a call. Some templates use another token there than after a text."""
 
 
 def format_of(tokenizer: Any, split: Callable[[str], str]) -> str:
-    """Format in which a chat template renders a tool call: the one whose reader reads the rendered call, and no text.
+    """Return the format of a chat template's tool calls: the one whose parser extracts a rendered sample call.
 
     Args:
         tokenizer: a Hugging Face tokenizer, with or without a chat template.
-        split: removes the reasoning from the text of a completion.
+        split: function that removes the reasoning from the text of a completion.
 
     Returns:
-        a key of `FORMATS`; `none` where no reader reads the call.
+        a key of `FORMATS`; `none` if no parser matches the call.
     """
     if not getattr(tokenizer, "chat_template", None):
         return "none"
@@ -186,7 +201,7 @@ def format_of(tokenizer: Any, split: Callable[[str], str]) -> str:
 
 
 def _enclosed(text: str, read: Callable[[str], list[Call]]) -> tuple[str, list[Call]]:
-    """Text without the calls between `<tool_call>` and `</tool_call>`, and the calls that `read` finds there."""
+    """Parse the text of each `<tool_call>` element with `parse`; return the remaining text and the calls."""
     calls: list[Call] = []
     rest = ""
     while True:
@@ -202,7 +217,14 @@ def _enclosed(text: str, read: Callable[[str], list[Call]]) -> tuple[str, list[C
 
 
 def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str], tools: Tools) -> list[Call]:
-    """The call whose arguments are `written`, each followed by its closing mark; no call if one is malformed."""
+    """Return one call, or no call if an argument is malformed.
+
+    Args:
+        name: name of the tool.
+        segments: text of the arguments, split at their closing tags. The last segment must be blank.
+        pattern: matches one segment; its groups are the argument's name and value.
+        tools: tools of the request.
+    """
     *arguments, rest = written
     found = [match for argument in arguments if (match := pattern.fullmatch(argument))]
     if rest.strip() or len(found) < len(arguments):
@@ -212,7 +234,7 @@ def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str],
 
 
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    """JSON schemas of a tool's parameters, by their names; none for a tool that is unknown or a function."""
+    """Return the JSON schemas of a tool's parameters by name; empty if the tool is unknown or a Python function."""
     for tool in tools:
         function = _function(tool)
         if function.get("name") == name:
@@ -236,12 +258,15 @@ _TYPES: Mapping[type, set[str]] = {
 }
 _TYPE_KEYS = ("type", "anyOf", "oneOf")
 _PYTHON = {"True": True, "False": False, "None": None}
-"""Values that some templates render as Python does."""
+"""Python literals that some templates render instead of JSON."""
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Value of an argument that is written without its type: text where the schema has strings and not the type of the
-    JSON value, or where the text is no JSON; otherwise the JSON value."""
+    """Return the value of an argument in a format without types.
+
+    This is the text itself if it is not JSON, or if the schema allows strings but not the type of the JSON value.
+    Otherwise it is the JSON value.
+    """
     value = _PYTHON[text] if text in _PYTHON else _json(text)
     if value is None and text not in ("null", "None"):
         return text
@@ -250,7 +275,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _allowed(schema: Any) -> set[str]:
-    """Types that a JSON schema allows, also by its values; empty if it names none."""
+    """Return the types that a JSON schema allows, including those of its listed values; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
@@ -267,7 +292,7 @@ def _json(text: str) -> Any:
 
 
 def as_call(found: Any) -> Call | None:
-    """Name and arguments of a JSON value that is a call; None if it is none."""
+    """Return name and arguments if a JSON value is a call, else None."""
     if not isinstance(found, dict):
         return None
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
@@ -277,7 +302,7 @@ def as_call(found: Any) -> Call | None:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON values that a text consists of, with blanks or semicolons between; None where the text is no JSON."""
+    """Yield JSON values separated by whitespace or semicolons. Yield None and stop at text that is not JSON."""
     decoder = json.JSONDecoder()
     text = text.strip()
     while text:
@@ -291,7 +316,7 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _only(found: Iterator[Any]) -> list[Call]:
-    """The calls, if every value is one."""
+    """Return the calls if every value is a call, else no calls."""
     values = list(found)
     calls = [call for call in map(as_call, values) if call]
     return calls if len(calls) == len(values) else []

@@ -1,4 +1,4 @@
-"""Tools: what a model is shown of them, and what a call of one gives."""
+"""Tools that models call: Python functions, sandboxed Python programs, and a base class for others."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
 
 class Tool(ABC):
-    """What a model may call. It is told of errors that a call raises; an `RLError` fails the episode."""
+    """Tool that a model may call. An `RLError` in a call fails the episode; other errors are reported to the model."""
 
     schema: dict[str, Any]
-    """What the model is shown: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """Schema for the prompt: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     @property
     def name(self) -> str:
-        """By which it is called."""
+        """Name that the model uses in calls."""
         return str(self.schema["function"]["name"])
 
     @abstractmethod
     async def call(self, **arguments: Any) -> Any:
-        """What a call gives: a text, or a JSON value."""
+        """Run the tool; return a text or a JSON value."""
 
 
 class FunctionTool(Tool):
-    """A Python function: its name, docstring and annotations are what the model is shown (`transformers` makes the
-    schema). A plain one runs in a thread of its own, which one that hangs keeps, and nothing else waits for.
+    """Python function as a tool. `transformers` builds its schema from its name, docstring and annotations.
+
+    Each call of a plain function runs in a separate thread, so a function that hangs does not delay others.
 
     Raises:
-        ConfigError: it has no docstring, or an argument without description or annotation.
+        ConfigError: the function has no docstring, or an argument without description or annotation.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -55,10 +56,10 @@ class FunctionTool(Tool):
 
 
 class PythonTool(FunctionTool):
-    """Python programs, each in a process of its own that can do nothing but compute (`rl_contracts.sandbox.sandbox`).
+    """Tool that runs Python programs, each in a separate sandboxed process (`rl_contracts.sandbox.sandbox`).
 
     Args:
-        sandbox: None: one with 5 s for a program.
+        sandbox: the sandbox. None creates one with a limit of 5 s per program.
 
     Raises:
         ConfigError: the kernel cannot confine a process.
@@ -72,7 +73,7 @@ class PythonTool(FunctionTool):
         return await asyncio.to_thread(self.python, **arguments)  # not many more at once than there are cores
 
     def python(self, code: str) -> str:
-        """Runs a Python program and gives what it prints.
+        """Runs a Python program and returns what it prints.
 
         Args:
             code: the program. It has the standard library, no network, and no files but its own.
@@ -83,13 +84,14 @@ class PythonTool(FunctionTool):
 
 
 def tools_of(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:
-    """Tools by name.
+    """Return tools by name.
 
     Args:
-        given: tools; functions; or names under `rl.tools` or dotted paths of functions, or of classes that are tools.
+        given: tools, functions, or strings. A string is an entry point in the group `rl.tools`, or the dotted path of a
+            function or of a subclass of `Tool`.
 
     Raises:
-        ConfigError: nothing of a name is installed, two have one name, or as the tools say.
+        ConfigError: a string names nothing, two tools have the same name, or a tool cannot be created.
     """
     found: dict[str, Tool] = {}
     for item in given:

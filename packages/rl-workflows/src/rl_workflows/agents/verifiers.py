@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package as agents."""
+"""Agent that runs environments of the `verifiers` package."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from rl_workflows.agents.command import AgentCommand
 
 
 class VerifiersAgent(AgentCommand):
-    """Plays tasks of an environment of `verifiers` 0.4 or later, in the Python that has both.
+    """Agent that runs tasks of an environment of `verifiers` 0.4 or later.
 
-    A row has the number of its `task`; `program.py CONFIG --tasks` writes such rows. The reward is the environment's.
+    Subclass it and define `python` and `config`.
 
-    Subclass it with `python` and `config`.
+    An example has the number of its `task`; `verifiers_program.py CONFIG --tasks` writes such examples. The reward is
+    that of the environment.
 
     Raises:
         ConfigError: `config` names no taskset.
     """
 
     python: str = sys.executable
+    """Python interpreter in which `verifiers` and the environment are installed."""
     config: Mapping[str, Any] = {}
-    """What `verifiers` calls an environment's config, such as `{"taskset": {"id": "gsm8k"}}`, with an agent for whom
-    there is a place here: `{"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}`."""
+    """Configuration of the environment, such as `{"taskset": {"id": "gsm8k"}}`. Its agent must run in a subprocess:
+    `{"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}`."""
     long_lived = True
     inherited = (*AgentCommand.inherited, "HOME")
     confined = False  # what harnesses install lies in the user's cache
     program = str(Path(__file__).with_name("verifiers_program.py"))
+    """Path of the program that runs the tasks."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         if not self.config.get("taskset", {}).get("id"):

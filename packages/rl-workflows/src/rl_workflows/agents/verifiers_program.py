@@ -1,9 +1,11 @@
-"""Plays the tasks of an environment of the `verifiers` package (0.4 or later). A program of its own: it imports that
-package and nothing of this project, and runs with `-P`, which leaves its neighbours here out of the path.
+"""Run tasks of an environment of the `verifiers` package (0.4 or later), as a separate program.
 
-Its argument is the environment's configuration as JSON. A line of stdin is an episode: `data` with the number of a
-`task`, `base_url` and `api_key`. A line of stdout is its result: the task's reward and metrics. It goes on until its
-stdin ends. With `--tasks` it writes a line for each task instead, which are rows for `data.name=chat`.
+The program imports `verifiers` and nothing of this project. Run it with `python -P`, which keeps the files in this
+folder out of the import path.
+
+The argument is the environment's configuration as JSON. Each line of stdin starts an episode: `data` with the number of
+a `task`, `base_url` and `api_key`. Each line of stdout is a result: reward and metrics of the task. The program ends
+when stdin is closed. With `--tasks` it writes one line per task instead; these are examples for `data.name=chat`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ KEY = "VERIFIERS_EPISODE_KEY"
 
 
 def row(task: vf.Task[Any]) -> dict[str, Any]:
-    """Of a data set: the prompt is there to be measured and read, the agent goes by the number."""
+    """Return the example of a task. Its prompt serves for length checks and readers; the agent uses only the number."""
     messages = [{"role": "user", "content": task.data.prompt_text}]
     if task.data.system_prompt:
         messages.insert(0, {"role": "system", "content": task.data.system_prompt})
@@ -30,10 +32,10 @@ def row(task: vf.Task[Any]) -> dict[str, Any]:
 
 
 async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str) -> dict[str, float]:
-    """Reward and metrics of an episode, each the sum over the traces of those that are trained.
+    """Run one episode; return its reward and metrics, each summed over the traces of trainable agents.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the episode failed.
     """
     os.environ[KEY] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)
@@ -53,11 +55,13 @@ async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str
 
 
 def tell(value: dict[str, Any]) -> None:
+    """Write a value to stdout as one line of JSON."""
     sys.stdout.write(f"{json.dumps(value)}\n")
     sys.stdout.flush()
 
 
 async def main(config: str, *flags: str) -> None:
+    """Run the program with its command-line arguments."""
     env = load_environment(resolve_env_config(json.loads(config)))
     if flags:
         for task in env.taskset:

@@ -1,1 +1,1 @@
-"""Rollout workflows: one episode each."""
+"""Rollout workflows, each of which defines one episode."""

@@ -1,4 +1,4 @@
-"""Episodes in an environment: a conversation whose other side is a program, and games of the gymnasium kind."""
+"""Episodes in an environment: a program answers the model's completions; base class for games with gymnasium's API."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
 
 class EnvironmentWorkflow(MultiTurnWorkflow):
-    """The environment says something, the model answers, until one of them is done. Steps have rewards, and the run's
-    reward function is not asked.
+    """Workflow in which environment and model take turns until one of them ends the episode.
+
+    The environment rewards each step. The run's reward function is not called.
 
     Args:
-        tokenizer, generation, reward, max_length, template_options, discount, form: as `MultiTurnWorkflow` has them.
-        environment: makes one for each episode.
-        turns: answers at most.
-        seconds: for each `reset`, `step` and `close`.
-        credit: what the rewards of steps become; see `rl_workflows.agents.conversation.Conversation.rows`.
+        tokenizer, generation, reward, max_length, template_options, discount, form: see `MultiTurnWorkflow`.
+        environment: called without arguments at the start of each episode; returns its environment.
+        turns: maximum number of completions.
+        seconds: time limit of each `reset`, `step` and `close`.
+        credit: use of the rewards of steps; see `rl_workflows.agents.conversation.Conversation.rows`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
         self._make, self._seconds, self._credit = environment, seconds, credit
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One conversation; never rejects."""
+        """Run one conversation. Never returns None."""
         talk, environment = Conversation(self._renderer), self._make()
         try:
             messages = self._valid(list(await self._call_environment(environment, "reset", dict(data))))
@@ -78,23 +79,25 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
 
 
 class TextGame(Environment):
-    """A game with the methods of `gymnasium`: `reset(seed=...)` gives (observation, info), `step(action)` gives
-    (observation, reward, terminated, truncated, info). Subclass it with `make`. Games run in threads
-    of their own, which one that hangs keeps."""
+    """Environment for a game with the methods of `gymnasium`. Subclass it and define `make`.
+
+    `reset(seed=...)` of the game returns (observation, info). `step(action)` returns (observation, reward, terminated,
+    truncated, info). Each call runs in a separate thread; a call that hangs blocks only that thread.
+    """
 
     instructions: str = ""
-    """What is said before the first observation."""
+    """Text before the first observation."""
 
     @abstractmethod
     def make(self, data: dict[str, Any]) -> Any:
-        """The game of a data row. Where the row has a `seed`, the game is reset with it."""
+        """Return the game of an example. The game is reset with the example's `seed`, if it has one."""
 
     def action(self, completion: str) -> Any:
-        """What an answer does in the game."""
+        """Return the action that a completion stands for; by default its text without surrounding whitespace."""
         return completion.strip()
 
     def format_observation(self, observation: Any) -> str:
-        """An observation as a text."""
+        """Return an observation as text."""
         return str(observation)
 
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Workflows of several turns in one conversation: feedback after each answer, and tools."""
+"""Workflows with several turns in one conversation: feedback after each completion, and tool calls."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ FEEDBACK = "Your answer is not right. Find the mistake, and answer again."
 
 
 class MultiTurnWorkflow(RLVRWorkflow):
-    """Asks, scores, says what is wrong, and asks again, up to a number of turns.
+    """Workflow that scores each completion and, while the reward is too low, sends feedback and samples another.
 
-    The reward of the episode is the last answer's, times `discount` for each turn before it. All answers are one row,
-    or several where the chat template rewrites earlier turns.
+    The reward of the episode is that of the last completion, times `discount` for each earlier turn. All completions
+    form one sequence, or several if the chat template rewrites earlier turns.
 
     Args:
-        tokenizer, generation, reward, max_length, template_options: as `RLVRWorkflow` has them. A conversation that
-            leaves no room for a further answer ends.
-        turns: at most.
-        feedback: what is said after an answer that is not good enough.
-        enough: reward with which no further turn is asked for.
-        discount: per turn, in (0, 1].
-        form: how the model writes tool calls; see `rl_workflows.agents.message_parsing.MessageParser`.
+        tokenizer, generation, reward, max_length, template_options: see `RLVRWorkflow`. The conversation ends if
+            `max_length` leaves no room for another completion.
+        turns: maximum number of completions.
+        feedback: text of the user message after a completion whose reward is below `enough`.
+        enough: reward at which the conversation ends.
+        discount: factor per turn, in (0, 1].
+        form: format of the model's tool calls; see `rl_workflows.agents.message_parsing.MessageParser`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         self._reader = MessageParser(self._tokenizer, form, self._renderer.stop_ids)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One conversation; never rejects."""
+        """Run one conversation. Never returns None."""
         talk, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
         reward = 0.0
         while len(talk.turns) < self._turns:
@@ -79,13 +79,13 @@ class MultiTurnWorkflow(RLVRWorkflow):
         return list(data["messages"])
 
     def _valid(self, messages: list[Any]) -> list[Any]:
-        """Messages of tools or an environment, text that is not UTF-8 replaced where `invalid_text` demands it."""
+        """Return messages of tools or an environment, with invalid UTF-8 replaced if `invalid_text` is `replace`."""
         return replace_invalid_text(messages) if self.invalid_text == "replace" else messages
 
     async def _ask(
         self, engine: InferenceEngine, talk: Conversation, messages: Sequence[Any], tools: Any = None
     ) -> Turn | None:
-        """The next answer; None where there is no room for one after the first."""
+        """Sample the next completion. After the first one, return None if `max_length` leaves no room for another."""
         prompt = talk.prompt(messages, tools)
         if talk.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
             return None
@@ -95,7 +95,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         return talk.add(prompt, response, message, self.generation.temperature)
 
     async def _score_conversation(self, messages: Sequence[Any], answer: Turn, data: dict[str, Any]) -> float:
-        """Reward of an answer; its prompt is the text of the conversation before it."""
+        """Return the reward of a turn, whose prompt is the whole conversation before its completion."""
         before = answer.parent.path() if answer.parent else []
         ids = [token for turn in before for part in (turn.prompt, turn.output) for token in part.tolist()]
         ids += answer.prompt.tolist()
@@ -114,20 +114,20 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 
 class ToolWorkflow(MultiTurnWorkflow):
-    """The model calls tools, as often as it likes within a number of turns, and then answers.
+    """Workflow in which the model calls tools until it writes a completion without a call, or `turns` is reached.
 
-    What a call gives, or that it failed and why, is what the model is told. The reward is that of the last answer.
+    Each call's result or error message is added to the conversation. The reward is that of the last completion.
 
     Args:
         tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`,
             `python`).
-        tool_seconds: within which a call must end; else the model is told that it did not.
-        turns: answers at most.
-        others: as `MultiTurnWorkflow` has them.
+        tool_seconds: time limit of a call; after it the model gets an error message as the result.
+        turns: maximum number of completions.
+        others: see `MultiTurnWorkflow`.
 
     Raises:
-        ConfigError: no tools, one without docstring or annotations, or a model that is shown none or whose calls
-            cannot be read.
+        ConfigError: no tools, a tool without docstring or annotations, a chat template that does not list tools, or an
+            unknown format of tool calls.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         self._tool_seconds = tool_seconds
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One conversation; never rejects."""
+        """Run one conversation. Never returns None."""
         talk, messages = Conversation(self._renderer), self._messages(data, self._schemas)
         if data.get("tools") not in (None, [], self._schemas):
             raise DataError(
@@ -180,7 +180,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         return self._rows(talk, await self._score_conversation(messages, last, data), data)
 
     async def _call(self, function: dict[str, Any]) -> str:
-        """What the model is told of a call."""
+        """Return the result of a call, or an error message for the model."""
         name, tool = function["name"], self._tools.get(function["name"])
         if tool is None:
             return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}."

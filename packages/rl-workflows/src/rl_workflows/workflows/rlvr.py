@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards: one prompt, one answer, one score."""
+"""Workflow for reinforcement learning from verifiable rewards (RLVR): one prompt, one completion, one reward."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """Renders `messages`, samples one answer, and scores it.
+    """Workflow that renders the messages of an example, samples one completion, and computes its reward.
 
-    A data row has `messages` (the chat up to the answer), `tools` that the prompt shows, if any, and arguments of the
-    reward function, such as `answer`.
+    An example has `messages` (the conversation before the completion), optionally `tools` to list in the prompt, and
+    arguments of the reward function, such as `answer`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        generation: how answers are sampled; the template's stop ids are added.
-        reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain one runs on the event loop of all
-            episodes: it must be quick. Wrap others in `rl_contracts.reward_worker.AsyncRewardWrapper`.
-        max_length: tokens of prompt and answer together, by which the runtime ends answers; None: the server decides.
-        template_options: further variables of the chat template.
+        generation: sampling settings; the stop ids of the template are added.
+        reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain function runs on the event loop of all
+            episodes and must be fast. Wrap a slow one in `rl_contracts.reward_worker.AsyncRewardWrapper`.
+        max_length: maximum number of tokens of prompt and completion together, at which the runtime ends generation.
+            None leaves the limit to the server.
+        template_options: additional variables of the chat template.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self.generation = replace(generation, stop_token_ids=list(stops))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One answer to one row; never rejects."""
+        """Sample one completion. Never returns None."""
         from rl_contracts.batch.trajectory import from_response
 
         prompt, prompt_ids = self._prompt(data)
@@ -66,7 +67,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
 
     def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
-        """Text and ids of the prompt; rendered once for all samples of a group."""
+        """Return text and ids of the prompt, which is rendered once per group."""
         cache = group_cache()
         if "rlvr_prompt" not in cache:
             if not data.get("messages"):
@@ -79,7 +80,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return text, ids
 
     def _require_shown(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
-        """Reject a prompt that the chat template does not show whole; checked once for all samples of a group."""
+        """Raise if the chat template omits a part of the prompt. Checked once per group."""
         cache = group_cache()
         if "is_shown" not in cache:
             try:

@@ -179,12 +179,12 @@ async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
     [
         (Raises(), "Raises.run raised KeyError: 'planted'"),
         (Hangs(), "Hangs.run did not end within 0.5 s"),
-        (NeverAsks(), "without an answer to learn from"),
+        (NeverAsks(), "without a completion to train on"),
         (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),
         (TwoTurns(None), "reported no reward"),
-        (Reports(1.0, 0.5), "returned the reward 0.5 and reported 1.0"),
+        (Reports(1.0, 0.5), "returned the reward 0.5 and reported the reward 1.0"),
     ],
 )
 async def test_agent_that_fails_is_counted_under_its_boundary(

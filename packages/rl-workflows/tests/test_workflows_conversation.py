@@ -500,7 +500,7 @@ def test_add_answer_that_belongs_to_another_prompt_or_lacks_versions_is_refused(
         ModelResponse(prompt.ids, [5, 6], [-1.0, -1.0], [0], StopReason.STOP),
         ModelResponse(prompt.ids, [], [], [], StopReason.STOP),
     ):
-        with pytest.raises(DataError, match="a log-prob and a version each"):
+        with pytest.raises(DataError, match="log-probs and versions"):
             sampler.conversation.add(prompt, response, message, 1.0)
     with pytest.raises(DataError, match="at least one message"):
         sampler.conversation.prompt([])

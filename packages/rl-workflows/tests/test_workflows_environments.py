@@ -141,7 +141,7 @@ class Fails(HotOrCold):
         ("reset", "Fails.reset raised KeyError: 'planted'"),
         ("step", "Fails.step raised KeyError: 'planted'"),
         ("hangs", "Fails.step did not end within 0.2 s"),
-        ("reward", "Fails.step gave the reward nan"),
+        ("reward", "Fails.step returned reward nan"),
     ],
 )
 async def test_environment_that_fails_is_counted_under_its_boundary_and_closed(how, message):

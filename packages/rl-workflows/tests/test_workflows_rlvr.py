@@ -88,7 +88,7 @@ async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answeri
 async def test_episode_prompt_that_the_template_drops_parts_of_names_its_row(answering):
     hidden = [*ROW["messages"], {"role": "developer", "content": "Be brief."}]
 
-    with pytest.raises(DataError, match=r"row 0: .*Be brief"):
+    with pytest.raises(DataError, match=r"example 0: .*Be brief"):
         await _workflow(make_chat_tokenizer("gemma3"), lambda *given: 1.0).arun_episode(
             answering, {**ROW, "prompt_id": 0, "messages": hidden}
         )

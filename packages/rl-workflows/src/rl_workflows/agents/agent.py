@@ -59,7 +59,10 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
             await session.close()
         rows = session.trajectories(self._reward(found, session.report), self._per)
         if not rows:
-            raise AgentError(f"{self._name} ended without an answer to learn from: none, or all kept to a format.")
+            raise AgentError(
+                f"{self._name} ended without a completion to train on; expected a call whose completion is not "
+                "constrained by a JSON schema."
+            )
         record("agent/rows", len(rows))
         return rows
 
@@ -80,12 +83,13 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
                 raise AgentError(f"{self._name} returned {name}={value!r}; expected a finite number.")
         if len(outcomes) > 1:
             raise AgentError(
-                f"{self._name} returned the reward {outcomes[0]} and reported {outcomes[1]}; expected one of the two."
+                f"{self._name} returned the reward {outcomes[0]} and reported the reward {outcomes[1]} at /v1/rewards; "
+                "expected only one of them."
             )
         if not outcomes and reported.turns is None:
             raise AgentError(
-                f"{self._name} returned the figures {sorted(figures)}, and reported no reward; expected `reward` among "
-                "them, or one at /v1/rewards."
+                f"{self._name} returned the metrics {sorted(figures)} and reported no reward; expected `reward` among "
+                "them, or a report at /v1/rewards."
             )
         for name, value in {**reported.metrics, **figures}.items():
             record(f"agent/{name}", value)

@@ -38,12 +38,12 @@ def calculator(expression: str) -> str:
         expression: numbers, + - * / // % ** and parentheses, for example "(3 + 4) * 2.5".
     """
     if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} are taken.")
+        raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} are allowed.")
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", expression.translate(_WRITTEN)).strip()
     try:
         value = _value(ast.parse(plain, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{expression!r} is no arithmetic expression.") from None
+        raise ValueError(f"{expression!r} is not an arithmetic expression.") from None
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
@@ -59,7 +59,7 @@ def _value(node: ast.AST) -> int | float:
         case _:
             raise ValueError(f"{ast.unparse(node)!r}: expected numbers, + - * / // % ** and parentheses.")
     if not isinstance(found, int | float):
-        raise ValueError("the result is no real number.")
+        raise ValueError("the result is not a real number.")
     if not abs(found) <= LARGEST:  # nor inf or nan
         raise ValueError(f"a number is larger than {LARGEST:.0e}.")
     return found

@@ -70,11 +70,11 @@ class AgentCommand(AgentWorkflow):
             raise ConfigError(f"{name}.command: expected a program and its arguments, found none.")
         if self.confined and (lacking := confine.missing_kernel_features()):
             raise ConfigError(
-                f"{name}: its processes cannot be kept from writing elsewhere: expected {' and '.join(lacking)}. Say "
-                "`confined = False` in the class where they may."
+                f"{name}: cannot confine its processes to their directory: expected {' and '.join(lacking)}. To run "
+                "them unconfined, set `confined = False` in the class."
             )
         if sys.platform != "linux":
-            raise ConfigError(f"{name}: agents that are commands need Linux, found {sys.platform}.")
+            raise ConfigError(f"{name}: agents that run commands require Linux, found {sys.platform}.")
 
     async def run(
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any = None
@@ -220,7 +220,9 @@ class _Process:
         try:
             reply_line = await streams.stdout.readline()
         except ValueError:
-            raise AgentError(f"{self._name}: its result has more than {_LONGEST_RESULT:,} bytes.") from None
+            raise AgentError(
+                f"{self._name}: expected a result of at most {_LONGEST_RESULT:,} bytes, found a longer line on stdout."
+            ) from None
         if not reply_line:
             code = await streams.wait()
             raise AgentError(f"{self._name} ended with exit code {code} before its result.{self._last_lines()}")
@@ -228,8 +230,8 @@ class _Process:
             return json.loads(reply_line)
         except ValueError:
             raise AgentError(
-                f"{self._name}: expected its result as a line of JSON on stdout, found {reply_line[:200]!r}; "
-                f"what it logs goes to stderr.{self._last_lines()}"
+                f"{self._name}: expected the result as a line of JSON on stdout, found {reply_line[:200]!r}; write "
+                f"logs to stderr.{self._last_lines()}"
             ) from None
 
     async def stop(self) -> None:

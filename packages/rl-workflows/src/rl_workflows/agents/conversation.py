@@ -154,7 +154,7 @@ class Conversation:
             known.append(message if turn is None else turn.message)
         text = self.renderer.text(known, tools)
         if len(text) > max_characters:
-            raise PromptTooLongError(f"{len(text)} characters, at most {max_characters} fit")
+            raise PromptTooLongError(f"{len(text)} characters; at most {max_characters} are allowed")
         for turn in reversed(found):
             end = self._end(turn, text)
             if end is None:
@@ -221,9 +221,9 @@ class Conversation:
         count = len(response.output_ids)
         if list(response.input_ids) != prompt.ids or not count == len(response.logprobs) == len(response.versions) > 0:
             raise DataError(
-                f"answer of {response.server or 'a server'}: expected tokens after the {len(prompt.ids)} of the "
-                f"prompt, with a log-prob and a version each; found {count} tokens, {len(response.logprobs)} log-probs "
-                f"and {len(response.versions)} versions after {len(response.input_ids)}."
+                f"completion of {response.server or 'a server'}: expected tokens with log-probs and versions for the "
+                f"prompt of {len(prompt.ids)} tokens; found {count} tokens, {len(response.logprobs)} log-probs and "
+                f"{len(response.versions)} versions for a prompt of {len(response.input_ids)} tokens."
             )
         turn = Turn(
             prompt.parent,
@@ -388,8 +388,8 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
     temperatures = {turn.temperature for turn in trained}
     if len(temperatures) > 1:
         raise DataError(
-            f"a row's answers were sampled at the temperatures {sorted(temperatures)}; expected one in a row. Make "
-            "rows of calls, or sample a conversation at one temperature."
+            f"a sequence has completions with the temperatures {sorted(temperatures)}; expected a single temperature. "
+            "Build one sequence per call, or sample the whole conversation at one temperature."
         )
     ends = np.cumsum([len(turn.prompt) + len(turn.output) for turn in path])
     mask = np.zeros(ends[-1], dtype=bool)

@@ -43,8 +43,8 @@ class McpServer:
         except Exception as error:
             self.close()
             raise ConfigError(
-                f"workflow.tools: the MCP server {self.name!r} did not tell its tools within {seconds:g} s: "
-                f"{type(error).__name__}: {error}. It must speak the protocol on stdout, and log to stderr alone."
+                f"workflow.tools: the MCP server {self.name!r} did not list its tools within {seconds:g} s: "
+                f"{type(error).__name__}: {error}. Its stdout must carry only the protocol; write logs to stderr."
             ) from error
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ class McpServer:
             if getattr(getattr(error, "error", None), "code", None) != _CONNECTION_CLOSED:
                 raise
             raise TaskEnvironmentError(
-                f"the MCP server {self.name!r} is gone; its last words are in the log."
+                f"the MCP server {self.name!r} closed the connection; its stderr is in the log of this process."
             ) from error
         result = _plain(found)
         text = "\n".join(part.get("text", f"[{part['type']}]") for part in result["content"])
@@ -115,4 +115,4 @@ def _unwrap_error(listed: Future[list[Any]], life: Future[None]) -> None:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if not listed.done():
-        listed.set_exception(error or ConnectionError("it ended"))
+        listed.set_exception(error or ConnectionError("the server ended"))

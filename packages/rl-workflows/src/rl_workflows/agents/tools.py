@@ -99,6 +99,8 @@ def tools_of(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool
         part = part() if isinstance(part, type) else part
         tool = part if isinstance(part, Tool) else FunctionTool(part)
         if tool.name in found:
-            raise ConfigError(f"workflow.tools: two tools are called {tool.name!r}; a model calls them by name.")
+            raise ConfigError(
+                f"workflow.tools: expected unique names, found two tools named {tool.name!r}; rename one."
+            )
         found[tool.name] = tool
     return found

@@ -38,7 +38,7 @@ class VerifiersAgent(AgentCommand):
     def __init__(self, reward: Callable[..., Any]) -> None:
         if not self.config.get("taskset", {}).get("id"):
             raise ConfigError(
-                f"{type(self).__name__}.config: expected a taskset's id, such as "
+                f"{type(self).__name__}.config: expected the id of a taskset, such as "
                 f'{{"taskset": {{"id": "gsm8k"}}}}, found {dict(self.config)}.'
             )
         self.command = (self.python, "-P", self.program, json.dumps(self.config))

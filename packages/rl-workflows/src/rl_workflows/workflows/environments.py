@@ -62,7 +62,7 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
                 told, answer.reward, done = await self._call_environment(environment, "step", answer.message["content"])
                 if not math.isfinite(answer.reward):
                     raise TaskEnvironmentError(
-                        f"{type(environment).__name__}.step gave the reward {answer.reward}; expected a finite number."
+                        f"{type(environment).__name__}.step returned reward {answer.reward}; expected a finite number."
                     )
                 if done:
                     break

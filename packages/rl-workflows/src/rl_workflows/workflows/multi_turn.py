@@ -74,7 +74,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
         if not data.get("messages"):
-            raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+            raise DataError(f"example: expected `messages`, a list of chat messages, found the keys {sorted(data)}.")
         self._require_shown(data["messages"], tools, data)
         return list(data["messages"])
 
@@ -144,8 +144,8 @@ class ToolWorkflow(MultiTurnWorkflow):
         require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
         if not (self._reader.reads_tools and self._renderer.renders_tools(self._schemas)):
             raise ConfigError(
-                "workflow.tools: the model's chat template shows no tools, or how it writes calls of them is not "
-                "known; take an instruction-tuned model that calls tools, or say the form of its calls (`form`)."
+                "workflow.tools: the chat template does not list tools, or its format of tool calls is unknown; use an "
+                "instruction-tuned model that supports tool calls, or set the argument `form`."
             )
         self._tool_seconds = tool_seconds
 
@@ -154,8 +154,8 @@ class ToolWorkflow(MultiTurnWorkflow):
         talk, messages = Conversation(self._renderer), self._messages(data, self._schemas)
         if data.get("tools") not in (None, [], self._schemas):
             raise DataError(
-                f"data row: expected no `tools` other than the workflow's {', '.join(self._tools)}, found some that it "
-                "cannot call; add them to workflow.tools, or leave the column out by data.columns.unused_tools=tools."
+                f"example: expected no `tools` besides the workflow's {', '.join(self._tools)}, found other tools; add "
+                "them to workflow.tools, or ignore the column with data.columns.unused_tools=tools."
             )
         last: Turn | None = None
         while len(talk.turns) < self._turns:
@@ -183,7 +183,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         """Return the result of a call, or an error message for the model."""
         name, tool = function["name"], self._tools.get(function["name"])
         if tool is None:
-            return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}."
+            return f"error: there is no tool {name!r}; the tools are {', '.join(self._tools)}."
         try:
             async with asyncio.timeout(self._tool_seconds):
                 found = await tool.call(**function["arguments"])

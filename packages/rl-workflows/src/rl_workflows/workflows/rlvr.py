@@ -71,7 +71,9 @@ class RLVRWorkflow(RolloutWorkflow):
         cache = group_cache()
         if "rlvr_prompt" not in cache:
             if not data.get("messages"):
-                raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+                raise DataError(
+                    f"example: expected `messages`, a list of chat messages, found the keys {sorted(data)}."
+                )
             messages, tools = data["messages"], data.get("tools")
             self._require_shown(messages, tools, data)
             ids = self._renderer.render(messages, tools)
@@ -86,7 +88,7 @@ class RLVRWorkflow(RolloutWorkflow):
             try:
                 self._renderer.require_rendered(messages, tools, add_generation_prompt=True)
             except DataError as error:
-                raise DataError(f"row {data.get('prompt_id')}: {error}") from error
+                raise DataError(f"example {data.get('prompt_id')}: {error}") from error
             cache["is_shown"] = True
 
     async def _score(

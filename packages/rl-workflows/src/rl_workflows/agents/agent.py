@@ -50,21 +50,21 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
         session = await self._endpoint.open(engine, self.generation, self.max_length)
         try:
             with stage("agent"):
-                found = await self._run(data, session.base_url, session.api_key)
+                result = await self._run(data, session.base_url, session.api_key)
         except AgentError:
-            if session.failure is not None:  # which the agent saw as status 500
+            if session.failure is not None:  # the cause: the agent received it as HTTP status 500
                 raise session.failure from None
             raise
         finally:
             await session.close()
-        rows = session.trajectories(self._reward(found, session.report), self._per)
-        if not rows:
+        trajectories = session.trajectories(self._reward(result, session.report), self._per)
+        if not trajectories:
             raise AgentError(
                 f"{self._name} ended without a completion to train on; expected a call whose completion is not "
                 "constrained by a JSON schema."
             )
-        record("agent/rows", len(rows))
-        return rows
+        record("agent/rows", len(trajectories))
+        return trajectories
 
     @property
     def _name(self) -> str:
@@ -74,25 +74,25 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
         work = partial(self._agent.run, data, base_url=base_url, api_key=api_key, http_client=self._http_client)
         return await call_user_code(work, self._name, self._deadline, AgentError)
 
-    def _reward(self, found: Any, reported: EpisodeReport) -> float:
+    def _reward(self, result: Any, reported: EpisodeReport) -> float:
         """Return the reward that the agent returned or reported during its run, and record its other metrics."""
-        figures = dict(found) if isinstance(found, dict) else {} if found is None else {"reward": found}
-        outcomes = [value for value in (figures.pop("reward", None), reported.reward) if value is not None]
-        for name, value in [*figures.items(), *(("reward", outcome) for outcome in outcomes)]:
+        metrics = dict(result) if isinstance(result, dict) else {} if result is None else {"reward": result}
+        rewards = [value for value in (metrics.pop("reward", None), reported.reward) if value is not None]
+        for name, value in [*metrics.items(), *(("reward", reward) for reward in rewards)]:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise AgentError(f"{self._name} returned {name}={value!r}; expected a finite number.")
-        if len(outcomes) > 1:
+        if len(rewards) > 1:
             raise AgentError(
-                f"{self._name} returned the reward {outcomes[0]} and reported the reward {outcomes[1]} at /v1/rewards; "
+                f"{self._name} returned the reward {rewards[0]} and reported the reward {rewards[1]} at /v1/rewards; "
                 "expected only one of them."
             )
-        if not outcomes and reported.turns is None:
+        if not rewards and reported.turns is None:
             raise AgentError(
-                f"{self._name} returned the metrics {sorted(figures)} and reported no reward; expected `reward` among "
+                f"{self._name} returned the metrics {sorted(metrics)} and reported no reward; expected `reward` among "
                 "them, or a report at /v1/rewards."
             )
-        for name, value in {**reported.metrics, **figures}.items():
+        for name, value in {**reported.metrics, **metrics}.items():
             record(f"agent/{name}", value)
         if reported.turns is not None:
             record("agent/turn_rewards", reported.turns)
-        return float(outcomes[0]) if outcomes else 0.0
+        return float(rewards[0]) if rewards else 0.0

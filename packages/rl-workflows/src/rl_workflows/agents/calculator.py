@@ -17,7 +17,9 @@ LARGEST = 10**100
 LARGEST_EXPONENT = 1000
 """Largest absolute value of an exponent."""
 
-_WRITTEN = str.maketrans({"^": "**", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
+_PYTHON_OPERATORS = str.maketrans(
+    {"^": "**", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"}
+)
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -39,35 +41,35 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} are allowed.")
-    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", expression.translate(_WRITTEN)).strip()
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", expression.translate(_PYTHON_OPERATORS)).strip()
     try:
-        value = _value(ast.parse(plain, mode="eval").body)
+        value = _evaluate(ast.parse(plain, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{expression!r} is not an arithmetic expression.") from None
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _value(node: ast.AST) -> int | float:
-    found: Any
+def _evaluate(node: ast.AST) -> int | float:
+    value: Any
     match node:
-        case ast.Constant(value=int() | float() as found) if not isinstance(found, bool):
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             pass
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
-            found = _OPERATIONS[type(op)](_value(operand))
+            value = _OPERATIONS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            found = _applied(type(op), _value(left), _value(right))
+            value = _apply(type(op), _evaluate(left), _evaluate(right))
         case _:
             raise ValueError(f"{ast.unparse(node)!r}: expected numbers, + - * / // % ** and parentheses.")
-    if not isinstance(found, int | float):
+    if not isinstance(value, int | float):
         raise ValueError("the result is not a real number.")
-    if not abs(found) <= LARGEST:  # nor inf or nan
+    if not abs(value) <= LARGEST:  # also true for inf and nan
         raise ValueError(f"a number is larger than {LARGEST:.0e}.")
-    return found
+    return value
 
 
-def _applied(operation: type[ast.AST], left: float, right: float) -> Any:
+def _apply(operation: type[ast.AST], left: float, right: float) -> Any:
     if operation is ast.Pow and abs(right) > LARGEST_EXPONENT:
         raise ValueError(f"the exponent {right} is larger than {LARGEST_EXPONENT}.")
     if operation is ast.Div and isinstance(left, int) and isinstance(right, int) and right and left % right == 0:
-        return left // right  # exact
+        return left // right  # exact: a float would round large integers
     return _OPERATIONS[operation](left, right)

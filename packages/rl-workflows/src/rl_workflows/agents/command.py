@@ -64,13 +64,13 @@ class AgentCommand(AgentWorkflow):
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward, self._idle = reward, list[_Process]()
-        self._places = asyncio.Semaphore(self.processes)
+        self._process_slots = asyncio.Semaphore(self.processes)
         name = type(self).__name__
         if not self.command:
             raise ConfigError(f"{name}.command: expected a program and its arguments, found none.")
-        if self.confined and (lacking := confine.missing_kernel_features()):
+        if self.confined and (missing := confine.missing_kernel_features()):
             raise ConfigError(
-                f"{name}: cannot confine its processes to their directory: expected {' and '.join(lacking)}. To run "
+                f"{name}: cannot confine its processes to their directory: expected {' and '.join(missing)}. To run "
                 "them unconfined, set `confined = False` in the class."
             )
         if sys.platform != "linux":
@@ -80,18 +80,18 @@ class AgentCommand(AgentWorkflow):
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any = None
     ) -> float | dict[str, float] | None:
         """Run one episode in a process. Stop the process unless it is `long_lived` and returned a result."""
-        asked = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
-        async with self._places:
+        request = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
+        async with self._process_slots:
             process = self._idle.pop() if self._idle else self._start_process(base_url, api_key)
             try:
                 await process.ready()
-                result = await process.run_episode(asked)
+                result = await process.run_episode(request)
                 if self.long_lived:
                     self._idle.append(process)
             finally:
                 if process not in self._idle:
                     await process.stop()
-        return await self._scored(result, data)
+        return await self._with_reward(result, data)
 
     async def close(self) -> None:
         """Stop all processes."""
@@ -108,21 +108,21 @@ class AgentCommand(AgentWorkflow):
         return self.command, ()
 
     def _start_process(self, base_url: str, api_key: str) -> _Process:
-        outside = bypass_proxies({**os.environ, **self.environment}, urlsplit(base_url).hostname or "")
-        variables = {**self.environment, **outside}
+        no_proxy = bypass_proxies({**os.environ, **self.environment}, urlsplit(base_url).hostname or "")
+        variables = {**self.environment, **no_proxy}
         if not self.long_lived:
             for client in ("OPENAI", "ANTHROPIC"):
                 variables |= {f"{client}_BASE_URL": base_url, f"{client}_API_KEY": api_key}
         command, after = self.build_command(f"rl-agent-{uuid.uuid4().hex}", sorted(variables))
-        given = {name: os.environ[name] for name in self.inherited if name in os.environ} | variables
-        return _Process(command, after, given, self.confined, self.shared_memory)
+        process_environment = {name: os.environ[name] for name in self.inherited if name in os.environ} | variables
+        return _Process(command, after, process_environment, self.confined, self.shared_memory)
 
-    async def _scored(self, result: Any, data: dict[str, Any]) -> Any:
+    async def _with_reward(self, result: Any, data: dict[str, Any]) -> Any:
         if not isinstance(result, dict) or "answer" not in result:
             return result
         answer = result.pop("answer")
-        rest = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
-        reward = self._reward("", str(answer), [], [], **rest)
+        reward_args = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
+        reward = self._reward("", str(answer), [], [], **reward_args)
         return result | {"reward": await reward if inspect.isawaitable(reward) else reward}
 
 
@@ -139,12 +139,12 @@ class AgentContainer(AgentCommand):
     options: Sequence[str] = ("--network=host",)
     """Options of the engine's command `run`, such as limits on memory and processes."""
     inherited = (*AgentCommand.inherited, "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST")
-    confined = False  # the engine's client is no agent
+    confined = False  # this process is the engine's client, not the agent
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         if not self.image:
             raise ConfigError(f"{type(self).__name__}.image: expected the name of an image, found none.")
-        self._inside, self.command = self.command, (self.engine,)
+        self._container_command, self.command = self.command, (self.engine,)
         super().__init__(reward)
 
     def build_command(self, name: str, variables: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -152,9 +152,9 @@ class AgentContainer(AgentCommand):
 
         Variables are passed by name, so that no key appears on a command line.
         """
-        named = [part for variable in variables for part in ("-e", variable)]
-        run = (self.engine, "run", "--rm", "-i", "--init", "--name", name, *named, *self.options, self.image)
-        return (*run, *self._inside), (self.engine, "rm", "-f", name)
+        variable_options = [option for variable in variables for option in ("-e", variable)]
+        run = (self.engine, "run", "--rm", "-i", "--init", "--name", name, *variable_options, *self.options, self.image)
+        return (*run, *self._container_command), (self.engine, "rm", "-f", name)
 
 
 class _Process:
@@ -183,7 +183,7 @@ class _Process:
             except TimeoutError:
                 return
         await self.stop()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         self._directory = tempfile.mkdtemp(prefix="rl-agent-")
         child_end, self._owner = os.pipe()
         settings = json.dumps(self._settings | {"owner": child_end, "directory": self._directory})
@@ -214,7 +214,7 @@ class _Process:
         assert streams is not None
         assert streams.stdin is not None
         assert streams.stdout is not None
-        with contextlib.suppress(ConnectionError):  # its end is told below
+        with contextlib.suppress(ConnectionError):  # the missing result is reported below
             streams.stdin.write(f"{line}\n".encode())
             await streams.stdin.drain()
         try:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from rl_contracts.data import ModelResponse
     from rl_contracts.endpoint import Credit, SequencesPer
 
-_ROOT = b""
-_UNKNOWN = (0, b"")
+_EMPTY_KEY = b""
+_NOT_COMPUTED = (0, b"")
 
 
 class PromptTooLongError(DataError):
@@ -75,7 +75,7 @@ class Turn:
     """Tools listed in the prompt, or None."""
     before: tuple[int, bytes] | None = None
     """Length and digest of the prompt's text, without the generation prompt. None if no call can continue this turn."""
-    shown: tuple[int, bytes] | None = _UNKNOWN
+    shown: tuple[int, bytes] | None = _NOT_COMPUTED
     """Length and digest of the rendered conversation up to this completion, without the end of the turn. None if the
     template renders it differently from how it was sampled."""
 
@@ -103,14 +103,14 @@ class Prompt:
     """Messages of the call, in which each sampled completion has its original message."""
     tools: Sequence[Any] | None = None
     """Tools of the call, or None."""
-    key: bytes = _ROOT
+    key: bytes = _EMPTY_KEY
     """Digest of the messages. For a prompt without messages: its text or tokens as bytes."""
 
     @property
     def asked(self) -> Sequence[Message]:
         """Messages after the parent's completion."""
-        before = sum(len(turn.asked) + 1 for turn in self.parent.path()) if self.parent else 0
-        return self.messages[before:]
+        earlier = sum(len(turn.asked) + 1 for turn in self.parent.path()) if self.parent else 0
+        return self.messages[earlier:]
 
 
 @dataclass(slots=True)
@@ -145,25 +145,25 @@ class Conversation:
         """
         if not messages:
             raise DataError("expected at least one message, found none")
-        known, found, key = [], [], _ROOT
+        originals, candidates, key = [], [], _EMPTY_KEY
         for message in messages:
-            key = _next(key, message)
-            turn = _nearest(self._by_key.get(key, ()), message)
+            key = _extend_key(key, message)
+            turn = _matching_turn(self._by_key.get(key, ()), message)
             if turn is not None:
-                found.append(turn)
-            known.append(message if turn is None else turn.message)
-        text = self.renderer.text(known, tools)
+                candidates.append(turn)
+            originals.append(message if turn is None else turn.message)
+        text = self.renderer.text(originals, tools)
         if len(text) > max_characters:
             raise PromptTooLongError(f"{len(text)} characters; at most {max_characters} are allowed")
-        for turn in reversed(found):
-            end = self._end(turn, text)
+        for turn in reversed(candidates):
+            end = self._completion_end(turn, text)
             if end is None:
                 continue
             added = self.renderer.text_after_completion(turn.output[-1:].tolist(), text[end:])
             if added is not None:
-                return Prompt([*tokens_to(turn), *added], len(added), turn, text, known, tools, key)
+                return Prompt([*tokens_to(turn), *added], len(added), turn, text, originals, tools, key)
         ids = self.renderer.encode(text)
-        return Prompt(ids, len(ids), None, text, known, tools, key)
+        return Prompt(ids, len(ids), None, text, originals, tools, key)
 
     def completion(self, given: str | Sequence[int]) -> Prompt:
         """Return the prompt of a call without messages.
@@ -185,13 +185,13 @@ class Conversation:
         if isinstance(given, str):
             require_utf8(given)
         content = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
-        hashed, done, parent, length = blake2b(digest_size=16), 0, None, 0
+        prefix_hash, hashed_length, parent, length = blake2b(digest_size=16), 0, None, 0
         for end in sorted(self._lengths):
             if end >= len(content):
                 break
-            hashed.update(content[done:end])
-            done = end
-            if turns := self._by_key.get(hashed.digest()):
+            prefix_hash.update(content[hashed_length:end])
+            hashed_length = end
+            if turns := self._by_key.get(prefix_hash.digest()):
                 parent, length = turns[-1], end
         rest = content[length:]
         if isinstance(given, str):
@@ -245,7 +245,7 @@ class Conversation:
             if text.endswith(opening):
                 length = len(text) - len(opening)
                 turn.before = length, _digest(text[:length])
-            self._by_key.setdefault(_next(prompt.key, message), []).append(turn)
+            self._by_key.setdefault(_extend_key(prompt.key, message), []).append(turn)
         else:
             self._index_turn(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
             if response.output_ids[-1] not in self.renderer.stop_ids:
@@ -257,7 +257,7 @@ class Conversation:
         self._lengths.add(len(content))
         self._by_key.setdefault(blake2b(content, digest_size=16).digest(), []).append(turn)
 
-    def _end(self, turn: Turn, text: str) -> int | None:
+    def _completion_end(self, turn: Turn, text: str) -> int | None:
         """Return the position in a rendered conversation at which the completion of a turn ends.
 
         Return None if the text differs from what was sampled, in the completion or before it.
@@ -267,22 +267,25 @@ class Conversation:
         length, digest = turn.before
         if _digest(text[:length]) != digest:
             return None
-        opening, said = self.renderer.generation_prompt, self.renderer.decode_completion(turn.output.tolist()).strip()
-        answer = text[length + len(opening) :].lstrip()  # blanks around it are the template's
-        if text.startswith(opening, length) and answer.startswith(said):  # nearly always; it spares the template once
-            return len(text) - len(answer) + len(said)
-        if turn.shown is _UNKNOWN:
-            turn.shown = self._find_rendered(turn, length, digest)
+        opening, completion = (
+            self.renderer.generation_prompt,
+            self.renderer.decode_completion(turn.output.tolist()).strip(),
+        )
+        rest = text[length + len(opening) :].lstrip()  # the template may add whitespace around a completion
+        if text.startswith(opening, length) and rest.startswith(completion):  # the usual case; saves one rendering
+            return len(text) - len(rest) + len(completion)
+        if turn.shown is _NOT_COMPUTED:
+            turn.shown = self._rendered_prefix(turn, length, digest)
         return turn.shown[0] if turn.shown and _digest(text[: turn.shown[0]]) == turn.shown[1] else None
 
-    def _find_rendered(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
+    def _rendered_prefix(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
         """Return length and digest of the rendered conversation up to a completion that the template reformats.
 
         Return None if the template rejects the messages, changes the text before the completion, or omits a part of its
         message.
         """
         renderer, message = self.renderer, turn.message
-        messages = [each for before in turn.path() for each in (*before.asked, before.message)]
+        messages = [entry for earlier in turn.path() for entry in (*earlier.asked, earlier.message)]
         try:
             text = renderer.text(messages, turn.tools, add_generation_prompt=False)
         except DataError:
@@ -292,10 +295,10 @@ class Conversation:
         text = text[: -len(renderer.end_of_turn)]
         if _digest(text[:length]) != digest:
             return None
-        answer = text[length:]
+        rendered = text[length:]
         calls = [call["function"]["name"] for call in _calls(message)]
-        said = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
-        return (len(text), _digest(text)) if all(part.strip() in answer for part in said) else None
+        fragments = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
+        return (len(text), _digest(text)) if all(part.strip() in rendered for part in fragments) else None
 
     def rows(
         self, reward: float = 0.0, per: SequencesPer = "branch", credit: Credit = "turn", discount: float = 1.0
@@ -327,37 +330,37 @@ class Conversation:
         """
         returns: dict[Turn, float] = {}
         if credit == "episode":
-            reward = self._episode(reward, discount)
+            reward = self._episode_reward(reward, discount)
         elif discount < 1 or any(turn.reward for turn in self.turns):
             returns = self._returns(reward, discount)
-        rows, trained = [], set[Turn]()
+        trajectories, trained = [], set[Turn]()
         for turn in self.turns:
             if per == "branch" and turn.children:
                 continue
             path = turn.path()
-            fresh = {each for each in ([turn] if per == "call" else path) if each.learn} - trained
-            trained |= fresh
-            if not fresh:
+            untrained = {each for each in ([turn] if per == "call" else path) if each.learn} - trained
+            trained |= untrained
+            if not untrained:
                 continue
-            rows.append(_row(path, fresh, reward, returns))
-        return rows
+            trajectories.append(_trajectory(path, untrained, reward, returns))
+        return trajectories
 
-    def _episode(self, reward: float, discount: float) -> float:
+    def _episode_reward(self, reward: float, discount: float) -> float:
         depths = [len(turn.path()) - 1 for turn in self.turns]
-        earned = sum(discount**depth * turn.reward for depth, turn in zip(depths, self.turns, strict=True))
-        outcome = reward * discount ** max(depths, default=0)
-        return earned + outcome if earned else outcome  # a sum has no parts
+        turn_rewards = sum(discount**depth * turn.reward for depth, turn in zip(depths, self.turns, strict=True))
+        discounted = reward * discount ** max(depths, default=0)
+        return turn_rewards + discounted if turn_rewards else discounted  # the sum would lose the reward components
 
     def _returns(self, reward: float, discount: float) -> dict[Turn, float]:
         """Return the return of each turn, along the branch in which it is trained."""
         following: dict[Turn, Turn] = {}
         for turn in self.turns:
-            for one, its_next in pairwise(turn.path() if not turn.children else ()):
-                following.setdefault(one, its_next)
+            for current, next_turn in pairwise(turn.path() if not turn.children else ()):
+                following.setdefault(current, next_turn)
         returns: dict[Turn, float] = {}
         for turn in reversed(self.turns):
-            after = following.get(turn)
-            returns[turn] = turn.reward + (reward if after is None else discount * returns[after])
+            successor = following.get(turn)
+            returns[turn] = turn.reward + (reward if successor is None else discount * returns[successor])
         return returns
 
 
@@ -370,20 +373,20 @@ def tokens_to(turn: Turn) -> list[int]:
     return ids
 
 
-def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[Turn, float]) -> Trajectory:
+def _trajectory(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[Turn, float]) -> Trajectory:
     """Return the sequence of a path of turns, of which `trained` are trained."""
     import numpy as np
 
     from rl_contracts.batch.trajectory import Trajectory
 
-    def laid(name: str, between: Any) -> np.ndarray:
-        parts = [
-            part
+    def per_token(name: str, fill: Any) -> np.ndarray:
+        segments = [
+            segment
             for turn in path
             for values in [getattr(turn, name)]
-            for part in (np.full_like(turn.prompt, between), values if turn.learn else np.full_like(values, between))
+            for segment in (np.full_like(turn.prompt, fill), values if turn.learn else np.full_like(values, fill))
         ]
-        return np.concatenate(parts).astype(getattr(path[0], name).dtype)
+        return np.concatenate(segments).astype(getattr(path[0], name).dtype)
 
     temperatures = {turn.temperature for turn in trained}
     if len(temperatures) > 1:
@@ -395,16 +398,16 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
     mask = np.zeros(ends[-1], dtype=bool)
     rewards = np.zeros(ends[-1], dtype=np.float32)
     learned = [(turn, end) for turn, end in zip(path, ends.tolist(), strict=True) if turn.learn]
-    for (turn, end), after in zip(learned, [*(turn for turn, _ in learned[1:]), None], strict=True):
+    for (turn, end), successor in zip(learned, [*(turn for turn, _ in learned[1:]), None], strict=True):
         if turn in trained:
             mask[end - len(turn.output) : end] = True
             if returns:
-                rewards[end - 1] = returns[turn] - (reward if after is None else returns[after])
+                rewards[end - 1] = returns[turn] - (reward if successor is None else returns[successor])
     return Trajectory(
-        input_ids=np.concatenate([part for turn in path for part in (turn.prompt, turn.output)]),
+        input_ids=np.concatenate([segment for turn in path for segment in (turn.prompt, turn.output)]),
         loss_mask=mask,
-        logprobs=laid("logprobs", 0),
-        versions=laid("versions", -1),
+        logprobs=per_token("logprobs", 0),
+        versions=per_token("versions", -1),
         reward=float(reward),
         reward_components=components_of(reward),
         temperature=temperatures.pop(),
@@ -419,9 +422,9 @@ def branch_messages(path: list[Turn]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
-        figures = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
-        figures |= {} if turn.learn else {"learned": False}
-        messages += [*map(dict, turn.asked), {**turn.message, **figures}]
+        turn_info = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
+        turn_info |= {} if turn.learn else {"learned": False}
+        messages += [*map(dict, turn.asked), {**turn.message, **turn_info}]
     return messages
 
 
@@ -429,21 +432,21 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _next(key: bytes, message: Message) -> bytes:
+def _extend_key(key: bytes, message: Message) -> bytes:
     """Return the digest of a conversation with one more message, from the content that agents send back unchanged."""
     if message.get("role") == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in _calls(message)]
-        said: Any = ["assistant", (message.get("content") or "").strip(), calls]
+        content: Any = ["assistant", (message.get("content") or "").strip(), calls]
     else:
-        said = {name: value for name, value in message.items() if name != "tool_call_id"}
-    return blake2b(json.dumps(said, sort_keys=True, default=str).encode(), key=key, digest_size=16).digest()
+        content = {name: value for name, value in message.items() if name != "tool_call_id"}
+    return blake2b(json.dumps(content, sort_keys=True, default=str).encode(), key=key, digest_size=16).digest()
 
 
 def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
     return message.get("tool_calls") or ()
 
 
-def _nearest(turns: Sequence[Turn], message: Message) -> Turn | None:
+def _matching_turn(turns: Sequence[Turn], message: Message) -> Turn | None:
     """Return the latest turn that a message repeats, preferably one with the same ids of tool calls.
 
     Args:
@@ -451,6 +454,6 @@ def _nearest(turns: Sequence[Turn], message: Message) -> Turn | None:
         message: assistant message. If it has reasoning, the reasoning must be equal too.
     """
     reasoning = (message.get("reasoning_content") or "").strip()
-    same = [t for t in turns if reasoning in ("", (t.message.get("reasoning_content") or "").strip())]
+    matches = [t for t in turns if reasoning in ("", (t.message.get("reasoning_content") or "").strip())]
     ids = [call.get("id") for call in _calls(message)]
-    return max(reversed(same), key=lambda t: [call.get("id") for call in _calls(t.message)] == ids, default=None)
+    return max(reversed(matches), key=lambda t: [call.get("id") for call in _calls(t.message)] == ids, default=None)

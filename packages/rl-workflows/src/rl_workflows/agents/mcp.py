@@ -35,11 +35,11 @@ class McpServer:
     ) -> None:
         self.name = " ".join(command)
         self._loop = LoopThread(f"mcp {self.name}")
-        listed: Future[list[Any]] = Future()
-        life = self._loop.submit(self._live(list(command), dict(environment or {}), listed))
-        life.add_done_callback(partial(_unwrap_error, listed))
+        listing: Future[list[Any]] = Future()
+        connection = self._loop.submit(self._serve_connection(list(command), dict(environment or {}), listing))
+        connection.add_done_callback(partial(_unwrap_error, listing))
         try:
-            self.tools = [McpTool(self, tool) for tool in listed.result(seconds)]
+            self.tools = [McpTool(self, tool) for tool in listing.result(seconds)]
         except Exception as error:
             self.close()
             raise ConfigError(
@@ -55,15 +55,15 @@ class McpServer:
             TaskEnvironmentError: the server has closed the connection.
         """
         try:
-            found = await asyncio.wrap_future(self._loop.submit(self._session.call_tool(tool, arguments)))
+            response = await asyncio.wrap_future(self._loop.submit(self._session.call_tool(tool, arguments)))
         except Exception as error:
             if getattr(getattr(error, "error", None), "code", None) != _CONNECTION_CLOSED:
                 raise
             raise TaskEnvironmentError(
                 f"the MCP server {self.name!r} closed the connection; its stderr is in the log of this process."
             ) from error
-        result = _plain(found)
-        text = "\n".join(part.get("text", f"[{part['type']}]") for part in result["content"])
+        result = _with_protocol_names(response)
+        text = "\n".join(block.get("text", f"[{block['type']}]") for block in result["content"])
         if result["isError"]:
             raise RuntimeError(text)
         return text
@@ -72,19 +72,23 @@ class McpServer:
         """Stop the server."""
         self._loop.close()
 
-    async def _live(self, command: list[str], environment: dict[str, str], listed: Future[list[Any]]) -> None:
+    async def _serve_connection(
+        self, command: list[str], environment: dict[str, str], listing: Future[list[Any]]
+    ) -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client
         from mcp.types import PaginatedRequestParams
 
         server = StdioServerParameters(command=command[0], args=command[1:], env=environment)
         async with stdio_client(server) as streams, ClientSession(*streams) as self._session:
             await self._session.initialize()
-            page = _plain(await self._session.list_tools())
+            page = _with_protocol_names(await self._session.list_tools())
             tools = list(page["tools"])
             while cursor := page.get("nextCursor"):
-                page = _plain(await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
+                page = _with_protocol_names(
+                    await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+                )
                 tools += page["tools"]
-            listed.set_result(tools)
+            listing.set_result(tools)
             await asyncio.Event().wait()
 
 
@@ -104,15 +108,15 @@ class McpTool(Tool):
         return await self._server.call(self.name, arguments)
 
 
-def _plain(message: Any) -> dict[str, Any]:
+def _with_protocol_names(message: Any) -> dict[str, Any]:
     """Return a message with the field names of the protocol. Versions 1 and 2 of `mcp` use different Python names."""
     return dict(message.model_dump(by_alias=True))
 
 
-def _unwrap_error(listed: Future[list[Any]], life: Future[None]) -> None:
+def _unwrap_error(listing: Future[list[Any]], connection: Future[None]) -> None:
     """Pass the error that ended a connection to the caller that waits for the tools: the first error of a group."""
-    error = None if life.cancelled() else life.exception()
+    error = None if connection.cancelled() else connection.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if not listed.done():
-        listed.set_exception(error or ConnectionError("the server ended"))
+    if not listing.done():
+        listing.set_exception(error or ConnectionError("the server ended"))

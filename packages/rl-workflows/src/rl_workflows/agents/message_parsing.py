@@ -41,11 +41,13 @@ class MessageParser:
         require_choice("endpoint.tool_calls", form, ("auto", *FORMATS))
         self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         template = str(getattr(tokenizer, "chat_template", None) or "")
-        described = bool(getattr(tokenizer, "response_template", None))
-        self._thinks = any(end in template for _, end in MARKS)
+        has_response_template = bool(getattr(tokenizer, "response_template", None))
+        self._has_reasoning = any(end_mark in template for _, end_mark in MARKS)
         if form == "auto":
-            form = "transformers" if described else format_of(tokenizer, lambda text: self._split(text, "")[1])
-        if form == "transformers" and not described:
+            form = (
+                "transformers" if has_response_template else format_of(tokenizer, lambda text: self._split(text, "")[1])
+            )
+        if form == "transformers" and not has_response_template:
             raise ConfigError(
                 "endpoint.tool_calls=transformers: the tokenizer has no `response_template`; "
                 f"choose one of {', '.join(name for name in FORMATS if name != form)}."
@@ -61,8 +63,8 @@ class MessageParser:
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """Return the text of a completion before its final stop token, or before the first stop string."""
         text, ended = completion_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
-        ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
-        return text[: min(ends)] if ends else text
+        positions = [] if ended else [at for string in stop if (at := text.find(string)) >= 0]
+        return text[: min(positions)] if positions else text
 
     def final_text(self, ids: Sequence[int], opening: str) -> str:
         """Return the text of a completion after its reasoning, without special tokens.
@@ -74,10 +76,10 @@ class MessageParser:
             opening: end of the prompt, from the opening of the assistant's turn.
         """
         text = completion_text(self._tokenizer, ids, self._stop_ids)
-        reasoning = described = ""
+        reasoning = content = ""
         if getattr(self._tokenizer, "response_template", None):
-            reasoning, described, _ = self._described(text, opening, None)
-        final = described if reasoning else split_reasoning(text, opening)[1]
+            reasoning, content, _ = self._parse_with_template(text, opening, None)
+        final = content if reasoning else split_reasoning(text, opening)[1]
         return self._special_tokens.sub("", final)
 
     @cached_property
@@ -101,10 +103,10 @@ class MessageParser:
         """
         text = self.text(ids, stop)
         if self.form == "transformers":
-            found = self._described(text, opening, tools)
+            parsed = self._parse_with_template(text, opening, tools)
         else:
-            found = self._read(text, opening, tools)
-        reasoning, content, calls = found
+            parsed = self._parse_with_format(text, opening, tools)
+        reasoning, content, calls = parsed
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -120,25 +122,25 @@ class MessageParser:
             ]
         return message
 
-    def _read(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
+    def _parse_with_format(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
         reasoning, text = self._split(text, opening)
-        read = FORMATS[self.form]
-        if read is None or not tools:
+        parse = FORMATS[self.form]
+        if parse is None or not tools:
             return reasoning, text, []
-        content, calls = read(text, list(tools))
+        content, calls = parse(text, list(tools))
         return reasoning, content.strip() if calls else text, calls
 
     def _split(self, text: str, opening: str) -> tuple[str, str]:
-        return split_reasoning(text, opening) if self._thinks else ("", text)
+        return split_reasoning(text, opening) if self._has_reasoning else ("", text)
 
-    def _described(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
+    def _parse_with_template(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
         try:
-            found = self._tokenizer.parse_response(text, prefix=opening, tools=list(tools) if tools else None)
+            parsed = self._tokenizer.parse_response(text, prefix=opening, tools=list(tools) if tools else None)
         except ValueError:
             return "", text, []
-        entries = found.get("tool_calls") or []
+        entries = parsed.get("tool_calls") or []
         calls = [call for call in (as_call(entry.get("function", entry)) for entry in entries) if call]
         if len(calls) < len(entries) or (entries and not tools):
             return "", text, []
-        reasoning = found.get("reasoning_content") or found.get("thinking") or found.get("reasoning") or ""
-        return reasoning, found.get("content") or "", calls
+        reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
+        return reasoning, parsed.get("content") or "", calls

@@ -26,7 +26,7 @@ _BETWEEN = "; \t\r\n"
 
 def _hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and Qwen 3."""
-    return _enclosed(text, lambda body: _only(_objects(body)))
+    return _parse_tags(text, lambda body: _calls_only(_json_values(body)))
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -40,14 +40,14 @@ def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
     breaks between the elements.
     """
 
-    def read(body: str) -> list[Call]:
+    def parse(body: str) -> list[Call]:
         function = _FUNCTION.fullmatch(body)
         if function is None:
             return []
-        name, written = function.groups()
-        return _with_arguments(name, written.split("</parameter>"), _PARAMETER, tools)
+        name, parameters = function.groups()
+        return _call_with_arguments(name, parameters.split("</parameter>"), _PARAMETER, tools)
 
-    return _enclosed(text, read)
+    return _parse_tags(text, parse)
 
 
 _GLM_NAME = re.compile(r"\s*([\w.:/-]+)\s*")
@@ -61,12 +61,12 @@ def _glm45(text: str, tools: Tools) -> tuple[str, list[Call]]:
     between the elements.
     """
 
-    def read(body: str) -> list[Call]:
-        head, mark, written = body.partition("<arg_key>")
-        name = _GLM_NAME.fullmatch(head)
-        return _with_arguments(name[1], (mark + written).split("</arg_value>"), _GLM_ARGUMENT, tools) if name else []
+    def parse(body: str) -> list[Call]:
+        prefix, tag, pairs = body.partition("<arg_key>")
+        name = _GLM_NAME.fullmatch(prefix)
+        return _call_with_arguments(name[1], (tag + pairs).split("</arg_value>"), _GLM_ARGUMENT, tools) if name else []
 
-    return _enclosed(text, read)
+    return _parse_tags(text, parse)
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
@@ -75,16 +75,16 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
     The format is `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` per call.
     Some releases have `[CALL_ID]ID` after the name.
     """
-    content, *written = text.split("[TOOL_CALLS]")
+    content, *segments = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
-    for part in written:
-        name, args, body = part.partition("[ARGS]")
+    for segment in segments:
+        name, args, body = segment.partition("[ARGS]")
         name = name.partition("[CALL_ID]")[0].strip()
-        found = [{"name": name, "arguments": _json(body)}] if args else _json(part)
-        read = [call for call in map(as_call, found) if call] if isinstance(found, list) else []
-        if not read or len(read) < len(found):
+        values = [{"name": name, "arguments": _json(body)}] if args else _json(segment)
+        parsed = [call for call in map(as_call, values) if call] if isinstance(values, list) else []
+        if not parsed or len(parsed) < len(values):
             return text, []
-        calls += read
+        calls += parsed
     return content, calls
 
 
@@ -94,10 +94,10 @@ def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     The text is one call, a list of calls, or calls separated by semicolons. Calls of known tools may also be surrounded
     by other text.
     """
-    written = text.strip().removeprefix("<|python_tag|>")
-    listed = _json(written)
-    if alone := _only(iter(listed) if isinstance(listed, list) else _objects(written)):
-        return "", alone
+    stripped = text.strip().removeprefix("<|python_tag|>")
+    parsed = _json(stripped)
+    if only_calls := _calls_only(iter(parsed) if isinstance(parsed, list) else _json_values(stripped)):
+        return "", only_calls
     rest, calls, done, start = "", list[Call](), 0, text.find("{")
     while start >= 0:
         try:
@@ -185,22 +185,22 @@ def format_of(tokenizer: Any, split: Callable[[str], str]) -> str:
         return "none"
     renderer = ChatRenderer(tokenizer)
     try:
-        answered, called = (renderer.text([_QUESTION, turn], [_TOOL], False) for turn in (_ANSWER, _CALLING))
+        with_text, with_call = (renderer.text([_QUESTION, turn], [_TOOL], False) for turn in (_ANSWER, _CALLING))
     except DataError:
         return "none"
-    # An answer shows where the assistant's turn begins and how it ends.
-    answered, called = (text.rpartition(_QUESTION["content"])[2] for text in (answered, called))
-    closing = answered.rpartition(_ANSWER["content"])[2]
-    start = next((at for at, pair in enumerate(zip(answered, called, strict=False)) if len(set(pair)) > 1), 0)
-    text = split(_END.sub("", called[start:].removesuffix(closing)))
-    for name, read in FORMATS.items():
-        content, calls = read(text, [_TOOL]) if read else (text, [])
+    # The rendered text message shows where the assistant's turn begins and how it ends.
+    with_text, with_call = (text.rpartition(_QUESTION["content"])[2] for text in (with_text, with_call))
+    turn_end = with_text.rpartition(_ANSWER["content"])[2]
+    start = next((at for at, pair in enumerate(zip(with_text, with_call, strict=False)) if len(set(pair)) > 1), 0)
+    text = split(_END.sub("", with_call[start:].removesuffix(turn_end)))
+    for name, parse in FORMATS.items():
+        content, calls = parse(text, [_TOOL]) if parse else (text, [])
         if calls == [_PROBE] and not content.strip():
             return name
     return "none"
 
 
-def _enclosed(text: str, read: Callable[[str], list[Call]]) -> tuple[str, list[Call]]:
+def _parse_tags(text: str, parse: Callable[[str], list[Call]]) -> tuple[str, list[Call]]:
     """Parse the text of each `<tool_call>` element with `parse`; return the remaining text and the calls."""
     calls: list[Call] = []
     rest = ""
@@ -210,13 +210,13 @@ def _enclosed(text: str, read: Callable[[str], list[Call]]) -> tuple[str, list[C
         rest += before
         if not (opened and closed):
             return rest + opened + body, calls
-        found = read(body)
-        calls += found
-        rest += "" if found else opened + body + closed
+        parsed = parse(body)
+        calls += parsed
+        rest += "" if parsed else opened + body + closed
         text = following
 
 
-def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str], tools: Tools) -> list[Call]:
+def _call_with_arguments(name: str, segments: Sequence[str], pattern: re.Pattern[str], tools: Tools) -> list[Call]:
     """Return one call, or no call if an argument is malformed.
 
     Args:
@@ -225,12 +225,12 @@ def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str],
         pattern: matches one segment; its groups are the argument's name and value.
         tools: tools of the request.
     """
-    *arguments, rest = written
-    found = [match for argument in arguments if (match := pattern.fullmatch(argument))]
-    if rest.strip() or len(found) < len(arguments):
+    *arguments, rest = segments
+    matches = [match for argument in arguments if (match := pattern.fullmatch(argument))]
+    if rest.strip() or len(matches) < len(arguments):
         return []
     schemas = _parameters(name, tools)
-    return [(name, {match[1]: _typed(match[2], schemas.get(match[1])) for match in found})]
+    return [(name, {match[1]: _parse_value(match[2], schemas.get(match[1])) for match in matches})]
 
 
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
@@ -261,7 +261,7 @@ _PYTHON = {"True": True, "False": False, "None": None}
 """Python literals that some templates render instead of JSON."""
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _parse_value(text: str, schema: Any) -> Any:
     """Return the value of an argument in a format without types.
 
     This is the text itself if it is not JSON, or if the schema allows strings but not the type of the JSON value.
@@ -270,18 +270,18 @@ def _typed(text: str, schema: Any) -> Any:
     value = _PYTHON[text] if text in _PYTHON else _json(text)
     if value is None and text not in ("null", "None"):
         return text
-    allowed = _allowed(schema)
+    allowed = _allowed_types(schema)
     return text if "string" in allowed and not allowed & _TYPES.get(type(value), set()) else value
 
 
-def _allowed(schema: Any) -> set[str]:
+def _allowed_types(schema: Any) -> set[str]:
     """Return the types that a JSON schema allows, including those of its listed values; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
-    types, *choices = (given if isinstance(given := schema.get(key), list) else [given] for key in _TYPE_KEYS)
+    types, *choices = (entry if isinstance(entry := schema.get(key), list) else [entry] for key in _TYPE_KEYS)
     named = {name for name in types if isinstance(name, str)} | {"string" for value in values if isinstance(value, str)}
-    return named.union(*map(_allowed, chain(*choices)), *(_TYPES.get(type(value), set()) for value in values))
+    return named.union(*map(_allowed_types, chain(*choices)), *(_TYPES.get(type(value), set()) for value in values))
 
 
 def _json(text: str) -> Any:
@@ -301,7 +301,7 @@ def as_call(found: Any) -> Call | None:
     return (name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
 
 
-def _objects(text: str) -> Iterator[Any]:
+def _json_values(text: str) -> Iterator[Any]:
     """Yield JSON values separated by whitespace or semicolons. Yield None and stop at text that is not JSON."""
     decoder = json.JSONDecoder()
     text = text.strip()
@@ -315,8 +315,8 @@ def _objects(text: str) -> Iterator[Any]:
         text = text[end:].lstrip(_BETWEEN)
 
 
-def _only(found: Iterator[Any]) -> list[Call]:
+def _calls_only(values: Iterator[Any]) -> list[Call]:
     """Return the calls if every value is a call, else no calls."""
-    values = list(found)
-    calls = [call for call in map(as_call, values) if call]
-    return calls if len(calls) == len(values) else []
+    candidates = list(values)
+    calls = [call for call in map(as_call, candidates) if call]
+    return calls if len(calls) == len(candidates) else []

@@ -70,7 +70,9 @@ class PythonTool(FunctionTool):
         super().__init__(self.python)
 
     async def call(self, **arguments: Any) -> Any:
-        return await asyncio.to_thread(self.python, **arguments)  # not many more at once than there are cores
+        return await asyncio.to_thread(
+            self.python, **arguments
+        )  # the pool limits programs to little more than one per core
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -93,14 +95,14 @@ def tools_of(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool
     Raises:
         ConfigError: a string names nothing, two tools have the same name, or a tool cannot be created.
     """
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for item in given:
-        part = registry.load("rl.tools", item) if isinstance(item, str) else item
-        part = part() if isinstance(part, type) else part
-        tool = part if isinstance(part, Tool) else FunctionTool(part)
-        if tool.name in found:
+        component = registry.load("rl.tools", item) if isinstance(item, str) else item
+        component = component() if isinstance(component, type) else component
+        tool = component if isinstance(component, Tool) else FunctionTool(component)
+        if tool.name in tools:
             raise ConfigError(
                 f"workflow.tools: expected unique names, found two tools named {tool.name!r}; rename one."
             )
-        found[tool.name] = tool
-    return found
+        tools[tool.name] = tool
+    return tools

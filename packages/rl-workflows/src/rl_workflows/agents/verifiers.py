@@ -31,7 +31,7 @@ class VerifiersAgent(AgentCommand):
     `{"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}`."""
     long_lived = True
     inherited = (*AgentCommand.inherited, "HOME")
-    confined = False  # what harnesses install lies in the user's cache
+    confined = False  # harnesses install packages into the user's cache
     program = str(Path(__file__).with_name("verifiers_program.py"))
     """Path of the program that runs the tasks."""
 

@@ -39,7 +39,7 @@ async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str
     """
     os.environ[KEY] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)
-    async with env.serving():  # anew for each: a client is kept for as long as this, and each episode has a key
+    async with env.serving():  # per episode: this caches the client, and each episode has another key
         episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -70,15 +70,16 @@ async def main(config: str, *flags: str) -> None:
     tasks: dict[int, vf.Task[Any]] = {}
     unread = iter(env.taskset)
     for line in sys.stdin:
-        asked = json.loads(line)
-        number = int(asked["data"]["task"])
+        request = json.loads(line)
+        number = int(request["data"]["task"])
         for task in itertools.islice(unread, max(0, number + 1 - len(tasks))):
             tasks[task.data.idx] = task
         if number not in tasks:
             sys.exit(
-                f"task {number}: expected one of the taskset's {len(tasks)}, found none; make the rows with --tasks"
+                f"task {number}: expected the number of one of the taskset's {len(tasks)} tasks; create the examples "
+                "with --tasks"
             )
-        tell(await play(env, tasks[number], asked["base_url"], asked["api_key"]))
+        tell(await play(env, tasks[number], request["base_url"], request["api_key"]))
 
 
 if __name__ == "__main__":

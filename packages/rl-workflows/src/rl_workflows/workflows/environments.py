@@ -48,33 +48,33 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
     ) -> None:
         super().__init__(*given, turns=turns, **more)
         require(seconds > 0, "workflow.seconds", "more than 0", seconds)
-        self._make, self._seconds, self._credit = environment, seconds, credit
+        self._make_environment, self._seconds, self._credit = environment, seconds, credit
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Run one conversation. Never returns None."""
-        talk, environment = Conversation(self._renderer), self._make()
+        conversation, environment = Conversation(self._renderer), self._make_environment()
         try:
-            messages = self._valid(list(await self._call_environment(environment, "reset", dict(data))))
-            while len(talk.turns) < self._turns:
-                answer = await self._ask(engine, talk, messages)
-                if answer is None:
+            messages = self._with_valid_text(list(await self._call_environment(environment, "reset", dict(data))))
+            while len(conversation.turns) < self._turns:
+                turn = await self._sample_turn(engine, conversation, messages)
+                if turn is None:
                     break
-                told, answer.reward, done = await self._call_environment(environment, "step", answer.message["content"])
-                if not math.isfinite(answer.reward):
+                replies, turn.reward, done = await self._call_environment(environment, "step", turn.message["content"])
+                if not math.isfinite(turn.reward):
                     raise TaskEnvironmentError(
-                        f"{type(environment).__name__}.step returned reward {answer.reward}; expected a finite number."
+                        f"{type(environment).__name__}.step returned reward {turn.reward}; expected a finite number."
                     )
                 if done:
                     break
-                messages += [answer.message, *self._valid(list(told))]
+                messages += [turn.message, *self._with_valid_text(list(replies))]
         finally:
             await self._call_environment(environment, "close")
-        record("conversation/turns", len(talk.turns))
-        return self._rows(talk, 0.0, data, credit=self._credit, discount=self._discount)
+        record("conversation/turns", len(conversation.turns))
+        return self._trajectories(conversation, 0.0, data, credit=self._credit, discount=self._discount)
 
-    async def _call_environment(self, environment: Environment, what: str, *given: Any) -> Any:
+    async def _call_environment(self, environment: Environment, method: str, *args: Any) -> Any:
         with stage("environment"):
-            name, work = f"{type(environment).__name__}.{what}", partial(getattr(environment, what), *given)
+            name, work = f"{type(environment).__name__}.{method}", partial(getattr(environment, method), *args)
             return await call_user_code(work, name, self._seconds, TaskEnvironmentError)
 
 
@@ -101,22 +101,22 @@ class TextGame(Environment):
         return str(observation)
 
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        self._game = await _in_thread(self.make, data)
-        observation, _ = await _in_thread(self._game.reset, seed=data.get("seed"))
+        self._game = await _call_in_thread(self.make, data)
+        observation, _ = await _call_in_thread(self._game.reset, seed=data.get("seed"))
         return [self._message("\n\n".join(filter(None, (self.instructions, self.format_observation(observation)))))]
 
     async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
-        observation, reward, terminated, truncated, _ = await _in_thread(self._game.step, self.action(completion))
+        observation, reward, terminated, truncated, _ = await _call_in_thread(self._game.step, self.action(completion))
         return [self._message(self.format_observation(observation))], float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
         if hasattr(self, "_game"):
-            await _in_thread(self._game.close)
+            await _call_in_thread(self._game.close)
 
     @staticmethod
     def _message(text: str) -> dict[str, Any]:
         return {"role": "user", "content": text}
 
 
-async def _in_thread(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+async def _call_in_thread(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return await asyncio.wrap_future(run_in_thread(partial(work, *args, **named)))

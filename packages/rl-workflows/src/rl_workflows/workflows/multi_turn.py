@@ -55,62 +55,64 @@ class MultiTurnWorkflow(RLVRWorkflow):
         require(turns >= 1, "workflow.turns", "at least 1", turns)
         require(0 < discount <= 1, "workflow.discount", "in (0, 1]", discount)
         self._turns, self._feedback, self._enough, self._discount = turns, feedback, enough, discount
-        self._reader = MessageParser(self._tokenizer, form, self._renderer.stop_ids)
+        self._parser = MessageParser(self._tokenizer, form, self._renderer.stop_ids)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Run one conversation. Never returns None."""
-        talk, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
+        conversation, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
         reward = 0.0
-        while len(talk.turns) < self._turns:
-            answer = await self._ask(engine, talk, messages, data.get("tools"))
-            if answer is None:
+        while len(conversation.turns) < self._turns:
+            turn = await self._sample_turn(engine, conversation, messages, data.get("tools"))
+            if turn is None:
                 break
-            reward = await self._score_conversation(messages, answer, data)
-            messages += [answer.message, {"role": "user", "content": self._feedback}]
+            reward = await self._score_conversation(messages, turn, data)
+            messages += [turn.message, {"role": "user", "content": self._feedback}]
             if reward >= self._enough:
                 break
-        record("conversation/turns", len(talk.turns))
-        return self._rows(talk, reward * self._discount ** (len(talk.turns) - 1), data)
+        record("conversation/turns", len(conversation.turns))
+        return self._trajectories(conversation, reward * self._discount ** (len(conversation.turns) - 1), data)
 
     def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
         if not data.get("messages"):
             raise DataError(f"example: expected `messages`, a list of chat messages, found the keys {sorted(data)}.")
-        self._require_shown(data["messages"], tools, data)
+        self._require_rendered(data["messages"], tools, data)
         return list(data["messages"])
 
-    def _valid(self, messages: list[Any]) -> list[Any]:
+    def _with_valid_text(self, messages: list[Any]) -> list[Any]:
         """Return messages of tools or an environment, with invalid UTF-8 replaced if `invalid_text` is `replace`."""
         return replace_invalid_text(messages) if self.invalid_text == "replace" else messages
 
-    async def _ask(
-        self, engine: InferenceEngine, talk: Conversation, messages: Sequence[Any], tools: Any = None
+    async def _sample_turn(
+        self, engine: InferenceEngine, conversation: Conversation, messages: Sequence[Any], tools: Any = None
     ) -> Turn | None:
         """Sample the next completion. After the first one, return None if `max_length` leaves no room for another."""
-        prompt = talk.prompt(messages, tools)
-        if talk.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
+        prompt = conversation.prompt(messages, tools)
+        if conversation.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
             return None
         response = await engine.agenerate(ModelRequest(prompt.ids, self.generation))
         opening = self._renderer.generation_prompt
-        message = self._reader.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
-        return talk.add(prompt, response, message, self.generation.temperature)
+        message = self._parser.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
+        return conversation.add(prompt, response, message, self.generation.temperature)
 
-    async def _score_conversation(self, messages: Sequence[Any], answer: Turn, data: dict[str, Any]) -> float:
+    async def _score_conversation(self, messages: Sequence[Any], last: Turn, data: dict[str, Any]) -> float:
         """Return the reward of a turn, whose prompt is the whole conversation before its completion."""
-        before = answer.parent.path() if answer.parent else []
-        ids = [token for turn in before for part in (turn.prompt, turn.output) for token in part.tolist()]
-        ids += answer.prompt.tolist()
+        earlier = last.parent.path() if last.parent else []
+        ids = [token for turn in earlier for segment in (turn.prompt, turn.output) for token in segment.tolist()]
+        ids += last.prompt.tolist()
         with stage("reward"):
-            content, output = answer.message["content"], answer.output.tolist()
+            content, output = last.message["content"], last.output.tolist()
             return await self._score(self._tokenizer.decode(ids), content, ids, output, data)
 
-    def _rows(self, talk: Conversation, reward: float, data: dict[str, Any], **how: Any) -> list[Trajectory]:
-        rows = talk.rows(reward, **how)
-        for row in rows:
-            first = int((row.versions >= 0).argmax())
-            told = {"prompt": row.input_ids[:first], "completion": row.input_ids[first:]}
-            row.info |= {name: self._tokenizer.decode(ids) for name, ids in told.items()}
-            row.info["answer"] = data.get("answer")
-        return rows
+    def _trajectories(
+        self, conversation: Conversation, reward: float, data: dict[str, Any], **options: Any
+    ) -> list[Trajectory]:
+        trajectories = conversation.rows(reward, **options)
+        for trajectory in trajectories:
+            first = int((trajectory.versions >= 0).argmax())
+            segments = {"prompt": trajectory.input_ids[:first], "completion": trajectory.input_ids[first:]}
+            trajectory.info |= {name: self._tokenizer.decode(ids) for name, ids in segments.items()}
+            trajectory.info["answer"] = data.get("answer")
+        return trajectories
 
 
 class ToolWorkflow(MultiTurnWorkflow):
@@ -142,7 +144,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         self._tools = tools_of(tools)
         self._schemas = [tool.schema for tool in self._tools.values()]
         require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
-        if not (self._reader.reads_tools and self._renderer.renders_tools(self._schemas)):
+        if not (self._parser.reads_tools and self._renderer.renders_tools(self._schemas)):
             raise ConfigError(
                 "workflow.tools: the chat template does not list tools, or its format of tool calls is unknown; use an "
                 "instruction-tuned model that supports tool calls, or set the argument `form`."
@@ -151,46 +153,46 @@ class ToolWorkflow(MultiTurnWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Run one conversation. Never returns None."""
-        talk, messages = Conversation(self._renderer), self._messages(data, self._schemas)
+        conversation, messages = Conversation(self._renderer), self._messages(data, self._schemas)
         if data.get("tools") not in (None, [], self._schemas):
             raise DataError(
                 f"example: expected no `tools` besides the workflow's {', '.join(self._tools)}, found other tools; add "
                 "them to workflow.tools, or ignore the column with data.columns.unused_tools=tools."
             )
         last: Turn | None = None
-        while len(talk.turns) < self._turns:
-            answer = await self._ask(engine, talk, messages, self._schemas)
-            if answer is None:
+        while len(conversation.turns) < self._turns:
+            turn = await self._sample_turn(engine, conversation, messages, self._schemas)
+            if turn is None:
                 break
-            last = answer
-            calls = answer.message.get("tool_calls", ())
+            last = turn
+            calls = turn.message.get("tool_calls", ())
             if not calls:
                 break
             with stage("tools"):
-                results = await asyncio.gather(*(self._call(call["function"]) for call in calls))
-            messages.append(answer.message)
-            messages += self._valid(
+                results = await asyncio.gather(*(self._call_tool(call["function"]) for call in calls))
+            messages.append(turn.message)
+            messages += self._with_valid_text(
                 [
                     {"role": "tool", "tool_call_id": call["id"], "content": result}
                     for call, result in zip(calls, results, strict=True)
                 ]
             )
         assert last is not None  # an episode has at least one turn
-        record("conversation/turns", len(talk.turns))
-        return self._rows(talk, await self._score_conversation(messages, last, data), data)
+        record("conversation/turns", len(conversation.turns))
+        return self._trajectories(conversation, await self._score_conversation(messages, last, data), data)
 
-    async def _call(self, function: dict[str, Any]) -> str:
+    async def _call_tool(self, function: dict[str, Any]) -> str:
         """Return the result of a call, or an error message for the model."""
         name, tool = function["name"], self._tools.get(function["name"])
         if tool is None:
             return f"error: there is no tool {name!r}; the tools are {', '.join(self._tools)}."
         try:
             async with asyncio.timeout(self._tool_seconds):
-                found = await tool.call(**function["arguments"])
-            return found if isinstance(found, str) else json.dumps(found)
+                result = await tool.call(**function["arguments"])
+            return result if isinstance(result, str) else json.dumps(result)
         except TimeoutError:
             return f"error: {name} took longer than {self._tool_seconds:g} s."
         except RLError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary of tools: the model is told, as it is of a result
+        except Exception as error:  # noqa: BLE001 - any error of a tool becomes its result
             return f"error: {type(error).__name__}: {error}"

@@ -50,7 +50,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
         self._reads_final_text = takes_final_text(reward)
         self._renderer = ChatRenderer(tokenizer, template_options)
-        self._reader = MessageParser(tokenizer, stop_ids=self._renderer.stop_ids)
+        self._parser = MessageParser(tokenizer, stop_ids=self._renderer.stop_ids)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
         self.generation = replace(generation, stop_token_ids=list(stops))
 
@@ -75,21 +75,21 @@ class RLVRWorkflow(RolloutWorkflow):
                     f"example: expected `messages`, a list of chat messages, found the keys {sorted(data)}."
                 )
             messages, tools = data["messages"], data.get("tools")
-            self._require_shown(messages, tools, data)
+            self._require_rendered(messages, tools, data)
             ids = self._renderer.render(messages, tools)
             cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
         text, ids = cache["rlvr_prompt"]
         return text, ids
 
-    def _require_shown(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
+    def _require_rendered(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
         """Raise if the chat template omits a part of the prompt. Checked once per group."""
         cache = group_cache()
-        if "is_shown" not in cache:
+        if "is_rendered" not in cache:
             try:
                 self._renderer.require_rendered(messages, tools, add_generation_prompt=True)
             except DataError as error:
                 raise DataError(f"example {data.get('prompt_id')}: {error}") from error
-            cache["is_shown"] = True
+            cache["is_rendered"] = True
 
     async def _score(
         self,
@@ -99,11 +99,11 @@ class RLVRWorkflow(RolloutWorkflow):
         completion_ids: list[int],
         data: dict[str, Any],
     ) -> float:
-        rest = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
+        reward_args = {name: value for name, value in data.items() if name not in RESERVED_KEYS}
         if self._reads_final_text:
-            rest["final_text"] = self._reader.final_text(completion_ids, self._renderer.generation_prompt)
+            reward_args["final_text"] = self._parser.final_text(completion_ids, self._renderer.generation_prompt)
         try:
-            value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
+            value = self._reward(prompt, completion, prompt_ids, completion_ids, **reward_args)
             if inspect.isawaitable(value):
                 value = await value
         except RLError:

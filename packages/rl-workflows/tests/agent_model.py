@@ -1,4 +1,4 @@
-"""An engine whose answers are scripted, behind an endpoint: what agents of tests talk to."""
+"""Engine with scripted completions and an endpoint in front of it, for tests of agents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import Session
 
 Says = Callable[[str], str | dict[str, Any]]
-"""`(text of the prompt) -> what the model writes`: the text itself, or arguments of `written`."""
+"""Function from the text of a prompt to the completion: its text, or arguments of `format_completion`."""
 
 
 class ScriptedEngine(NullInferenceEngine):
-    """Says what a function of the prompt's text says, and remembers its answers."""
+    """Engine that completes each prompt with a function of its text, and records its responses."""
 
     schemas = False
-    """Whether it is taken to keep answers to schemas."""
+    """Whether the engine claims to constrain completions to schemas."""
 
     def __init__(self, name: str, says: Says, **options: Any) -> None:
         self.name, self.says = name, says
@@ -38,8 +38,10 @@ class ScriptedEngine(NullInferenceEngine):
         )
 
     def _write(self, request: ModelRequest) -> list[int]:
-        said = self.says(self.tokenizer.decode(request.input_ids))
-        return self.renderer.encode(said if isinstance(said, str) else format_completion(self.name, **said))
+        completion = self.says(self.tokenizer.decode(request.input_ids))
+        return self.renderer.encode(
+            completion if isinstance(completion, str) else format_completion(self.name, **completion)
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -47,7 +49,7 @@ class ScriptedEngine(NullInferenceEngine):
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         stop = request.generation.stop
-        request.generation.stop = []  # which the null engine does not know; the script ends there itself
+        request.generation.stop = []  # the null engine does not support it; scripted completions end there anyway
         response = await super().agenerate(request)
         request.generation.stop = stop
         self.responses.append(response)
@@ -62,7 +64,7 @@ async def served(
     max_length: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Session]:
-    """A session of an endpoint over an engine."""
+    """Open a session at an endpoint in front of an engine; close both at exit."""
     endpoint = HttpRolloutEndpoint(engine.tokenizer, config, **options)
     try:
         yield await endpoint.open(engine, generation or GenerationConfig(max_new_tokens=512), max_length)

@@ -1,4 +1,4 @@
-"""The calculator: what it gives, and that nothing but bounded arithmetic is done."""
+"""Calculator tool: values of expressions, and rejection of everything except bounded arithmetic."""
 
 import time
 from fractions import Fraction
@@ -28,7 +28,7 @@ from rl_workflows.agents.calculator import LARGEST, LONGEST, calculator
         ("10**100 / 10**99", "10"),
     ],
 )
-def test_calculator_expression_gives_its_value(expression, value):
+def test_calculator_expression_returns_value(expression, value):
     assert calculator(expression) == value
 
 
@@ -54,12 +54,12 @@ def test_calculator_expression_gives_its_value(expression, value):
         ("1" * (LONGEST + 1), "characters"),
     ],
 )
-def test_calculator_what_is_no_bounded_arithmetic_is_refused(expression, message):
+def test_calculator_other_than_bounded_arithmetic_raises(expression, message):
     with pytest.raises(ValueError, match=message):
         calculator(expression)
 
 
-def test_calculator_division_by_zero_is_told():
+def test_calculator_division_by_zero_raises():
     with pytest.raises(ZeroDivisionError):
         calculator("1 / 0")
 
@@ -67,7 +67,7 @@ def test_calculator_division_by_zero_is_told():
 @given(st.text(alphabet="0123456789.+-*/%()^, ", max_size=LONGEST))
 @example("9**9" * 40)
 @example("-" * (LONGEST - 1) + "1")
-def test_calculator_any_text_ends_at_once_with_a_bounded_value_or_an_error(expression):
+def test_calculator_any_text_quickly_returns_bounded_value_or_raises(expression):
     begin = time.process_time()
     try:
         value = calculator(expression)

@@ -1,4 +1,4 @@
-"""Episodes in environments: what is said, what is learned from, and what becomes of those that fail."""
+"""Episodes in environments: prompts, rewards, trained tokens, and failures."""
 
 import asyncio
 
@@ -15,12 +15,12 @@ from rl_contracts.workflow import Environment
 from rl_workflows import EnvironmentWorkflow, TextGame
 
 GENERATION = GenerationConfig(max_new_tokens=64, temperature=0.7)
-ROW = {"goal": 7, "prompt_id": 0}
+EXAMPLE = {"goal": 7, "prompt_id": 0}
 TOKENIZER = make_chat_tokenizer("llama3")
 
 
 class HotOrCold(Environment):
-    """Guess a number; each guess earns 0.1, the right one 1."""
+    """Game of guessing a number: the right guess earns 1, any other 0.1."""
 
     closed = 0
 
@@ -36,23 +36,24 @@ class HotOrCold(Environment):
         type(self).closed += 1
 
 
-def scripted(*answers):
-    left, asked = list(answers), []
+def scripted(*completions):
+    """Return an engine with these completions, in order, and the list of prompts that it receives."""
+    remaining, prompts = list(completions), []
 
-    def answer(request):
-        asked.append(TOKENIZER.decode(request.input_ids))
-        return TOKENIZER.encode(format_completion("llama3", left.pop(0)), add_special_tokens=False)
+    def complete(request):
+        prompts.append(TOKENIZER.decode(request.input_ids))
+        return TOKENIZER.encode(format_completion("llama3", remaining.pop(0)), add_special_tokens=False)
 
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
-    return NullInferenceEngine(config, answer=answer), asked
+    return NullInferenceEngine(config, answer=complete), prompts
 
 
-def no_reward(*given, **data):
-    raise AssertionError("an environment has its own rewards")
+def no_reward(*args, **data):
+    raise AssertionError("the workflow of an environment must not call the reward function")
 
 
-def workflow(environment, max_length=None, **more):
-    return EnvironmentWorkflow(TOKENIZER, GENERATION, no_reward, max_length, environment=environment, **more)
+def workflow(environment, max_length=None, **options):
+    return EnvironmentWorkflow(TOKENIZER, GENERATION, no_reward, max_length, environment=environment, **options)
 
 
 class TestConformance(WorkflowConformance):
@@ -62,7 +63,7 @@ class TestConformance(WorkflowConformance):
         )
 
     def rows(self):
-        return [ROW, {**ROW, "goal": 60}]
+        return [EXAMPLE, {**EXAMPLE, "goal": 60}]
 
 
 class HalfEmoji(HotOrCold):
@@ -71,99 +72,101 @@ class HalfEmoji(HotOrCold):
 
 
 @pytest.mark.parametrize("handling", ["reject", "replace"])
-async def test_environment_text_that_is_not_utf8_is_rejected_or_replaced(handling):
-    engine, asked = scripted("is it 3", "is it 7")
+async def test_environment_invalid_utf8_is_rejected_or_replaced(handling):
+    engine, prompts = scripted("is it 3", "is it 7")
     episodes = workflow(HalfEmoji, turns=2)
     episodes.invalid_text = handling
 
     if handling == "reject":
         with pytest.raises(DataError, match="UTF-8"):
-            await episodes.arun_episode(engine, ROW)
+            await episodes.arun_episode(engine, EXAMPLE)
     else:
-        await episodes.arun_episode(engine, ROW)
-        assert "cold \ufffd" in asked[1]
+        await episodes.arun_episode(engine, EXAMPLE)
+        assert "cold \ufffd" in prompts[1]
 
 
-async def test_environment_talks_until_it_is_done_and_its_rewards_are_added():
-    engine, asked = scripted("is it 3", "is it 7", "never asked")
+async def test_environment_until_done_sums_discounted_rewards():
+    engine, prompts = scripted("is it 3", "is it 7", "unused")
     HotOrCold.closed = 0
 
-    [row] = await workflow(HotOrCold, discount=0.5).arun_episode(engine, ROW)
+    [trajectory] = await workflow(HotOrCold, discount=0.5).arun_episode(engine, EXAMPLE)
 
-    assert row.reward == pytest.approx(0.1 + 0.5 * 1.0)
-    assert row.info["turns"] == 2
-    assert asked[1].startswith(asked[0] + "is it 3<|eot_id|>")
-    assert "no" in asked[1].removeprefix(asked[0])
+    assert trajectory.reward == pytest.approx(0.1 + 0.5 * 1.0)
+    assert trajectory.info["turns"] == 2
+    assert prompts[1].startswith(prompts[0] + "is it 3<|eot_id|>")
+    assert "no" in prompts[1].removeprefix(prompts[0])
     assert HotOrCold.closed == 1
 
 
-async def test_environment_rewards_of_turns_stand_on_their_last_tokens():
+async def test_environment_turn_credit_puts_rewards_on_last_tokens():
     engine, _ = scripted("is it 3", "is it 7")
 
-    [row] = await workflow(HotOrCold, credit="turn").arun_episode(engine, ROW)
+    [trajectory] = await workflow(HotOrCold, credit="turn").arun_episode(engine, EXAMPLE)
 
-    assert row.reward == 0.0
-    np.testing.assert_allclose(row.token_rewards[row.token_rewards != 0], [0.1, 1.0], rtol=1e-6)
+    assert trajectory.reward == 0.0
+    np.testing.assert_allclose(trajectory.token_rewards[trajectory.token_rewards != 0], [0.1, 1.0], rtol=1e-6)
 
 
-async def test_environment_that_is_never_done_ends_after_its_turns_or_at_the_end_of_the_context():
-    engine, asked = scripted(*["is it 3"] * 9)
+async def test_environment_never_done_ends_at_turn_or_length_limit():
+    engine, prompts = scripted(*["is it 3"] * 9)
 
-    [row] = await workflow(HotOrCold, turns=3).arun_episode(engine, ROW)
-    assert (len(asked), row.reward) == (3, pytest.approx(0.3))
+    [trajectory] = await workflow(HotOrCold, turns=3).arun_episode(engine, EXAMPLE)
+    assert (len(prompts), trajectory.reward) == (3, pytest.approx(0.3))
 
-    [row] = await workflow(HotOrCold, max_length=len(row) - 10).arun_episode(engine, ROW)
-    assert row.info["turns"] == 2
+    [trajectory] = await workflow(HotOrCold, max_length=len(trajectory) - 10).arun_episode(engine, EXAMPLE)
+    assert trajectory.info["turns"] == 2
 
 
 class Fails(HotOrCold):
-    def __init__(self, how):
-        self.how = how
+    """Environment that fails in the method, or in the way, that its argument names."""
+
+    def __init__(self, failure):
+        self.failure = failure
 
     async def reset(self, data):
-        if self.how == "reset":
-            raise KeyError("planted")
+        if self.failure == "reset":
+            raise KeyError("injected")
         return await super().reset(data)
 
     async def step(self, completion):
-        if self.how == "hangs":
+        if self.failure == "hangs":
             await asyncio.Event().wait()
-        if self.how == "ours":
-            raise DataError("planted")
-        if self.how == "step":
-            raise KeyError("planted")
+        if self.failure == "rl error":
+            raise DataError("injected")
+        if self.failure == "step":
+            raise KeyError("injected")
         return [], float("nan"), False
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("failure", "message"),
     [
-        ("reset", "Fails.reset raised KeyError: 'planted'"),
-        ("step", "Fails.step raised KeyError: 'planted'"),
+        ("reset", "Fails.reset raised KeyError: 'injected'"),
+        ("step", "Fails.step raised KeyError: 'injected'"),
         ("hangs", "Fails.step did not end within 0.2 s"),
         ("reward", "Fails.step returned reward nan"),
     ],
 )
-async def test_environment_that_fails_is_counted_under_its_boundary_and_closed(how, message):
+async def test_environment_failure_has_environment_boundary_and_closes(failure, message):
     engine, _ = scripted("is it 3")
     Fails.closed = 0
 
-    with pytest.raises(TaskEnvironmentError, match=message) as found:
-        await workflow(lambda: Fails(how), seconds=0.2).arun_episode(engine, ROW)
+    with pytest.raises(TaskEnvironmentError, match=message) as caught:
+        await workflow(lambda: Fails(failure), seconds=0.2).arun_episode(engine, EXAMPLE)
 
-    assert found.value.boundary == "environment"
+    assert caught.value.boundary == "environment"
     assert Fails.closed == 1
 
 
-async def test_environment_error_of_ours_keeps_its_boundary():
+async def test_environment_rl_error_keeps_its_boundary():
     engine, _ = scripted("is it 3")
 
-    with pytest.raises(DataError, match="planted"):
-        await workflow(lambda: Fails("ours")).arun_episode(engine, ROW)
+    with pytest.raises(DataError, match="injected"):
+        await workflow(lambda: Fails("rl error")).arun_episode(engine, EXAMPLE)
 
 
 class Lake(TextGame):
-    """A real game of the package, played with words."""
+    """Game of gymnasium whose actions are words."""
 
     instructions = "Walk to G."
 
@@ -177,23 +180,23 @@ class Lake(TextGame):
         return f"You are at {observation}."
 
 
-async def test_game_of_gymnasium_is_played_to_its_reward():
-    way = ["down", "go down", "right", "right", "down", "right"]
-    engine, asked = scripted(*way)
+async def test_text_game_gymnasium_runs_to_reward():
+    moves = ["down", "go down", "right", "right", "down", "right"]
+    engine, prompts = scripted(*moves)
 
-    [row] = await workflow(Lake).arun_episode(engine, {"steps": 20, "seed": 1, "prompt_id": 0})
+    [trajectory] = await workflow(Lake).arun_episode(engine, {"steps": 20, "seed": 1, "prompt_id": 0})
 
-    assert row.reward == 1.0
-    assert row.info["turns"] == len(way)
-    assert "Walk to G.\n\nYou are at 0." in asked[0]
-    assert "You are at 4." in asked[1]
+    assert trajectory.reward == 1.0
+    assert trajectory.info["turns"] == len(moves)
+    assert "Walk to G.\n\nYou are at 0." in prompts[0]
+    assert "You are at 4." in prompts[1]
 
 
-async def test_game_of_gymnasium_that_is_truncated_ends_and_one_that_fails_is_an_error():
-    engine, asked = scripted("left", "left", "fly")
+async def test_text_game_truncation_ends_and_exception_raises():
+    engine, prompts = scripted("left", "left", "fly")
 
-    [row] = await workflow(Lake).arun_episode(engine, {"steps": 2, "prompt_id": 0})
-    assert (row.reward, len(asked)) == (0.0, 2)
+    [trajectory] = await workflow(Lake).arun_episode(engine, {"steps": 2, "prompt_id": 0})
+    assert (trajectory.reward, len(prompts)) == (0.0, 2)
 
     with pytest.raises(TaskEnvironmentError, match=r"Lake.step raised ValueError: 'fly' is not in list"):
         await workflow(Lake).arun_episode(engine, {"steps": 2, "prompt_id": 0})

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server in a process of its own."""
+"""Tools of a real MCP server in a separate process."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def weather(city: str) -> str:
 
 @server.tool()
 def pid() -> int:
-    '''Its process.'''
+    '''The id of the server's process.'''
     return os.getpid()
 
 server.run(transport="stdio")
@@ -46,40 +46,40 @@ def server(tmp_path):
 
 
 @pytest.mark.slow
-async def test_mcp_tools_are_shown_called_and_their_errors_told(server):
-    tokenizer, asked = make_chat_tokenizer("gemma3"), []
+async def test_mcp_tools_are_listed_called_and_report_errors(server):
+    tokenizer, prompts = make_chat_tokenizer("gemma3"), []
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Oslo", "Atlantis")]
-    said = [
+    completions = [
         format_completion("gemma3", calls=[*calls, {"name": "weather", "arguments": {}}]),
         format_completion("gemma3", "sunny"),
     ]
 
-    def answer(request):
-        asked.append(tokenizer.decode(request.input_ids))
-        return tokenizer.encode(said.pop(0), add_special_tokens=False)
+    def complete(request):
+        prompts.append(tokenizer.decode(request.input_ids))
+        return tokenizer.encode(completions.pop(0), add_special_tokens=False)
 
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer))
     workflow = ToolWorkflow(
-        tokenizer, GenerationConfig(max_new_tokens=512), lambda *given, **data: 1.0, tools=[*server.tools, "calculator"]
+        tokenizer, GenerationConfig(max_new_tokens=512), lambda *args, **data: 1.0, tools=[*server.tools, "calculator"]
     )
 
-    [row] = await workflow.arun_episode(
-        NullInferenceEngine(config, answer=answer), {"messages": [{"role": "user", "content": "?"}], "prompt_id": 0}
+    [trajectory] = await workflow.arun_episode(
+        NullInferenceEngine(config, answer=complete), {"messages": [{"role": "user", "content": "?"}], "prompt_id": 0}
     )
 
-    assert row.info["turns"] == 2
-    assert '"description": "The weather of a city."' in asked[0]
-    assert '"city"' in asked[0]
-    assert "<tool_response>sunny in Oslo, celsius</tool_response>" in asked[1]
-    assert "it sank" in asked[1]
-    assert asked[1].count("<tool_response>error: RuntimeError") == 2
+    assert trajectory.info["turns"] == 2
+    assert '"description": "The weather of a city."' in prompts[0]
+    assert '"city"' in prompts[0]
+    assert "<tool_response>sunny in Oslo, celsius</tool_response>" in prompts[1]
+    assert "it sank" in prompts[1]
+    assert prompts[1].count("<tool_response>error: RuntimeError") == 2
 
 
 @pytest.mark.slow
-async def test_mcp_calls_run_at_the_same_time_and_a_server_that_is_gone_is_an_error(server):
+async def test_mcp_calls_run_concurrently_and_dead_server_raises(server):
     tools = {tool.name: tool for tool in server.tools}
-    found = await asyncio.gather(*(tools["weather"].call(city=str(n)) for n in range(20)))
-    assert found == [f"sunny in {n}, celsius" for n in range(20)]
+    results = await asyncio.gather(*(tools["weather"].call(city=str(n)) for n in range(20)))
+    assert results == [f"sunny in {n}, celsius" for n in range(20)]
 
     os.kill(int(await tools["pid"].call()), signal.SIGKILL)
 
@@ -88,6 +88,6 @@ async def test_mcp_calls_run_at_the_same_time_and_a_server_that_is_gone_is_an_er
 
 
 @pytest.mark.parametrize("command", [["no-such-program"], [sys.executable, "-c", "raise SystemExit(3)"]])
-def test_mcp_server_that_does_not_start_is_refused_at_start(command):
+def test_mcp_server_that_does_not_start_raises(command):
     with pytest.raises(ConfigError, match=r"workflow.tools: .* 30 s"):
         McpServer(command, seconds=30)

@@ -1,4 +1,4 @@
-"""What models write becomes the message that an agent is given; what is not well-formed stays text."""
+"""Parsing of completions into messages: tool calls, reasoning, stop strings, and malformed calls that stay text."""
 
 from __future__ import annotations
 
@@ -48,41 +48,41 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def _reader(name: str, **options: Any) -> MessageParser:
+def _parser(name: str, **options: Any) -> MessageParser:
     tokenizer = make_chat_tokenizer(name)
     return MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids, **options)
 
 
-def _read(name: str, text: str, tools: Any = TOOLS, opening: str = "", stop: tuple[str, ...] = ()) -> dict[str, Any]:
+def _parse(name: str, text: str, tools: Any = TOOLS, opening: str = "", stop: tuple[str, ...] = ()) -> dict[str, Any]:
     ids = ChatRenderer(make_chat_tokenizer(name)).encode(text)
-    return _reader(name).message([1, 2], opening, ids, tools, stop)
+    return _parser(name).message([1, 2], opening, ids, tools, stop)
 
 
-def _called(message: dict[str, Any]) -> list[Any]:
+def _functions(message: dict[str, Any]) -> list[Any]:
     return [call["function"] for call in message.get("tool_calls", [])]
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_read_parallel_calls_of_each_family_are_found(name: str) -> None:
-    message = _read(name, format_completion(name, calls=CALLS))
+def test_message_parallel_calls_of_each_family_are_parsed(name: str) -> None:
+    message = _parse(name, format_completion(name, calls=CALLS))
 
-    assert _called(message) == CALLS
+    assert _functions(message) == CALLS
     assert message["content"] == ""
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2
-    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_read_call_that_the_template_renders_comes_back(name: str) -> None:
+def test_message_call_rendered_by_template_is_parsed_unchanged(name: str) -> None:
     renderer = ChatRenderer(make_chat_tokenizer(name))
     function = {"name": "add", "arguments": TYPED}
     turn = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": function}]}
 
     _, _, rendered = renderer.text([QUESTION, turn], TYPED_TOOLS, False).rpartition(QUESTION["content"])
-    message = _read(name, rendered, TYPED_TOOLS)
+    message = _parse(name, rendered, TYPED_TOOLS)
 
-    assert _called(message) == [function]
+    assert _functions(message) == [function]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +105,21 @@ def test_read_call_that_the_template_renders_comes_back(name: str) -> None:
         ({"type": [5, {}], "anyOf": "string", "oneOf": [5]}, "5", 5),
     ],
 )
-def test_read_values_without_types_follow_the_schema(schema: Any, text: str, value: Any) -> None:
+def test_message_values_without_types_follow_schema(schema: Any, text: str, value: Any) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
     parameter = f"<parameter=a>\n{text}\n</parameter>"
 
-    in_qwen3 = _read("qwen3_coder", f"<tool_call>\n<function=add>\n{parameter}\n</function>\n</tool_call>", tools)
-    in_glm45 = _read("glm45", f"<tool_call>add<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>", tools)
+    qwen3_message = _parse("qwen3_coder", f"<tool_call>\n<function=add>\n{parameter}\n</function>\n</tool_call>", tools)
+    glm45_message = _parse(
+        "glm45", f"<tool_call>add<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>", tools
+    )
 
-    assert _called(in_qwen3) == _called(in_glm45) == [{"name": "add", "arguments": {"a": value}}]
+    assert _functions(qwen3_message) == _functions(glm45_message) == [{"name": "add", "arguments": {"a": value}}]
 
 
 @given(
     name=st.sampled_from(TOOL_FORMATS),
-    parts=st.lists(
+    fragments=st.lists(
         st.sampled_from(
             [
                 *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>"),
@@ -127,9 +129,9 @@ def test_read_values_without_types_follow_the_schema(schema: Any, text: str, val
         )
     ),
 )
-def test_read_any_marks_keeps_all_text_where_there_is_no_call(name: str, parts: list[str]) -> None:
-    text = "".join(parts)
-    message = _reader(name).message([], "", make_chat_tokenizer(name).encode(text, add_special_tokens=False), TOOLS)
+def test_message_random_tags_without_call_keep_all_text(name: str, fragments: list[str]) -> None:
+    text = "".join(fragments)
+    message = _parser(name).message([], "", make_chat_tokenizer(name).encode(text, add_special_tokens=False), TOOLS)
 
     if "tool_calls" not in message:
         stop = "<|call|>" if name == "gpt_oss" else ""
@@ -137,19 +139,19 @@ def test_read_any_marks_keeps_all_text_where_there_is_no_call(name: str, parts: 
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_read_without_tools_in_the_request_everything_is_text(name: str) -> None:
-    message = _read(name, format_completion(name, calls=CALLS), tools=None)
+def test_message_without_tools_in_request_is_text(name: str) -> None:
+    message = _parse(name, format_completion(name, calls=CALLS), tools=None)
 
     assert "tool_calls" not in message
     assert "add" in message["content"]
 
 
 @given(text=st.text(max_size=40), name=st.sampled_from(TOOL_FORMATS))
-def test_read_any_text_without_signs_comes_back_as_it_was(text: str, name: str) -> None:
-    reader = _reader(name)
+def test_message_text_without_tags_is_unchanged(text: str, name: str) -> None:
+    parser = _parser(name)
     ids = ChatRenderer(make_chat_tokenizer(name)).encode(text)
 
-    assert reader.message([], "", ids, TOOLS)["content"] == text
+    assert parser.message([], "", ids, TOOLS)["content"] == text
 
 
 @pytest.mark.parametrize(
@@ -180,58 +182,58 @@ def test_read_any_text_without_signs_comes_back_as_it_was(text: str, name: str) 
         ("gpt_oss", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{<|call|>"),
     ],
 )
-def test_read_malformed_calls_stay_text(name: str, text: str) -> None:
-    message = _read(name, text)
+def test_message_malformed_calls_stay_text(name: str, text: str) -> None:
+    message = _parse(name, text)
 
     assert "tool_calls" not in message
     assert message["content"] == text
 
 
-def test_read_calls_beside_text_and_a_malformed_one() -> None:
-    message = _read(
+def test_message_valid_call_among_text_and_malformed_call_is_parsed() -> None:
+    message = _parse(
         "qwen3", 'first\n<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>\n<tool_call>x</tool_call>'
     )
 
-    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}]
+    assert _functions(message) == [{"name": "add", "arguments": {"a": 1}}]
     assert message["content"] == "first\n\n<tool_call>x</tool_call>"
 
 
-def test_read_llama3_calls_beside_text_are_found() -> None:
-    message = _read(
+def test_message_llama3_calls_among_text_are_parsed() -> None:
+    message = _parse(
         "llama3", 'so\n<|python_tag|>{"name": "add", "parameters": {"a": {}}}; {"name": "add", "parameters": {}} {}'
     )
 
-    assert _called(message) == [{"name": "add", "arguments": {"a": {}}}, {"name": "add", "arguments": {}}]
+    assert _functions(message) == [{"name": "add", "arguments": {"a": {}}}, {"name": "add", "arguments": {}}]
     assert message["content"] == "so\n{}"
 
 
-def test_read_llama3_json_of_an_unknown_name_beside_text_is_text() -> None:
+def test_message_llama3_json_of_unknown_tool_is_text() -> None:
     text = 'An example: {"name": "Bob", "parameters": {"age": 5}}'
 
-    assert _read("llama3", text)["content"] == text
+    assert _parse("llama3", text)["content"] == text
 
 
-def test_read_llama3_list_of_calls_is_calls() -> None:
-    message = _read("llama3", '[{"name": "add", "parameters": {"a": 1}}]')
+def test_message_llama3_list_of_calls_is_parsed() -> None:
+    message = _parse("llama3", '[{"name": "add", "parameters": {"a": 1}}]')
 
-    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}]
+    assert _functions(message) == [{"name": "add", "arguments": {"a": 1}}]
     assert message["content"] == ""
 
 
-def test_read_gpt_oss_reasoning_before_a_call_is_found() -> None:
-    message = _read(
+def test_message_gpt_oss_reasoning_before_call_is_parsed() -> None:
+    message = _parse(
         "gpt_oss", format_completion("gpt_oss", "hm, to=functions.none", CALLS[:1]), opening="<|start|>assistant"
     )
 
-    assert _called(message) == CALLS[:1]
+    assert _functions(message) == CALLS[:1]
     assert (message["reasoning_content"], message["content"]) == ("hm, to=functions.none", "")
 
 
 @pytest.mark.parametrize("call_id", ["", "[CALL_ID]probe0123"])
-def test_read_newer_calls_of_mistral_with_text_before_them(call_id: str) -> None:
-    message = _read("mistral", f'so[TOOL_CALLS]add{call_id}[ARGS]{{"a": 1}}[TOOL_CALLS]list{call_id}[ARGS]{{}}')
+def test_message_mistral_args_format_after_text_is_parsed(call_id: str) -> None:
+    message = _parse("mistral", f'so[TOOL_CALLS]add{call_id}[ARGS]{{"a": 1}}[TOOL_CALLS]list{call_id}[ARGS]{{}}')
 
-    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}, {"name": "list", "arguments": {}}]
+    assert _functions(message) == [{"name": "add", "arguments": {"a": 1}}, {"name": "list", "arguments": {}}]
     assert message["content"] == "so"
 
 
@@ -247,45 +249,45 @@ def test_read_newer_calls_of_mistral_with_text_before_them(call_id: str) -> None
         ("<think>\n\n</think>\n\nit is", "", None, "it is"),
     ],
 )
-def test_read_reasoning_is_taken_out(text: str, opening: str, reasoning: str | None, content: str) -> None:
-    message = _read("qwen3", text + "<|im_end|>", opening=opening)
+def test_message_reasoning_is_separated(text: str, opening: str, reasoning: str | None, content: str) -> None:
+    message = _parse("qwen3", text + "<|im_end|>", opening=opening)
 
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
-def test_read_stop_string_ends_the_text_unless_the_model_ended_it() -> None:
-    assert _read("llama3", "it is 12\n", stop=("\n", "12"))["content"] == "it is "
-    assert _read("llama3", "it is 12\n<|eot_id|>", stop=("\n",))["content"] == "it is 12\n"
+def test_message_stop_string_ends_text_unless_stop_token_did() -> None:
+    assert _parse("llama3", "it is 12\n", stop=("\n", "12"))["content"] == "it is "
+    assert _parse("llama3", "it is 12\n<|eot_id|>", stop=("\n",))["content"] == "it is 12\n"
 
 
-def test_read_ids_of_calls_follow_from_prompt_and_answer() -> None:
-    reader, renderer = _reader("qwen3"), ChatRenderer(make_chat_tokenizer("qwen3"))
+def test_message_call_ids_depend_on_prompt_and_completion() -> None:
+    parser, renderer = _parser("qwen3"), ChatRenderer(make_chat_tokenizer("qwen3"))
     ids = renderer.encode(format_completion("qwen3", calls=CALLS))
 
-    first, again, other = (reader.message(prompt, "", ids, TOOLS) for prompt in ([1], [1], [2]))
+    first, again, other = (parser.message(prompt, "", ids, TOOLS) for prompt in ([1], [1], [2]))
 
     assert first == again
     assert json.dumps(first) != json.dumps(other)
 
 
-def test_reader_of_a_tokenizer_that_describes_its_answers_asks_transformers() -> None:
+def test_parser_tokenizer_with_response_template_uses_transformers() -> None:
     tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
     tokenizer.response_template = RESPONSE_TEMPLATE
-    reader = MessageParser(tokenizer)
+    parser = MessageParser(tokenizer)
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
 
-    message = reader.message([], "", tokenizer.encode(f"say: so\ncall: {call}\ncall: {call}\n"), TOOLS)
+    message = parser.message([], "", tokenizer.encode(f"say: so\ncall: {call}\ncall: {call}\n"), TOOLS)
 
-    assert reader.form == "transformers"
+    assert parser.form == "transformers"
     assert message["content"] == "so"
-    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}] * 2
+    assert _functions(message) == [{"name": "add", "arguments": {"a": 1}}] * 2
     malformed = "say: so\ncall: {\n"
-    assert reader.message([], "", tokenizer.encode(malformed), TOOLS)["content"] == malformed
+    assert parser.message([], "", tokenizer.encode(malformed), TOOLS)["content"] == malformed
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_reader_form_follows_from_the_rendered_call(name: str) -> None:
-    assert _reader(name).form == FORM_OF[name]
+def test_parser_form_follows_from_rendered_call(name: str) -> None:
+    assert _parser(name).form == FORM_OF[name]
 
 
 @pytest.mark.parametrize(
@@ -297,17 +299,17 @@ def test_reader_form_follows_from_the_rendered_call(name: str) -> None:
         "{{ call.arguments.missing.key }}",
     ],
 )
-def test_reader_of_an_unknown_format_reads_no_tools(call: str) -> None:
+def test_parser_unknown_format_reads_no_tools(call: str) -> None:
     tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
     _, end, rest = tokenizer.chat_template.partition("{% endmacro %}")
     tokenizer.chat_template = "{%- macro called(call) %}" + call + end + rest
 
-    reader = MessageParser(tokenizer)
+    parser = MessageParser(tokenizer)
 
-    assert (reader.form, reader.reads_tools) == ("none", False)
+    assert (parser.form, parser.reads_tools) == ("none", False)
 
 
-def test_reader_form_of_each_template_of_trl() -> None:
+def test_parser_form_of_each_trl_template() -> None:
     trl = importlib.util.find_spec("trl")
     if trl is None:
         pytest.skip("trl is not installed")
@@ -330,7 +332,7 @@ def test_reader_form_of_each_template_of_trl() -> None:
     }
 
 
-def test_reader_form_that_is_unknown_or_cannot_be_is_refused() -> None:
+def test_parser_unknown_or_unsupported_form_raises() -> None:
     with pytest.raises(ConfigError, match=r"endpoint.tool_calls"):
         MessageParser(make_tiny_tokenizer(), "hermse")
     with pytest.raises(ConfigError, match="no `response_template`"):
@@ -339,17 +341,17 @@ def test_reader_form_that_is_unknown_or_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_final_text_marks_as_special_tokens_are_found_and_left_out(special: bool) -> None:
+def test_final_text_reasoning_marks_as_tokens_are_removed(special: bool) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>", "<|extra|>"], special_tokens=special)
-    reader = MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
+    parser = MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
     ids = tokenizer.encode("so 7</think>It is 5.<|im_end|>", add_special_tokens=False)
 
-    assert reader.final_text(ids, "<think>\n") == "It is 5."
-    assert reader.final_text(ids[:4], "<think>\n") == ""
+    assert parser.final_text(ids, "<think>\n") == "It is 5."
+    assert parser.final_text(ids[:4], "<think>\n") == ""
 
 
-def test_final_text_special_tokens_in_the_answer_are_left_out() -> None:
+def test_final_text_special_tokens_are_removed() -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
     ids = tokenizer.encode("<think>7</think>It is<|extra|> 5.", add_special_tokens=False)
@@ -357,7 +359,7 @@ def test_final_text_special_tokens_in_the_answer_are_left_out() -> None:
     assert MessageParser(tokenizer).final_text(ids, "") == "It is 5."
 
 
-def test_final_text_of_a_described_answer_is_its_content() -> None:
+def test_final_text_with_response_template_is_content() -> None:
     tokenizer = make_tiny_tokenizer()
     fields = {"content": {"open": "say: ", "close": "\n"}, "reasoning_content": {"open": "muse: ", "close": "\n"}}
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
@@ -366,7 +368,7 @@ def test_final_text_of_a_described_answer_is_its_content() -> None:
     assert MessageParser(tokenizer).final_text(ids, "") == "It is 5."
 
 
-def test_final_text_after_empty_described_reasoning_is_the_content() -> None:
+def test_final_text_response_template_empty_reasoning_is_content() -> None:
     tokenizer = make_tiny_tokenizer()
     thought = {"open": "<think>\n", "close": "</think>\n\n"}
     fields = {"reasoning_content": thought, "content": {"close": "<|im_end|>"}}

@@ -1,4 +1,4 @@
-"""The RLVR workflow: prompt, answer, score."""
+"""RLVR workflow: prompt, completion and reward."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from rl_workflows import RLVRWorkflow, Ticket
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 
-ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5", "prompt_id": 0}
+EXAMPLE = {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5", "prompt_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def tokenizer():
 
 
 @pytest.fixture
-def answering(tokenizer):
-    """An engine that always writes the same."""
+def engine(tokenizer):
+    """Return an engine that always generates the same completion."""
     ids = tokenizer.encode("it is 5<|im_end|>", add_special_tokens=False)
     return NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=lambda request: ids)
 
@@ -38,153 +38,155 @@ def _workflow(tokenizer, reward, **options):
 
 class TestConformance(WorkflowConformance):
     def make_workflow(self):
-        return _workflow(make_tiny_tokenizer(), lambda *given, **data: float(len(given[1])), max_length=256)
+        return _workflow(make_tiny_tokenizer(), lambda *args, **data: float(len(args[1])), max_length=256)
 
     def rows(self):
-        other = {"messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]], "answer": "5"}
-        return [ROW, {**other, "prompt_id": 1}]
+        with_system = {"messages": [{"role": "system", "content": "Be brief."}, *EXAMPLE["messages"]], "answer": "5"}
+        return [EXAMPLE, {**with_system, "prompt_id": 1}]
 
 
-async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenizer, answering):
-    seen = {}
+async def test_episode_reward_gets_texts_ids_and_other_fields(tokenizer, engine):
+    received = {}
 
     def reward(prompt, completions, prompt_ids, completion_ids, **data):
-        seen.update(data, prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids)
+        received.update(
+            data, prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids
+        )
         return 0.5
 
-    [row] = await _workflow(tokenizer, reward).arun_episode(answering, {**ROW, "epoch": 3, "level": "easy"})
+    [trajectory] = await _workflow(tokenizer, reward).arun_episode(engine, {**EXAMPLE, "epoch": 3, "level": "easy"})
 
-    assert seen["completions"] == "it is 5"
-    assert seen["prompt"] == "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
-    assert seen["prompt_ids"] + seen["completion_ids"] == row.input_ids.tolist()
-    assert (seen["answer"], seen["level"]) == ("5", "easy")
-    assert not {"messages", "prompt_id", "epoch"} & seen.keys()
-    assert (row.reward, row.temperature, row.truncated) == (0.5, pytest.approx(0.7), False)
-    assert row.info == {"prompt": seen["prompt"], "completion": "it is 5", "answer": "5"}
-
-
-async def test_episode_row_keeps_the_parts_of_its_reward(tokenizer, answering):
-    workflow = _workflow(tokenizer, lambda *given, **data: CompositeReward(right=1.0, form=0.5))
-
-    [row] = await workflow.arun_episode(answering, ROW)
-
-    assert (row.reward, row.reward_components) == (1.5, {"right": 1.0, "form": 0.5})
+    assert received["completions"] == "it is 5"
+    assert received["prompt"] == "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert received["prompt_ids"] + received["completion_ids"] == trajectory.input_ids.tolist()
+    assert (received["answer"], received["level"]) == ("5", "easy")
+    assert not {"messages", "prompt_id", "epoch"} & received.keys()
+    assert (trajectory.reward, trajectory.temperature, trajectory.truncated) == (0.5, pytest.approx(0.7), False)
+    assert trajectory.info == {"prompt": received["prompt"], "completion": "it is 5", "answer": "5"}
 
 
-async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answering):
+async def test_episode_trajectory_keeps_reward_components(tokenizer, engine):
+    workflow = _workflow(tokenizer, lambda *args, **data: CompositeReward(right=1.0, form=0.5))
+
+    [trajectory] = await workflow.arun_episode(engine, EXAMPLE)
+
+    assert (trajectory.reward, trajectory.reward_components) == (1.5, {"right": 1.0, "form": 0.5})
+
+
+async def test_episode_tools_of_example_reach_prompt_and_reward(engine):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
-    seen = {}
+    received = {}
 
     def reward(prompt, completions, prompt_ids, completion_ids, **data):
-        seen.update(data, prompt=prompt)
+        received.update(data, prompt=prompt)
         return 0.5
 
-    await _workflow(make_chat_tokenizer("llama3"), reward).arun_episode(answering, {**ROW, "tools": tools})
+    await _workflow(make_chat_tokenizer("llama3"), reward).arun_episode(engine, {**EXAMPLE, "tools": tools})
 
-    assert '"name": "weather"' in seen["prompt"]
-    assert seen["tools"] == tools
+    assert '"name": "weather"' in received["prompt"]
+    assert received["tools"] == tools
 
 
-async def test_episode_prompt_that_the_template_drops_parts_of_names_its_row(answering):
-    hidden = [*ROW["messages"], {"role": "developer", "content": "Be brief."}]
+async def test_episode_incompletely_rendered_prompt_raises_with_its_id(engine):
+    messages = [*EXAMPLE["messages"], {"role": "developer", "content": "Be brief."}]
 
     with pytest.raises(DataError, match=r"example 0: .*Be brief"):
-        await _workflow(make_chat_tokenizer("gemma3"), lambda *given: 1.0).arun_episode(
-            answering, {**ROW, "prompt_id": 0, "messages": hidden}
+        await _workflow(make_chat_tokenizer("gemma3"), lambda *args: 1.0).arun_episode(
+            engine, {**EXAMPLE, "prompt_id": 0, "messages": messages}
         )
 
 
-async def test_episode_async_reward_is_awaited(tokenizer, answering):
-    async def reward(*given, **data):
+async def test_episode_async_reward_is_awaited(tokenizer, engine):
+    async def reward(*args, **data):
         await asyncio.sleep(0)
-        record("words", len(given[1].split()))
+        record("words", len(args[1].split()))
         return 1
 
-    with collect() as figures:
-        [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
+    with collect() as metrics:
+        [trajectory] = await _workflow(tokenizer, reward).arun_episode(engine, EXAMPLE)
 
-    assert row.reward == 1.0
-    assert figures.results() == {"words": 3.0}
+    assert trajectory.reward == 1.0
+    assert metrics.results() == {"words": 3.0}
 
 
 @pytest.mark.parametrize(
     "value", [None, "1.0", float("nan"), float("inf"), [1.0], 1e300, CompositeReward(a=1e300, b=-1e300)]
 )
-async def test_episode_reward_that_is_no_finite_number_is_an_error_and_never_zero(tokenizer, answering, value):
+async def test_episode_reward_that_is_not_finite_number_raises(tokenizer, engine, value):
     with pytest.raises(RewardError, match="expected a finite number"):
-        await _workflow(tokenizer, lambda *given, **data: value).arun_episode(answering, ROW)
+        await _workflow(tokenizer, lambda *args, **data: value).arun_episode(engine, EXAMPLE)
 
 
-async def test_episode_reward_that_raises_is_a_reward_error_with_its_cause(tokenizer, answering):
-    def broken(*given, **data):
+async def test_episode_reward_exception_is_cause_of_reward_error(tokenizer, engine):
+    def broken(*args, **data):
         raise KeyError("gold")
 
     with pytest.raises(RewardError, match="KeyError: 'gold'") as caught:
-        await _workflow(tokenizer, broken).arun_episode(answering, ROW)
+        await _workflow(tokenizer, broken).arun_episode(engine, EXAMPLE)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def test_episode_row_without_messages_is_a_data_error_that_names_its_keys(tokenizer, answering):
+async def test_episode_example_without_messages_raises_with_its_keys(tokenizer, engine):
     with pytest.raises(DataError, match=r"`messages`.*\['question'\]"):
-        await _workflow(tokenizer, float).arun_episode(answering, {"question": "2 + 3?"})
+        await _workflow(tokenizer, float).arun_episode(engine, {"question": "2 + 3?"})
 
 
-def test_workflow_adds_the_templates_stop_ids(tokenizer):
+def test_workflow_adds_stop_ids_of_template(tokenizer):
     generation = GenerationConfig(stop_token_ids=[9])
     workflow = RLVRWorkflow(tokenizer, generation, float)
     assert workflow.generation.stop_token_ids == [9, tokenizer.eos_token_id]
-    assert generation.stop_token_ids == [9], "the caller's own is left as it was"
+    assert generation.stop_token_ids == [9], "the generation settings of the caller must not change"
 
 
-def test_workflow_reward_that_cannot_be_called_is_refused(tokenizer):
+def test_workflow_reward_that_is_not_callable_raises(tokenizer):
     with pytest.raises(ConfigError, match="expected a function, found str"):
         RLVRWorkflow(tokenizer, GenerationConfig(), "gsm8k")
 
 
-async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
-    workflow = _workflow(tokenizer, lambda *given, **data: 1.0)
-    calls = []
+async def test_group_renders_prompt_once(tokenizer, engine, monkeypatch):
+    workflow = _workflow(tokenizer, lambda *args, **data: 1.0)
+    renders = []
     render = workflow._renderer.render
-    monkeypatch.setattr(workflow._renderer, "render", lambda *given: calls.append(1) or render(*given))
+    monkeypatch.setattr(workflow._renderer, "render", lambda *args: renders.append(1) or render(*args))
 
-    group = await run_group(Episodes(workflow, answering, SystemClock(), seed=0), ROW, Ticket(0, 0), size=3, needed=3)
+    group = await run_group(Episodes(workflow, engine, SystemClock(), seed=0), EXAMPLE, Ticket(0, 0), size=3, needed=3)
 
     assert [trajectory.episode_id for trajectory in group.trajectories] == [0, 1, 2]
-    assert len(calls) == 1
+    assert len(renders) == 1
 
 
 async def _group(tokenizer, max_length, evaluation=None, prompt="x"):
-    """What one episode asked for, and what became of it."""
-    asked = []
+    """Run a group of one episode; return its generation settings and the group."""
+    settings = []
 
-    def answer(request):
-        asked.append(request.generation)
+    def complete(request):
+        settings.append(request.generation)
         return [5] * request.generation.max_new_tokens
 
-    engine = NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=answer)
-    workflow = _workflow(tokenizer, lambda *given, **data: 1.0, max_length=max_length)
+    engine = NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=complete)
+    workflow = _workflow(tokenizer, lambda *args, **data: 1.0, max_length=max_length)
     episodes = Episodes(workflow, engine, SystemClock(), seed=0, generation=evaluation)
-    row = {"messages": [{"role": "user", "content": prompt}], "prompt_id": 0}
-    return asked, await run_group(episodes, row, Ticket(0, 0), 1, needed=1)
+    example = {"messages": [{"role": "user", "content": prompt}], "prompt_id": 0}
+    return settings, await run_group(episodes, example, Ticket(0, 0), 1, needed=1)
 
 
 @pytest.mark.parametrize("evaluation", [None, GenerationConfig(max_new_tokens=80, min_new_tokens=70)])
-async def test_max_length_bounds_prompt_and_answer_together(tokenizer, evaluation):
-    asked, group = await _group(tokenizer, 40, evaluation)
+async def test_max_length_bounds_prompt_and_completion_together(tokenizer, evaluation):
+    settings, group = await _group(tokenizer, 40, evaluation)
 
-    (row,) = group.trajectories
-    assert len(row.input_ids) == 40
-    assert asked[0].max_new_tokens == row.loss_mask.sum() == 40 - 20  # 20 are the prompt's
-
-
-async def test_max_length_leaves_answers_alone_that_fit(tokenizer):
-    asked, _ = await _group(tokenizer, 84)
-    assert asked[0].max_new_tokens == 64
+    (trajectory,) = group.trajectories
+    assert len(trajectory.input_ids) == 40
+    assert settings[0].max_new_tokens == trajectory.loss_mask.sum() == 40 - 20  # the prompt has 20 tokens
 
 
-async def test_prompt_that_leaves_no_room_for_an_answer_is_a_data_error_with_both_numbers(tokenizer):
-    asked, group = await _group(tokenizer, 48, prompt="x" * 29)
-    assert asked == []
+async def test_max_length_does_not_shorten_completions_that_fit(tokenizer):
+    settings, _ = await _group(tokenizer, 84)
+    assert settings[0].max_new_tokens == 64
+
+
+async def test_max_length_without_room_for_completion_raises_data_error(tokenizer):
+    settings, group = await _group(tokenizer, 48, prompt="x" * 29)
+    assert settings == []
     assert isinstance(group.error, DataError)
     assert "48 tokens, but a sequence may have 48" in str(group.error)
 
@@ -193,26 +195,26 @@ async def test_prompt_that_leaves_no_room_for_an_answer_is_a_data_error_with_bot
     ("text", "expected"),
     [("so 7</think>it is 5<|im_end|>", "it is 5"), ("so 7", ""), ("it is 5<|im_end|>", "")],
 )
-async def test_episode_reward_reads_what_follows_reasoning_of_the_prompt(tokenizer, text, expected):
+async def test_episode_final_text_follows_reasoning_opened_in_prompt(tokenizer, text, expected):
     ids = tokenizer.encode(text, add_special_tokens=False)
     engine = NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=lambda request: ids)
     thinking = make_tiny_tokenizer()
     thinking.chat_template = thinking.chat_template.replace("assistant\n", "assistant\n<think>\n")
-    seen = []
+    received = []
 
-    def reward(*given, final_text, **data):
-        seen.append(final_text)
+    def reward(*args, final_text, **data):
+        received.append(final_text)
         return 1.0
 
-    await _workflow(thinking, reward).arun_episode(engine, ROW)
+    await _workflow(thinking, reward).arun_episode(engine, EXAMPLE)
 
-    assert seen == [expected]
+    assert received == [expected]
 
 
-async def test_episode_reward_without_room_for_the_final_text_is_called(tokenizer, answering):
+async def test_episode_reward_without_final_text_parameter_is_called(tokenizer, engine):
     def reward(prompt, completions, prompt_ids, completion_ids, answer):
         return 1.0
 
-    [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
+    [trajectory] = await _workflow(tokenizer, reward).arun_episode(engine, EXAMPLE)
 
-    assert row.reward == 1.0
+    assert trajectory.reward == 1.0

@@ -549,10 +549,8 @@ def test_rows_info_has_messages_with_versions_and_rewards(name: str) -> None:
 def test_prompt_continuing_unchanged_completion_renders_once(name, monkeypatch):
     sampler = Sampler(name, random.Random(0))
     renderer, texts = sampler.renderer, list[str]()
-    render, _ = (
-        renderer.text,
-        (renderer.generation_prompt, renderer.end_of_turn, renderer.stop_ids),
-    )  # caches these properties
+    # Reading these properties caches them, so that the calls below do not render for them.
+    render, _ = renderer.text, (renderer.generation_prompt, renderer.end_of_turn, renderer.stop_ids)
     monkeypatch.setattr(renderer, "text", lambda *args, **options: texts.append(render(*args, **options)) or texts[-1])
     messages: list[dict[str, Any]] = [{"role": "user", "content": "what?"}]
     _, first = sampler.call(messages, content="the answer")

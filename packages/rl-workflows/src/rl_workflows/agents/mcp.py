@@ -62,7 +62,7 @@ class McpServer:
             raise TaskEnvironmentError(
                 f"the MCP server {self.name!r} closed the connection; its stderr is in the log of this process."
             ) from error
-        result = _with_protocol_names(response)
+        result = _as_dict(response)
         text = "\n".join(block.get("text", f"[{block['type']}]") for block in result["content"])
         if result["isError"]:
             raise RuntimeError(text)
@@ -81,12 +81,10 @@ class McpServer:
         server = StdioServerParameters(command=command[0], args=command[1:], env=environment)
         async with stdio_client(server) as streams, ClientSession(*streams) as self._session:
             await self._session.initialize()
-            page = _with_protocol_names(await self._session.list_tools())
+            page = _as_dict(await self._session.list_tools())
             tools = list(page["tools"])
             while cursor := page.get("nextCursor"):
-                page = _with_protocol_names(
-                    await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
-                )
+                page = _as_dict(await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
                 tools += page["tools"]
             listing.set_result(tools)
             await asyncio.Event().wait()
@@ -108,7 +106,7 @@ class McpTool(Tool):
         return await self._server.call(self.name, arguments)
 
 
-def _with_protocol_names(message: Any) -> dict[str, Any]:
+def _as_dict(message: Any) -> dict[str, Any]:
     """Return a message with the field names of the protocol. Versions 1 and 2 of `mcp` use different Python names."""
     return dict(message.model_dump(by_alias=True))
 

@@ -70,9 +70,8 @@ class PythonTool(FunctionTool):
         super().__init__(self.python)
 
     async def call(self, **arguments: Any) -> Any:
-        return await asyncio.to_thread(
-            self.python, **arguments
-        )  # the pool limits programs to little more than one per core
+        # the thread pool limits programs to little more than one per core
+        return await asyncio.to_thread(self.python, **arguments)
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.

@@ -609,7 +609,7 @@ ELSEWHERE = [
     Elsewhere(
         "rollout.max_failed_in_row",
         "an answer that fails",
-        "packages/rl-workflows/tests/test_workflows_head.py::test_max_failed_in_row_stops_run_regardless_of_budget",
+        "packages/rl-workflows/tests/test_workflows_scheduler.py::test_max_failed_in_row_stops_run_regardless_of_budget",
         (SFT,),
     ),
     Elsewhere(

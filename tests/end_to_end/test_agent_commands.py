@@ -108,7 +108,7 @@ async def test_command_of_one_episode_has_url_and_key_in_its_environment(
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0, 1.0]
-    assert group.figures.results()["agent/own"] == 1.0
+    assert group.metrics.results()["agent/own"] == 1.0
     assert not lives(str(tmp_path))
 
 
@@ -117,7 +117,7 @@ async def test_command_that_is_long_lived_takes_many_episodes(endpoint: HttpRoll
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0] * 6
-    assert group.figures.results()["agent/taken"] == 3.5  # the mean of 1 to 6
+    assert group.metrics.results()["agent/taken"] == 3.5  # the mean of 1 to 6
     assert not lives(str(tmp_path))
 
 
@@ -147,7 +147,7 @@ async def test_command_that_is_long_lived_and_says_more_than_its_result_gives_no
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0] * 4
-    assert group.figures.results()["agent/taken"] == 1.0
+    assert group.metrics.results()["agent/taken"] == 1.0
     assert not lives(str(tmp_path))
 
 
@@ -271,7 +271,7 @@ async def test_command_writes_nothing_outside_its_directory(endpoint: HttpRollou
     group = await group_of(program(tmp_path, body), endpoint)
 
     assert group.error is None
-    assert group.figures.results()["agent/refused"] == 6.0
+    assert group.metrics.results()["agent/refused"] == 6.0
     assert [(path.name, path.read_text()) for path in there.iterdir()] == [("kept", "kept")]
 
 

@@ -60,7 +60,7 @@ class Reports(AgentWorkflow):
                 said = {"call_id": made.id, "reward": earned}
                 await client.post("/rewards", body=said, cast_to=object)
             if self.outcome is not None:
-                said = {"reward": self.outcome, "figures": {"tools": 3}}
+                said = {"reward": self.outcome, "metrics": {"tools": 3}}
                 await client.post("/rewards", body=said, cast_to=object)
         return self.result
 
@@ -132,7 +132,7 @@ async def test_agent_group_has_rows_with_its_ids_seeds_of_their_own_and_figures(
     assert [row.info["turns"] for row in group.trajectories] == [2] * 4
     assert group.trajectories[0].temperature == pytest.approx(0.7)
     assert len(set(seeds)) == 8
-    assert group.figures.results() == {"agent/tools": 3.0, "agent/rows": 1.0}
+    assert group.metrics.results() == {"agent/tools": 3.0, "agent/rows": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_agent_rewards_of_calls_are_its_episodes_or_its_turns(
     await endpoint.destroy()
 
     assert group.error is None
-    assert group.figures.results() == {"agent/tools": 3.0, "agent/turn_rewards": 0.75, "agent/rows": 1.0}
+    assert group.metrics.results() == {"agent/tools": 3.0, "agent/turn_rewards": 0.75, "agent/rows": 1.0}
     batch, config = stack(group.trajectories), AlgorithmConfig(advantage=AdvantageConfig(kind="return"))
     assign_credit(batch, config, ParallelContext())
     learn = batch["loss_mask"]

@@ -25,7 +25,7 @@ from rl_trainers.algorithms.config import (
     RewardConfig,
 )
 from rl_trainers.algorithms.functional.kl import k3
-from rl_trainers.run_log.run_log import COMPUTED, summarise
+from rl_trainers.run_log.run_log import COMPUTED, batch_metrics
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_summary_staleness_fractions_count_trained_tokens():
     batch = _batch()
     generated = batch["versions"] >= 0
     batch["versions"] = torch.where(generated, torch.arange(len(batch))[:, None] % 3 * 3, -1).int()
-    metrics = summarise(batch, 6).results()
+    metrics = batch_metrics(batch, 6).results()
     age = 6 - batch["versions"][batch["loss_mask"]]
     for name, has_age in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
         assert metrics[f"staleness/fraction_{name}"] == pytest.approx(float(has_age.float().mean()))

@@ -13,7 +13,7 @@ from rl_trainers.algorithms.components import SecondMomentMask
 from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
 from rl_trainers.algorithms.credit import assign_credit
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
-from rl_trainers.run_log.run_log import summarise
+from rl_trainers.run_log.run_log import batch_metrics
 
 SETTINGS = {
     "group mean and std": {},
@@ -149,7 +149,7 @@ def test_episode_of_several_sequences_counts_once_in_group_not_in_loss():
 
     stats = assign_credit(batch, AlgorithmConfig(), ParallelContext())
 
-    assert summarise(batch, 0).results()["reward/mean"] == 0.75  # over sequences
+    assert batch_metrics(batch, 0).results()["reward/mean"] == 0.75  # over sequences
     assert stats["reward/shaped"] == 0.5  # over episodes
     half = 0.5 / (0.5**0.5 + 1e-6)  # the group is two episodes: mean 1/2, sample std sqrt(1/2)
     expected = torch.tensor([half, half, half, -half])[:, None] * mask
@@ -162,10 +162,12 @@ def test_episode_of_several_sequences_counts_once_in_group_not_in_loss():
 
 
 def test_summary_is_the_same_on_every_replica():
-    expected = summarise(_batch(), 2).results()
+    expected = batch_metrics(_batch(), 2).results()
     summaries = on_replicas(
         2,
-        lambda replica: summarise(_sequences(_batch(), TWO_REPLICAS[replica.rank]), 2).over_replicas(replica).results(),
+        lambda replica: (
+            batch_metrics(_sequences(_batch(), TWO_REPLICAS[replica.rank]), 2).over_replicas(replica).results()
+        ),
     )
     assert summaries[0] == summaries[1] == pytest.approx(expected)
     assert expected["staleness/fraction_2"] == 1.0

@@ -66,7 +66,7 @@ def test_advantages_zero_variance_is_zero(over):
 def test_group_by_id_counts_and_marks_groups_without_variance():
     groups = group_by_id(torch.tensor([5.0, 0.7, 0.7, 1.0, 2.0]), torch.tensor([3, 8, 8, 9, 9]))
     assert groups.size.tolist() == [1.0, 2.0, 2.0]
-    assert groups.flat.tolist() == [True, True, False]
+    assert groups.is_constant.tolist() == [True, True, False]
 
 
 def test_advantages_leave_one_out_is_reward_minus_mean_of_others():

@@ -23,7 +23,7 @@ from rl_trainers.learners.preference import (
     PolicyPreferenceLoss,
     PreferenceConfig,
     count_pairs,
-    preference_rows,
+    preference_sequences,
     reward_model_loss,
 )
 from rl_trainers.learners.supervised import LossEvaluation, LossLearner, shard_sequences
@@ -89,7 +89,7 @@ def test_ipo_matches_hand_computation() -> None:
 def test_ipo_averages_log_ratios_over_tokens_of_completion(kind: str, expected: float) -> None:
     # as in AReaL's test: 10 tokens each, with mean log-ratios that differ by 1 / (2 beta)
     rows = [{"chosen": talk("hi", "a" * 9), "rejected": talk("hi", "b" * 9)}]
-    batch = shard_sequences(preference_rows(rows, Letters(), 99), ParallelContext())
+    batch = shard_sequences(preference_sequences(rows, Letters(), 99), ParallelContext())
     batch["ref_logprobs"] = torch.zeros_like(batch["logprobs"])
     packed = pack(batch)
     chosen = packed["rewards"][packed.sequence_of_token] > 0
@@ -193,7 +193,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
 def test_preference_rows_train_only_the_last_turn() -> None:
     row = {"prompt_id": 7, "chosen": talk("hi", "lo", "ab", "good"), "rejected": talk("hi", "lo", "ab", "bad")}
 
-    chosen, rejected = preference_rows([row], Letters(), max_length=100)
+    chosen, rejected = preference_sequences([row], Letters(), max_length=100)
 
     assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("good.")
     assert [chr(i) for i in rejected.input_ids[rejected.loss_mask]] == list("bad.")
@@ -212,21 +212,21 @@ def test_preference_rows_train_only_the_last_turn() -> None:
 )
 def test_preference_rows_invalid_pair_is_rejected(rejected: list[dict[str, str]], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        preference_rows([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
+        preference_sequences([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
 
 
 def test_preference_rows_truncation_removes_end_of_completion() -> None:
     row = {"chosen": talk("hi", "abcdef"), "rejected": talk("hi", "xy")}
 
-    chosen, _ = preference_rows([row], Letters(), 6, truncate=True)
+    chosen, _ = preference_sequences([row], Letters(), 6, truncate=True)
 
     assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("abc")
     with pytest.raises(DataError, match=r"row 0: .*`chosen`.*data\.max_length=3"):
-        preference_rows([row], Letters(), 3, truncate=True)
+        preference_sequences([row], Letters(), 3, truncate=True)
 
 
 def test_shard_sequences_keeps_pairs_together() -> None:
-    rows = preference_rows(
+    rows = preference_sequences(
         [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99
     )
 

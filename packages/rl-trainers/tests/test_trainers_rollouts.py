@@ -131,13 +131,13 @@ def test_rollout_writer_with_slow_disk_drops_records_without_blocking(tmp_path, 
         return to_record(*arguments)
 
     monkeypatch.setattr(module, "to_record", to_record_when_allowed)
-    monkeypatch.setattr(module, "WAITING_TOKENS", 12)
+    monkeypatch.setattr(module, "MAX_QUEUED_TOKENS", 12)
     writer = RolloutWriter(tmp_path)
     writer.write_training(1, [_trajectory(tokens=40)])  # above the limit, but accepted since nothing else waits
     assert started.wait(60)
     for step in (2, 3):
         writer.write_training(step, [_trajectory(), _trajectory()])
-    assert writer.left_out == 4
+    assert writer.dropped == 4
     assert caplog.records[-1].args == (4,)
     may_write.set()
     writer.destroy()

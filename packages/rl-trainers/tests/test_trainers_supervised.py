@@ -7,7 +7,7 @@ import pytest
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
-from rl_trainers.learners.preference import preference_rows
+from rl_trainers.learners.preference import preference_sequences
 from rl_trainers.learners.supervised import supervised_sequences
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -22,7 +22,7 @@ def test_sequences_of_rows_with_tools_have_them_in_prompt() -> None:
     renderer = ChatRenderer(tokenizer)
 
     rows = supervised_sequences([{"messages": talk("Rain."), "tools": TOOLS}], renderer, 2048)
-    rows += preference_rows([{"chosen": talk("Rain."), "rejected": talk("Sun."), "tools": TOOLS}], renderer, 2048)
+    rows += preference_sequences([{"chosen": talk("Rain."), "rejected": talk("Sun."), "tools": TOOLS}], renderer, 2048)
 
     for row in rows:
         prompt = row.input_ids[: row.loss_mask.argmax()].tolist()
@@ -39,7 +39,7 @@ def test_sequences_of_row_with_unrendered_content_are_rejected() -> None:
 
     for rows, render in (
         ([{"prompt_id": 7, "messages": hidden}], supervised_sequences),
-        ([{"prompt_id": 7, "chosen": hidden, "rejected": talk("Sun.")}], preference_rows),
+        ([{"prompt_id": 7, "chosen": hidden, "rejected": talk("Sun.")}], preference_sequences),
     ):
         with pytest.raises(DataError, match=r"row 7: .*Be brief"):
             render(rows, renderer, 2048)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_workflows.agents.calculator import LARGEST, LONGEST, calculator
+from rl_workflows.agents.calculator import LARGEST, MAX_CHARACTERS, calculator
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_calculator_expression_returns_value(expression, value):
         ("1 +", "not an arithmetic expression"),
         ("", "not an arithmetic expression"),
         ("1\0", "not an arithmetic expression"),
-        ("(" * LONGEST, "not an arithmetic expression"),
-        ("1" * (LONGEST + 1), "characters"),
+        ("(" * MAX_CHARACTERS, "not an arithmetic expression"),
+        ("1" * (MAX_CHARACTERS + 1), "characters"),
     ],
 )
 def test_calculator_other_than_bounded_arithmetic_raises(expression, message):
@@ -64,9 +64,9 @@ def test_calculator_division_by_zero_raises():
         calculator("1 / 0")
 
 
-@given(st.text(alphabet="0123456789.+-*/%()^, ", max_size=LONGEST))
+@given(st.text(alphabet="0123456789.+-*/%()^, ", max_size=MAX_CHARACTERS))
 @example("9**9" * 40)
-@example("-" * (LONGEST - 1) + "1")
+@example("-" * (MAX_CHARACTERS - 1) + "1")
 def test_calculator_any_text_quickly_returns_bounded_value_or_raises(expression):
     begin = time.process_time()
     try:

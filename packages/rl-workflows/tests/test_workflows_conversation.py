@@ -24,7 +24,7 @@ from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import CHAT_FORMATS, format_completion, make_chat_tokenizer
-from rl_workflows.agents.conversation import Conversation, Prompt, Turn, tokens_to
+from rl_workflows.agents.conversation import Conversation, Prompt, Turn, token_ids_until
 from rl_workflows.agents.message_parsing import MessageParser
 
 ADD = {
@@ -185,8 +185,8 @@ def test_conversation_random_agent_prompts_and_trajectories_are_exact(name: str,
         without_ids = re.sub(r', "id": "\w+"', "", prompt.text)  # no model writes these ids
         assert re.sub(r', "id": "\w+"', "", decoded) == without_ids
 
-    check_trajectories(sampler.conversation.rows(), sampler.responses)
-    check_trajectories(sampler.conversation.rows(per="call"), sampler.responses)
+    check_trajectories(sampler.conversation.trajectories(), sampler.responses)
+    check_trajectories(sampler.conversation.trajectories(per="call"), sampler.responses)
 
 
 def _eight_turns(name: str, questions: bool) -> Sampler:
@@ -206,7 +206,7 @@ def _eight_turns(name: str, questions: bool) -> Sampler:
 def test_conversation_eight_turns_with_tools_are_one_trajectory(name: str) -> None:
     sampler = _eight_turns(name, questions=False)
 
-    trajectories = sampler.conversation.rows(2.0)
+    trajectories = sampler.conversation.trajectories(2.0)
 
     assert [trajectory.info["turns"] for trajectory in trajectories] == [8]
     assert trajectories[0].reward == 2.0
@@ -225,7 +225,7 @@ def test_conversation_reasoning_dropped_at_next_question_branches() -> None:
         back = sent_back(dict(sampled.message), random.Random(turn), ids=True)
         messages += [back, *results_of(back, random.Random(turn))]
 
-    trajectories = sampler.conversation.rows()
+    trajectories = sampler.conversation.trajectories()
 
     assert [trajectory.info["turns"] for trajectory in trajectories] == [4, 2]
     assert "hm 0" in sampler.tokenizer.decode(trajectories[0].input_ids)
@@ -237,7 +237,7 @@ def test_conversation_reasoning_dropped_at_next_question_branches() -> None:
 def test_conversation_tools_moved_to_last_question_branch() -> None:
     sampler = _eight_turns("mistral", questions=True)
 
-    trajectories = sampler.conversation.rows()
+    trajectories = sampler.conversation.trajectories()
 
     assert [trajectory.info["turns"] for trajectory in trajectories] == [4, 4]
     check_trajectories(trajectories, sampler.responses)
@@ -252,7 +252,7 @@ def test_conversation_retries_and_edits_train_shared_turns_once() -> None:
     _, third = sampler.call(again, content="the answer")
     _, edited = sampler.call([*start, {**first.message, "content": "it is 13"}, again[-1]], content="no")
 
-    trajectories = sampler.conversation.rows()
+    trajectories = sampler.conversation.trajectories()
 
     assert (second.parent, third.parent, edited.parent) == (first, first, None)
     assert [int(trajectory.loss_mask.sum()) for trajectory in trajectories] == [
@@ -308,8 +308,8 @@ def test_conversation_truncated_completion_gets_end_token_and_mark(name: str) ->
         assert after.parent is None
     else:
         assert after.parent is first
-        assert after.ids[len(tokens_to(first))] == sampler.renderer.stop_ids[0]
-    assert sampler.conversation.rows()[0].truncated
+        assert after.ids[len(token_ids_until(first))] == sampler.renderer.stop_ids[0]
+    assert sampler.conversation.trajectories()[0].truncated
 
 
 CHATML = (
@@ -354,17 +354,17 @@ def test_completion_continued_with_text_or_tokens_keeps_sampled_ids() -> None:
     text = "the question: what is it? the answer "
 
     assert conversation.completion(text + "no").parent is first
-    assert conversation.completion(text + "no").ids[: len(tokens_to(first))] == tokens_to(first)
-    assert conversation.completion([*tokens_to(first), 9]).ids == [*tokens_to(first), 9]
-    assert conversation.completion([*tokens_to(first), 9]).added == 1
+    assert conversation.completion(text + "no").ids[: len(token_ids_until(first))] == token_ids_until(first)
+    assert conversation.completion([*token_ids_until(first), 9]).ids == [*token_ids_until(first), 9]
+    assert conversation.completion([*token_ids_until(first), 9]).added == 1
     assert conversation.completion("the question: what is it? the other").parent is None
 
     ended = sampler.complete(conversation.completion(text + "no"), "it is 12<|eot_id|>")
     assert conversation.completion(text + "noit is 12 and").parent is first, (
         "the text does not show that the completion ended"
     )
-    assert conversation.completion([*tokens_to(ended), 9]).parent is ended
-    check_trajectories(conversation.rows(), sampler.responses)
+    assert conversation.completion([*token_ids_until(ended), 9]).parent is ended
+    check_trajectories(conversation.trajectories(), sampler.responses)
 
 
 def test_completion_text_gets_bos_only_at_its_beginning() -> None:
@@ -393,11 +393,11 @@ def test_rows_turn_rewards_are_once_on_last_tokens() -> None:
     sampler.call(again, content="345")
     first.reward, second.reward = 0.5, 2.0
 
-    first_branch, second_branch = sampler.conversation.rows(1.0)
+    first_branch, second_branch = sampler.conversation.trajectories(1.0)
 
     assert first_branch.reward == second_branch.reward == 1.0
     assert first_branch.token_rewards is not None
-    assert first_branch.token_rewards.nonzero()[0].tolist() == [len(tokens_to(first)) - 1, len(first_branch) - 1]
+    assert first_branch.token_rewards.nonzero()[0].tolist() == [len(token_ids_until(first)) - 1, len(first_branch) - 1]
     assert first_branch.token_rewards.sum() == 2.5
     assert second_branch.token_rewards is not None
     assert not second_branch.token_rewards.any()
@@ -422,12 +422,12 @@ def test_rows_episode_credit_sums_discounted_turn_and_episode_rewards() -> None:
     sampler, _ = rewarded_tree()
 
     for per in ("branch", "call"):
-        trajectories = sampler.conversation.rows(8.0, per, "episode", 0.5)
+        trajectories = sampler.conversation.trajectories(8.0, per, "episode", 0.5)
         assert [trajectory.reward for trajectory in trajectories] == [0.5 + (0.25 - 1.0) / 2 + 2.0 / 4 + 8.0 / 4] * len(
             trajectories
         )
         assert all(trajectory.token_rewards is None for trajectory in trajectories)
-    assert sampler.conversation.rows(8.0, credit="episode")[0].reward == 8.0 + 1.75
+    assert sampler.conversation.trajectories(8.0, credit="episode")[0].reward == 8.0 + 1.75
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
@@ -437,8 +437,8 @@ def test_rows_turn_credit_token_rewards_sum_to_returns(discount: float) -> None:
     returns[first] = 0.5 + discount * returns[second]
     returns[third] = -1.0 + discount * returns[fourth]
 
-    branches = sampler.conversation.rows(8.0, "branch", "turn", discount)
-    calls = sampler.conversation.rows(8.0, "call", "turn", discount)
+    branches = sampler.conversation.trajectories(8.0, "branch", "turn", discount)
+    calls = sampler.conversation.trajectories(8.0, "call", "turn", discount)
 
     turn_returns = []
     for trajectory in (*branches, *calls):
@@ -456,11 +456,11 @@ def test_rows_only_episode_reward_is_discounted_over_turns() -> None:
     for turn in turns:
         turn.reward = 0.0
 
-    first_branch, _ = sampler.conversation.rows(8.0, discount=0.5)
+    first_branch, _ = sampler.conversation.trajectories(8.0, discount=0.5)
 
     assert first_branch.token_rewards is not None
     assert first_branch.token_rewards[first_branch.token_rewards != 0].tolist() == [-4.0]
-    assert sampler.conversation.rows(8.0)[0].token_rewards is None
+    assert sampler.conversation.trajectories(8.0)[0].token_rewards is None
 
 
 def test_rows_turn_with_learn_false_is_context_and_returns_add_up() -> None:
@@ -470,10 +470,13 @@ def test_rows_turn_with_learn_false_is_context_and_returns_add_up() -> None:
     again = [*start, first.message, {"role": "user", "content": "no"}]
     _, second = sampler.call(again, content="345")
     _, third = sampler.call([*again, second.message, {"role": "user", "content": "no"}], content="it is 12")
-    first.reward, second.reward, third.reward, second.learn = 0.5, 2.0, 4.0, False
+    first.reward, second.reward, third.reward, second.is_trained = 0.5, 2.0, 4.0, False
 
-    (trajectory,) = sampler.conversation.rows(1.0)
-    spans = [range(len(tokens_to(turn)) - len(turn.output), len(tokens_to(turn))) for turn in (first, second, third)]
+    (trajectory,) = sampler.conversation.trajectories(1.0)
+    spans = [
+        range(len(token_ids_until(turn)) - len(turn.output), len(token_ids_until(turn)))
+        for turn in (first, second, third)
+    ]
 
     assert trajectory.loss_mask.nonzero()[0].tolist() == [*spans[0], *spans[2]]
     assert set(trajectory.versions[spans[1]]) == {-1}
@@ -488,9 +491,9 @@ def test_rows_turn_with_learn_false_is_context_and_returns_add_up() -> None:
         False,
         True,
     ]
-    assert len(sampler.conversation.rows(per="call")) == 2
-    first.learn = third.learn = False
-    assert sampler.conversation.rows(1.0) == []
+    assert len(sampler.conversation.trajectories(per="call")) == 2
+    first.is_trained = third.is_trained = False
+    assert sampler.conversation.trajectories(1.0) == []
 
 
 def test_rows_several_temperatures_raise_unless_one_row_per_call() -> None:
@@ -501,8 +504,8 @@ def test_rows_several_temperatures_raise_unless_one_row_per_call() -> None:
     second.temperature = 0.5
 
     with pytest.raises(DataError, match=r"temperatures \[0.5, 1.0\]"):
-        sampler.conversation.rows()
-    assert [trajectory.temperature for trajectory in sampler.conversation.rows(per="call")] == [1.0, 0.5]
+        sampler.conversation.trajectories()
+    assert [trajectory.temperature for trajectory in sampler.conversation.trajectories(per="call")] == [1.0, 0.5]
 
 
 def test_add_wrong_or_incomplete_response_raises() -> None:
@@ -519,7 +522,7 @@ def test_add_wrong_or_incomplete_response_raises() -> None:
             sampler.conversation.add(prompt, response, message, 1.0)
     with pytest.raises(DataError, match="at least one message"):
         sampler.conversation.prompt([])
-    assert sampler.conversation.rows() == []
+    assert sampler.conversation.trajectories() == []
 
 
 @pytest.mark.parametrize("name", CHAT_FORMATS)
@@ -531,7 +534,7 @@ def test_rows_info_has_messages_with_versions_and_rewards(name: str) -> None:
     reply = [calling.message, {"role": "tool", "content": "3", "tool_call_id": calling.message["tool_calls"][0]["id"]}]
     _, final = sampler.call([*messages, *reply], tools, content="it is 3")
 
-    trajectory = sampler.conversation.rows(1.0)[-1]
+    trajectory = sampler.conversation.trajectories(1.0)[-1]
 
     entries = trajectory.info["conversation"]
     assert [message["role"] for message in entries] == ["user", "assistant", "tool", "assistant"]

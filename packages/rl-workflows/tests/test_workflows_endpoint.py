@@ -165,10 +165,10 @@ async def test_rewards_reported_twice_keep_last_value() -> None:
             {"call_id": ids[0], "index": 1, "reward": 9},
             {"call_id": ids[0], "index": 1, "reward": 0.25},
             {"call_id": ids[1], "reward": 0.5},
-            {"call_id": ids[3], "reward": -1, "figures": {"tries": 2}},
+            {"call_id": ids[3], "reward": -1, "metrics": {"tries": 2}},
             {"reward": 7},
-            {"reward": 3, "figures": {"tries": 3}},
-            {"figures": {"depth": 1}},
+            {"reward": 3, "metrics": {"tries": 3}},
+            {"metrics": {"depth": 1}},
         ):
             status, text = await agent.post("/v1/rewards", body)
             assert status == 200, text
@@ -194,8 +194,8 @@ async def test_rewards_without_value_or_completion_are_rejected() -> None:
             ({"reward": 1, "call_id": "chatcmpl-1"}, 404, "call_id: expected"),
             ({"reward": 1, "call_id": call_id, "index": 1}, 400, "index: expected"),
             ({"reward": 1, "calls": 1}, 400, "unknown parameter"),
-            ({"figures": {"a b": 1}}, 400, "figures"),
-            ({"figures": {str(i): i for i in range(65)}}, 400, "at most 64 names"),
+            ({"metrics": {"a b": 1}}, 400, "metrics"),
+            ({"metrics": {str(i): i for i in range(65)}}, 400, "at most 64 names"),
         ):
             actual_status, text = await agent.post("/v1/rewards", body)
             assert (actual_status, message in error_message(text)) == (status, True), text
@@ -263,7 +263,7 @@ async def test_body_arriving_after_close_generates_nothing() -> None:
         body = json.dumps({"messages": MESSAGES}).encode()
         reader, writer = await _send_head(session, len(body))
         async with asyncio.timeout(30):
-            while not session.calling:  # noqa: ASYNC110
+            while not session.open_calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         await session.close()
         writer.write(body)
@@ -279,7 +279,7 @@ async def test_calls_with_unsent_bodies_count_as_concurrent() -> None:
     async with served(engine, EndpointConfig(max_concurrent=3)) as session, aiohttp.ClientSession() as http:
         connections = [await _send_head(session, 10) for _ in range(3)]
         async with asyncio.timeout(30):
-            while session.calling < 3:  # noqa: ASYNC110
+            while session.open_calls < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         status, text = await Agent(session, http).chat()
         assert status == 429
@@ -354,7 +354,7 @@ async def test_calls_beyond_limit_return_429_and_others_are_kept() -> None:
         assert status == 429
         assert "endpoint.max_concurrent" in error_message(text)
         assert [(await agent.chat())[0] for _ in range(7)] == [200] * 5 + [429] * 2
-        assert session.refused == 3
+        assert session.rejected_calls == 3
         await session.close()
         assert len(session.trajectories(0.0)) == 5
     engine = ScriptedEngine("llama3", fixed_message)
@@ -395,7 +395,7 @@ async def test_engine_error_is_session_failure_and_not_retried() -> None:
             assert status == 500
             assert error_message(text) == "injected failure"
         assert isinstance(session.failure, InferenceError)
-        assert session.refused == 0
+        assert session.rejected_calls == 0
         headers = {"x-api-key": session.api_key}
         async with http.post(session.url + "/v1/messages", json={"messages": MESSAGES}, headers=headers) as response:
             assert json.loads(await response.text())["error"] == {"type": "api_error", "message": "injected failure"}

@@ -104,7 +104,7 @@ async def test_endpoint_rejection_after_disconnect_logs_nothing(caplog: pytest.L
         call = asyncio.create_task(Agent(session, http).chat())
         await asyncio.to_thread(started.wait, 30)
         call.cancel()
-        await until(lambda: not session.calling, 30)
+        await until(lambda: not session.open_calls, 30)
         release.set()
         await until(lambda: not session.preparing.locked(), 30)
         assert (await Agent(session, http).chat())[0] == 400

@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/v1/messages": CALLS["/v1/messages"],
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": [{"type": "text", "text": "be brief"}]},
-    "/v1/rewards": {"reward": 1.0, "call_id": None, "index": 0, "figures": {"tries": 2}},
+    "/v1/rewards": {"reward": 1.0, "call_id": None, "index": 0, "metrics": {"tries": 2}},
 }
 ODD = [
     2**31,

@@ -358,7 +358,7 @@ async def test_chat_unsupported_request_is_rejected(fields: Any, message: str) -
         with pytest.raises(openai.BadRequestError, match=message):
             await agent.chat.completions.create(**{"model": "m", "messages": QUESTION, **fields})
         assert not engine.responses
-        assert session.refused == 1
+        assert session.rejected_calls == 1
 
 
 async def test_chat_sampling_uses_settings_of_run() -> None:

@@ -236,7 +236,7 @@ def test_next_batch_on_policy_is_independent_of_server_speed(engine):
             assert torch.equal(fast[key], slow[key]), key
 
 
-def test_on_answers_receives_batches_and_rejections_with_reason(engine):
+def test_on_completions_receives_batches_and_rejections_with_reason(engine):
     class Picky(Echo):
         async def arun_episode(self, engine, data):
             if data["prompt_id"] == 5:
@@ -254,7 +254,7 @@ def test_on_answers_receives_batches_and_rejections_with_reason(engine):
         batch_size=4,
         config=RolloutConfig(group_size=2, failure_budget=1.0),
         should_accept=lambda trajectories: trajectories[0].prompt_id != 2,
-        on_answers=lambda step, trajectories, reason: seen.append(
+        on_completions=lambda step, trajectories, reason: seen.append(
             (step, [trajectory.prompt_id for trajectory in trajectories], reason)
         ),
     )

@@ -70,14 +70,14 @@ def learn_pairs(
     parts: Components, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
 ) -> None:
     """The steps: from the data set's pairs to the updated weights."""
-    from rl_trainers.learners.preference import count_pairs, preference_rows
+    from rl_trainers.learners.preference import count_pairs, preference_sequences
     from rl_trainers.learners.supervised import shard_sequences
 
     renderer = parts.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
         cuts = parts.config.data.overlong == "truncate"
-        return shard_sequences(preference_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
+        return shard_sequences(preference_sequences(rows, renderer, parts.max_length, cuts), engine.parallel)
 
     learn_rows(parts, rows, "pairs", rl_trainers.LossLearner(engine, loss, count_pairs, reference), batch_of)
 

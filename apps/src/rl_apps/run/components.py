@@ -258,7 +258,7 @@ class Components(ExitStack):
             config=rl_workflows.RolloutConfig(**settings),
             parallel=engine.parallel,
             minibatches=self.config.actor.minibatches,
-            on_answers=self.writer(engine).write_training,
+            on_completions=self.writer(engine).write_training,
             loop=self.loop,
             version=engine.version,
             # the log has the error; nothing else ends the thread that is stuck

@@ -24,7 +24,7 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.models.directory import same_model
 from rl_contracts.runtime.run_files import last_recovery_checkpoint
 from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, NAMES, flatten, last_records, read_config
-from rl_trainers.recovery.lookup import resumed_step, took_no_step
+from rl_trainers.recovery.lookup import has_no_finished_step, resumed_step
 
 TRAINERS_LOCK = "trainers.lock"
 """File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
@@ -146,7 +146,7 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
     if not (directory / "metrics.jsonl").exists():
         return PreviousRun(start)
     step = start or resumed_step(directory, config.recover)
-    resumes = bool(step or took_no_step(directory) or (config.recover.regular and config.recover.resume))
+    resumes = bool(step or has_no_finished_step(directory) or (config.recover.regular and config.recover.resume))
     file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
     before = read_config(file) if file.exists() else now
     if other := ({*before} ^ {*now}) - {"resume_from"}:  # which runs of earlier commits do not have
@@ -182,7 +182,7 @@ def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
         settings: of the run, by dotted name.
     """
     saves = any(settings.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
-    return (saves or took_no_step(directory)) and not (directory / FINISHED).exists()
+    return (saves or has_no_finished_step(directory)) and not (directory / FINISHED).exists()
 
 
 def check_started_from(run: Run[Any]) -> None:

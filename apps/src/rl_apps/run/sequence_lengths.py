@@ -165,10 +165,10 @@ class Lengths:
         return None
 
     def _rendered(self, row: dict[str, Any], limit: int) -> Sequence[Any]:
-        from rl_trainers.learners.preference import preference_rows
+        from rl_trainers.learners.preference import preference_sequences
         from rl_trainers.learners.supervised import supervised_sequences
 
-        render: Callable[..., Sequence[Any]] = preference_rows if self.form == "pairs" else supervised_sequences
+        render: Callable[..., Sequence[Any]] = preference_sequences if self.form == "pairs" else supervised_sequences
         return render([row], self.renderer, limit, truncate=True)
 
 

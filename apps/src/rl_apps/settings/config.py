@@ -26,7 +26,7 @@ from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
 from rl_trainers.recovery.lookup import RecoverConfig
 from rl_trainers.run_log.checkpoints import CheckpointConfig
 from rl_trainers.run_log.evaluation import EvaluationConfig, HeldOutConfig
-from rl_trainers.run_log.rollouts import KeptConfig, RolloutsConfig
+from rl_trainers.run_log.rollouts import RolloutLogConfig, RolloutsConfig
 from rl_trainers.run_log.tracking import TrackersConfig
 from rl_trainers.weight_sync.gap.gate import GapConfig
 from rl_trainers.weight_sync.publisher import PublishConfig
@@ -238,7 +238,7 @@ class ServedConfig(RunConfig):
 
     rollout: ServingSettings = field(default_factory=ServingSettings)
     """Inference servers, workflow and reward."""
-    rollouts: KeptConfig = field(default_factory=KeptConfig)
+    rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
     """Which completions to store."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation on held-out examples."""

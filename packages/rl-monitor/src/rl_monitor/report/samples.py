@@ -24,7 +24,7 @@ IMAGE_BYTES = 200_000
 
 Answer = dict[str, Any]
 """A line of `rollouts/`, and what was learned from it (`advantage`, ...; see
-`rl_trainers.run_log.rollouts.to_learned_record`)."""
+`rl_trainers.run_log.rollouts.learned_records`)."""
 
 
 Choice = Callable[[list[Answer]], list[Answer]]

@@ -6,7 +6,7 @@ keyword arguments and whose instances are called like the function. The entry-po
 - policy loss (`rl.policy_losses`): `loss(terms: PolicyTerms) -> (losses [N], marks)`
 - correction (`rl.corrections`): `correction(off: OffPolicy) -> (weights [N], marks)`
 - mask (`rl.masks`): `mask(off: OffPolicy) -> dropped, bool [N]`; `SecondMomentMask` shows a mask over a whole minibatch
-- advantage estimator (`rl.advantages`): `estimator(outcomes: Outcomes) -> (advantages [B, T], returns or None)`
+- advantage estimator (`rl.advantages`): `estimator(outcomes: EpisodeRewards) -> (advantages [B, T], returns or None)`
 
 Marks are named bool [N] tensors. The fraction of trained tokens that each one marks is reported as a metric.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rl_contracts.batch.parallel import ParallelContext
 
-DROPPED_KEY = "moment_dropped"
+SECOND_MOMENT_DROPPED_KEY = "moment_dropped"
 """Batch entry, bool [B, T]: tokens that the second-moment mask drops."""
 
 
@@ -79,8 +79,8 @@ class SecondMomentMask:
         is_outlier = second_moment_outliers(
             log_ratio[in_trust_region], minibatch, count, self.threshold, parallel.sum_over_replicas
         )
-        batch[DROPPED_KEY] = torch.zeros_like(in_trust_region).masked_scatter(in_trust_region, is_outlier)
+        batch[SECOND_MOMENT_DROPPED_KEY] = torch.zeros_like(in_trust_region).masked_scatter(in_trust_region, is_outlier)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
         """Return the dropped tokens, bool [N]."""
-        return off.packed[DROPPED_KEY]
+        return off.packed[SECOND_MOMENT_DROPPED_KEY]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Outcomes:
+class EpisodeRewards:
     """Input of an advantage estimator: the batch's episodes over all replicas, and this replica's sequences.
 
     The E episodes have the same order on every replica.
@@ -50,7 +50,7 @@ class Outcomes:
     """int64 [E]: sampled tokens over all sequences of each episode; shared tokens count once."""
     penalties: torch.Tensor
     """float32 [E]: KL penalty summed over all trained tokens of each episode; at most 0 in expectation."""
-    of_row: torch.Tensor
+    episode_of_sequence: torch.Tensor
     """int64 [B]: index of the episode of each of this replica's sequences."""
     token_rewards: torch.Tensor
     """float32 [B, T]: sum of three rewards per token.
@@ -58,17 +58,17 @@ class Outcomes:
     The shaped reward is on the last trained token of a sequence; each sequence of an episode has the whole reward. The
     workflow's `token_rewards` are on the last trained token at or before theirs. The KL penalty is on its own token.
     """
-    parts: dict[str, torch.Tensor]
+    reward_components: dict[str, torch.Tensor]
     """Unshaped reward components by name, float32 [E] each; empty if the reward function returns plain numbers."""
     batch: TensorDict
     """This replica's sequences; with `values` if there is a critic."""
 
     def to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
         """Copy the advantage of each episode, [E], to all its trained tokens, [B, T]."""
-        return torch.where(self.batch["loss_mask"], advantages[self.of_row][:, None], 0.0)
+        return torch.where(self.batch["loss_mask"], advantages[self.episode_of_sequence][:, None], 0.0)
 
 
-def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
+def normalized_rewards(outcomes: EpisodeRewards, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
     """Return the normalized reward of each episode, including its KL penalty, as the advantage of all its tokens.
 
     See `normalize`. Rewards per turn are not read. With `std="mean"`, the result is (r - mean) / (mean + 1e-6), with
@@ -85,7 +85,7 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
     return outcomes.to_tokens(advantages), None
 
 
-def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
+def gdpo_advantages(outcomes: EpisodeRewards, *, weights: Mapping[str, float] | None = None) -> Advantages:
     """Return the advantages of GDPO (arXiv 2601.05242, section 3).
 
     Each reward component is normalized within its group. The weighted sum of the components is then normalized over the
@@ -99,26 +99,29 @@ def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None)
         DataError: the rewards have no components, or a weight names a component that does not exist.
     """
     weights = weights or {}
-    if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
+    if len(outcomes.rewards) and not (
+        outcomes.reward_components and weights.keys() <= outcomes.reward_components.keys()
+    ):
         raise DataError(
-            f"algorithm.advantage.kind=gdpo: expected reward components {sorted(weights) or '(at least one)'}, found "
-            f"{sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.CompositeReward` from the reward."
+            f"algorithm.advantage.kind=gdpo: expected reward components {sorted(weights) or '(at least one)'}, "
+            f"found {sorted(outcomes.reward_components) or 'none'}; "
+            "return `rl_contracts.reward.CompositeReward` from the reward."
         )
     total = torch.zeros_like(outcomes.rewards)
-    for name, rewards in outcomes.parts.items():
+    for name, rewards in outcomes.reward_components.items():
         group_statistics = group_by_id(rewards, outcomes.groups)
         total += weights.get(name, 1.0) * normalize(rewards, group_statistics, group_statistics)
     batch_statistics = group_by_id(total)
     return outcomes.to_tokens(normalize(total, batch_statistics, batch_statistics)), None
 
 
-def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
+def discounted_return(outcomes: EpisodeRewards, *, gamma: float) -> Advantages:
     """Return the discounted sum of the rewards of a token and all later tokens (Williams 1992)."""
     rewards = outcomes.token_rewards
     return gae(rewards, torch.zeros_like(rewards), outcomes.batch["loss_mask"], gamma, 1.0)[0], None
 
 
-def generalized(outcomes: Outcomes, *, gamma: float, lam: float, unit: str) -> Advantages:
+def gae_advantages(outcomes: EpisodeRewards, *, gamma: float, lam: float, unit: str) -> Advantages:
     """Return `gae` of the rewards per token, with the critic's values."""
     batch = outcomes.batch
     return gae(outcomes.token_rewards, batch[VALUES_KEY], batch["loss_mask"], gamma, lam, unit)
@@ -159,13 +162,13 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     return {
         "groups/trained": float(len(is_singleton)),
         "groups/singleton": float(is_singleton.sum()),
-        "groups/zero_variance": float((groups.flat & ~is_singleton).sum()),
+        "groups/zero_variance": float((groups.is_constant & ~is_singleton).sum()),
         "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
         "length/mean": float(outcomes.lengths.double().mean()) if len(rewards) else None,
     }
 
 
-def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
+def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> EpisodeRewards:
     """Gather the input of the advantage estimator from all replicas (collective)."""
     trained, kl_penalties = batch["loss_mask"], _kl_penalties(batch, config)
     component_names = sorted(str(name) for name in batch.keys() if str(name).startswith(COMPONENT_PREFIX))  # noqa: SIM118
@@ -195,7 +198,9 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
     if "token_rewards" in batch:
         per_token = per_token + to_trained_tokens(batch["token_rewards"], trained)
     components = {name.removeprefix(COMPONENT_PREFIX): gathered[name][first_sequence] for name in component_names}
-    return Outcomes(rewards, groups, lengths, episode_sums("penalties"), local_episodes, per_token, components, batch)
+    return EpisodeRewards(
+        rewards, groups, lengths, episode_sums("penalties"), local_episodes, per_token, components, batch
+    )
 
 
 def shape_rewards(

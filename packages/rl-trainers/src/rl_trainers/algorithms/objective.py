@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_trainers.algorithms.functional.policy_terms import TokenLoss
 
 
-Regulariser = Callable[[TokenOutputs, PolicyTerms, PackedBatch], torch.Tensor]
+Regularizer = Callable[[TokenOutputs, PolicyTerms, PackedBatch], torch.Tensor]
 """A loss term added to the policy loss, [N] with gradient, 0 where not trained.
 
 It depends only on the current policy at each token, so corrections for the sampling policy do not apply to it.
@@ -32,14 +32,14 @@ It depends only on the current policy at each token, so corrections for the samp
 
 
 def kl_penalty(config: KLConfig, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
-    """Return coef KL(policy || reference) of each token; a `Regulariser`."""
+    """Return coef KL(policy || reference) of each token; a `Regularizer`."""
     reference = torch.where(terms.trained, packed["ref_logprobs"], 0.0)
     divergence = kl_estimate(terms.logprobs, reference, config.estimator)
     return config.coef * (weighted_kl(divergence, terms.ratio) if config.weighted else divergence)
 
 
 def entropy_bonus(coef: float, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
-    """Return -coef H(policy) of each token; a `Regulariser`.
+    """Return -coef H(policy) of each token; a `Regularizer`.
 
     Raises:
         EngineError: the engine's entropy has no gradient.
@@ -60,13 +60,13 @@ class PolicyLoss:
     """Policy loss of each token."""
     proximal: Proximal
     """Source of the old log-probs."""
-    of_rows: bool = False
+    uses_sequence_ratio: bool = False
     """Whether the loss uses the ratio of a token's sequence instead of the token's ratio."""
     correction: Callable[[OffPolicy], Weights] | None = None
     """Correction weight of each token, or None for no correction."""
     masks: tuple[Callable[[OffPolicy], torch.Tensor], ...] = ()
     """Masks; each returns the tokens that it drops."""
-    regularisers: tuple[Regulariser, ...] = ()
+    regularizers: tuple[Regularizer, ...] = ()
     """Added loss terms: KL penalty and entropy bonus."""
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
@@ -87,13 +87,13 @@ class PolicyLoss:
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
-        ratio_batch = packed if self.of_rows else None
+        ratio_batch = packed if self.uses_sequence_ratio else None
         terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, ratio_batch, outputs.entropy)
-        losses, marks = check_finite("algorithm.loss", self.loss(terms), trained)
+        losses, marks = check_component_output("algorithm.loss", self.loss(terms), trained)
         off = OffPolicy(torch.where(trained, old - packed["logprobs"], 0.0).detach(), trained, packed)
         correction, stats = self._correct(off, marks)
         loss = (losses * (weights * correction)).sum()
-        for regularizer in self.regularisers:
+        for regularizer in self.regularizers:
             loss = loss + (regularizer(outputs, terms, packed) * weights).sum()
         count = trained.sum().float()
         stats |= {name: ((mark & trained).sum().float(), count) for name, mark in marks.items()}
@@ -103,18 +103,22 @@ class PolicyLoss:
         """Return the detached weight of each token, [N], 0 where not trained, and its statistics; extend `marks`."""
         weight, stats = off.trained.to(off.log_ratio.dtype), Stats()
         if self.correction is not None:
-            weight, correction_marks = check_finite("algorithm.correction", self.correction(off), off.trained)
+            weight, correction_marks = check_component_output("algorithm.correction", self.correction(off), off.trained)
             weight = torch.where(off.trained, weight.detach(), 0.0)
             stats["correction/mean"] = (weight.sum(), off.trained.sum().float())
             marks |= correction_marks
         for mask in self.masks:
-            dropped = check_finite("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[1]
+            dropped = check_component_output("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[
+                1
+            ]
             weight = weight.masked_fill(dropped["correction/masked"], 0.0)
             marks |= {name: mark | marks.get(name, mark) for name, mark in dropped.items()}
         return weight, stats
 
 
-def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def check_component_output(
+    setting: str, output: Any, trained: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the output of a component after checking that it is a pair `(values [N], marks)`.
 
     A tensor of another shape would broadcast silently and give a wrong loss.
@@ -127,16 +131,16 @@ def check_finite(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch
     Raises:
         ConfigError: the output has another type or shape.
     """
-    pair = found if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else (found, {})
+    pair = output if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict) else (output, {})
     shapes = [
         list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         for tensor in (pair[0], *pair[1].values())
     ]
     expected = list(trained.shape)
-    if pair is not found or any(shape != expected for shape in shapes):
+    if pair is not output or any(shape != expected for shape in shapes):
         raise ConfigError(
             f"{setting}: expected a pair (values, marks) with tensors of shape {expected}, found "
-            f"{type(found).__name__} with shapes {shapes}. Return one value per token; algorithm.aggregation sums "
+            f"{type(output).__name__} with shapes {shapes}. Return one value per token; algorithm.aggregation sums "
             "or averages them."
         )
     return pair
@@ -202,7 +206,7 @@ def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
     logprobs = torch.linspace(-3.0, -0.1, 8, requires_grad=True)
     trained = torch.arange(8) != 4
     terms = policy_terms(logprobs, logprobs.detach().flip(0) / 3, torch.linspace(-1.0, 1.0, 8), trained)
-    losses, _ = check_finite("algorithm.loss", loss(terms), trained)
+    losses, _ = check_component_output("algorithm.loss", loss(terms), trained)
     if not losses.requires_grad:
         raise ConfigError(
             "algorithm.loss: the losses have no gradient, so nothing would be learned; compute them from terms.ratio "

@@ -14,7 +14,7 @@ from rl_contracts.config import Reads, Settings, bounded, choice
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
 from rl_trainers.algorithms.functional.value_and_preference_losses import bradley_terry_loss, dpo_loss, ipo_loss
-from rl_trainers.learners.supervised import rendered
+from rl_trainers.learners.supervised import render_conversation
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -37,7 +37,7 @@ class PreferenceConfig(Settings):
     """Assumed fraction of pairs with swapped labels (conservative DPO); 0 disables smoothing."""
 
 
-def preference_rows(
+def preference_sequences(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
 ) -> list[Trajectory]:
     """Return two trajectories per pair, chosen (reward 1) and rejected (reward 0), in the same group.
@@ -83,7 +83,7 @@ def _render_side(
     messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
-    ids, mask = rendered(renderer, messages, row.get("tools"), f"row {name}: `{side}`")
+    ids, mask = render_conversation(renderer, messages, row.get("tools"), f"row {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(
             f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "

@@ -44,7 +44,7 @@ def supervised_sequences(
     result = []
     for index, row in enumerate(rows):
         name = row.get("prompt_id", index)
-        ids, mask = rendered(renderer, row["messages"], row.get("tools"), f"row {name}")
+        ids, mask = render_conversation(renderer, row["messages"], row.get("tools"), f"row {name}")
         if len(ids) > max_length and not truncate:
             raise DataError(
                 f"row {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or remove "
@@ -71,7 +71,7 @@ def supervised_sequences(
     return result
 
 
-def rendered(
+def render_conversation(
     renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str
 ) -> tuple[list[int], list[bool]]:
     """Return `render_sft` of a conversation, after checking that the chat template renders all of it.
@@ -214,9 +214,9 @@ class LossEvaluation:
         rows: number of held-out examples on all ranks.
     """
 
-    def __init__(self, learner: LossLearner, batch: TensorDict, rows: int) -> None:
+    def __init__(self, learner: LossLearner, batch: TensorDict, num_examples: int) -> None:
         learner.prepare(batch)
-        self.learner, self.batch, self.rows = learner, batch, rows
+        self.learner, self.batch, self.rows = learner, batch, num_examples
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """Return `loss/eval` and `eval/rows`, and for pairs also `eval/accuracy` and `eval/margin` (collective).

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers.recover")
 
-COST = 0.02
+MAX_PAUSE_FRACTION = 0.02
 """Maximum fraction of time for which recovery checkpoints by `recover.every_minutes` pause training."""
 
 
@@ -59,11 +59,11 @@ class RecoveryCheckpoints:
         run_dir: str | Path,
         config: RecoverConfig,
         engines: Mapping[str, TrainEngine],
-        parts: Mapping[str, Any],
+        components: Mapping[str, Any],
         stop: Callable[[], bool] = lambda: False,
         epochs: Callable[[], int] | None = None,
     ) -> None:
-        stateless = {name: component for name, component in parts.items() if not _can_be_saved(component)}
+        stateless = {name: component for name, component in components.items() if not _can_be_saved(component)}
         for name, component in stateless.items():
             if config.every or config.every_epochs:
                 setting = f"recover.every={config.every}" if config.every else "recover.every_epochs"
@@ -75,7 +75,7 @@ class RecoveryCheckpoints:
             config = replace(config, every_minutes=0.0)
         self.run_dir, self.config = Path(run_dir), config
         self.directory = self.run_dir / "recover"
-        self.engines, self.parts = dict(engines), dict(parts)
+        self.engines, self.components = dict(engines), dict(components)
         self.parallel = next(iter(self.engines.values())).parallel
         self._stop, self._stateless, self._schedule = stop, sorted(stateless), Schedule(config, epochs)
         self._completed_steps: list[int] = []
@@ -102,7 +102,7 @@ class RecoveryCheckpoints:
             engine.load(SaveLoadMeta(str(checkpoint / name), "state"))
         with self.parallel.agree_on_errors(f"resuming {self.run_dir} after step {step}"):
             if step:
-                restore_components(checkpoint, self.parts, self.parallel)
+                restore_components(checkpoint, self.components, self.parallel)
             if self.parallel.is_main:
                 truncate_to_checkpoint(self.run_dir, self.config)
                 self._completed_steps = [
@@ -194,7 +194,7 @@ class RecoveryCheckpoints:
             step,
             BackgroundDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed),
         )
-        self._schedule.least = (time.monotonic() - start) / COST
+        self._schedule.min_seconds = (time.monotonic() - start) / MAX_PAUSE_FRACTION
 
     def _copy(self, directory: Path) -> list[Snapshot]:
         writers: list[Snapshot] = []
@@ -206,7 +206,7 @@ class RecoveryCheckpoints:
             engine.save(meta)
             if self.parallel.is_main:
                 writers.append(partial(_files, directory / name))
-        states = [ComponentState.describe(name, component) for name, component in self.parts.items()]
+        states = [ComponentState.capture(name, component) for name, component in self.components.items()]
         writers += [partial(state.write, directory, self.parallel.rank) for state in states]
         return [*writers, self._sync_records] if self.parallel.is_main else writers
 
@@ -237,7 +237,7 @@ class RecoveryCheckpoints:
             self._failed(f"{directory.path}: {directory.error}")
             return
         self._completed_steps, self._failures = [*self._completed_steps, step][-self.config.keep :], 0
-        record("time/recover_written", directory.took, kind="max")
+        record("time/recover_written", directory.write_seconds, kind="max")
 
     def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -59,7 +59,7 @@ class ComponentState:
     """Copies of the tensors, by name."""
 
     @classmethod
-    def describe(cls, name: str, component: Stateful) -> ComponentState:
+    def capture(cls, name: str, component: Stateful) -> ComponentState:
         """Copy the state of a component.
 
         Raises:

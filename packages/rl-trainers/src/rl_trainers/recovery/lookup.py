@@ -25,7 +25,7 @@ from rl_contracts.runtime.run_files import (
     steps_in,
 )
 from rl_trainers.run_log.background_writes import fsync_all
-from rl_trainers.run_log.schedule import EveryConfig
+from rl_trainers.run_log.schedule import ScheduleConfig
 
 log = get_logger("trainers.recover")
 
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass
-class RecoverConfig(EveryConfig):
+class RecoverConfig(ScheduleConfig):
     """Schedule and retention of recovery checkpoints; with no interval set, only a request to stop saves one."""
 
     setting: ClassVar[str] = "recover"
@@ -73,7 +73,7 @@ def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
     return 0
 
 
-def took_no_step(run_dir: Path) -> bool:
+def has_no_finished_step(run_dir: Path) -> bool:
     """Return whether a run wrote records but finished no step."""
     records = run_dir / "metrics.jsonl"
     return records.exists() and not re.search(rb'"step": [1-9]', records.read_bytes())
@@ -93,7 +93,7 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
     for folder in ("recover", "checkpoints"):
         for scratch in (run_dir / folder).glob(".step_*.partial"):
             shutil.rmtree(scratch)
-    if not (step or (config.regular and config.resume) or took_no_step(run_dir)):
+    if not (step or (config.regular and config.resume) or has_no_finished_step(run_dir)):
         return
     last = step or -1
     for lost in (n for n in recovery_checkpoint_steps(run_dir) if n > last):

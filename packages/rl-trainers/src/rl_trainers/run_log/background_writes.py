@@ -67,7 +67,7 @@ class BackgroundDirectory:
         self.path, self._scratch = path, path.with_name(f".{path.name}.partial")
         self._parallel, self._seconds, self._manifest, self._completed = parallel, seconds, manifest, completed
         self.error, self._failure, self._start = "", "", time.monotonic()
-        self.took = 0.0
+        self.write_seconds = 0.0
         """Seconds from the copy to the rename, on rank 0."""
         with parallel.agree_on_errors(f"preparing {path}"):
             if parallel.is_main:
@@ -158,7 +158,7 @@ class BackgroundDirectory:
         remove(self.path)
         os.replace(self._scratch, self.path)
         fsync_all([self.path.parent, self.path.parent.parent])
-        self.took = time.monotonic() - self._start
+        self.write_seconds = time.monotonic() - self._start
         self._completed()
 
     def _marker(self, rank: int) -> Path:

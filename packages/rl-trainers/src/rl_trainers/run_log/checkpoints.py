@@ -17,7 +17,7 @@ from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import steps_in
 from rl_trainers.run_log.background_writes import BackgroundDirectory, remove, write_in_background
-from rl_trainers.run_log.schedule import EveryConfig, Schedule
+from rl_trainers.run_log.schedule import Schedule, ScheduleConfig
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -26,7 +26,7 @@ log = get_logger("trainers")
 
 
 @dataclass
-class CheckpointConfig(EveryConfig):
+class CheckpointConfig(ScheduleConfig):
     """Schedule and retention of checkpoints. A checkpoint always follows the last step."""
 
     setting: ClassVar[str] = "checkpoint"

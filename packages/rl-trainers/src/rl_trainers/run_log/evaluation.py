@@ -45,12 +45,12 @@ class CompletionEvaluation:
     def __init__(
         self,
         rollout: RolloutRuntime,
-        rows: Sequence[dict[str, Any]],
+        examples: Sequence[dict[str, Any]],
         config: EvaluationConfig,
         parallel: ParallelContext,
         writer: RolloutWriter | None = None,
     ) -> None:
-        self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, rows, config, parallel, writer
+        self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, examples, config, parallel, writer
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """Generate and score completions of all examples (collective).

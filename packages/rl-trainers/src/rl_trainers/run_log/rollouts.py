@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 LEARNED_KEYS = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages", "prox_logprobs")
-"""Batch entries that `to_learned_record` reads."""
+"""Batch entries that `learned_records` reads."""
 
-WAITING_TOKENS = 50_000_000
+MAX_QUEUED_TOKENS = 50_000_000
 """Tokens that may wait to be written, about 1 GB. If the disk is too slow for that, further records are dropped."""
 
 RETRY_SECONDS = 1.0
@@ -37,7 +37,7 @@ CLOSE_SECONDS = 30.0
 
 
 @dataclass
-class KeptConfig(Settings):
+class RolloutLogConfig(Settings):
     """Content of the completion logs of evaluations, under `rollouts/`."""
 
     setting: ClassVar[str] = "rollouts"
@@ -46,7 +46,7 @@ class KeptConfig(Settings):
 
 
 @dataclass
-class RolloutsConfig(KeptConfig):
+class RolloutsConfig(RolloutLogConfig):
     """Content and schedule of the completion logs, under `rollouts/`."""
 
     every: int = bounded(1, "0 (never) or more steps", lambda steps: steps >= 0)
@@ -63,10 +63,10 @@ class RolloutWriter:
         config: content and schedule.
     """
 
-    def __init__(self, directory: str | Path, rank: int = 0, config: KeptConfig | None = None) -> None:
+    def __init__(self, directory: str | Path, rank: int = 0, config: RolloutLogConfig | None = None) -> None:
         self.directory, self.rank, self.config = Path(directory), rank, config or RolloutsConfig()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.left_out = 0
+        self.dropped = 0
         """Number of records dropped because the disk was too slow."""
         self._waiting: SimpleQueue[tuple[Path, Iterable[dict[str, Any]], int] | None] = SimpleQueue()
         self._waiting_tokens = 0
@@ -84,7 +84,7 @@ class RolloutWriter:
             self.write(f"step_{step}", trajectories, rejected)
 
     def write_learned(self, step: int, batch: TensorDict) -> None:
-        """Append one record per trained sequence to `learned_step_<step>-<rank>.jsonl` (see `to_learned_record`).
+        """Append one record per trained sequence to `learned_step_<step>-<rank>.jsonl` (see `learned_records`).
 
         Nothing is written if `config.every` does not select the step. A sequence may be on another rank than the record
         of its trajectory. The writer thread does the work; this call returns at once.
@@ -98,7 +98,7 @@ class RolloutWriter:
         """
         if self._is_due(step):
             columns = {name: batch[name].cpu().numpy() for name in LEARNED_KEYS if name in batch}
-            records = to_learned_record(columns, self.config.tokens)
+            records = learned_records(columns, self.config.tokens)
             self._add(f"learned_step_{step}", records, len(batch), batch["versions"].numel())
 
     def _is_due(self, step: int) -> bool:
@@ -129,9 +129,9 @@ class RolloutWriter:
                 f"rollouts cannot be written to {self.directory}: {self._error!r}. {remedy}, or set rollouts.every=0."
             ) from self._error
         with self._lock:
-            if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:
-                self.left_out += count
-                log.warning("rollouts: the disk is too slow; %d records dropped so far", self.left_out)
+            if self._waiting_tokens and self._waiting_tokens + tokens > MAX_QUEUED_TOKENS:
+                self.dropped += count
+                log.warning("rollouts: the disk is too slow; %d records dropped so far", self.dropped)
                 return
             self._waiting_tokens += tokens
         self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", records, tokens))
@@ -197,7 +197,7 @@ def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool 
     return record
 
 
-def to_learned_record(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
+def learned_records(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
     """Yield what was learned from each sequence of a batch, as a JSON object.
 
     It has the sequence's ids, the number of its generated `tokens`, and the mean `advantage` of its trained tokens.

@@ -42,7 +42,7 @@ COMPUTED = (
 )
 """Entries that a learner adds to a batch."""
 
-OLDEST_GROUPS = 4
+MAX_AGE_BUCKET = 4
 """Age from which tokens are counted together, in versions."""
 
 
@@ -151,8 +151,8 @@ class RunLog:
             RLError: the evaluation failed; everything else is done.
         """
         self.step = step
-        batch_metrics = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
-        record: dict[str, float | None] = {"step": step, "version": version, **batch_metrics}
+        metrics = batch_metrics(batch, version_before).over_replicas(self.engine.parallel).results()
+        record: dict[str, float | None] = {"step": step, "version": version, **metrics}
         record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["rows"])
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
@@ -272,7 +272,7 @@ class RunLog:
             self._writer.write({**record, "timestamp": time.time()})
 
 
-def summarise(batch: TensorDict, version: int) -> Metrics:
+def batch_metrics(batch: TensorDict, version: int) -> Metrics:
     """Return the metrics of this rank's shard of a training batch.
 
     Args:
@@ -297,23 +297,25 @@ def summarise(batch: TensorDict, version: int) -> Metrics:
     metrics.add("truncated/fraction", batch["truncated"])
     metrics.add("staleness/mean", age, has_generated)
     metrics.add("staleness/max", age, has_generated, kind="max")
-    token_age = (version - versions).clamp(0, OLDEST_GROUPS)
-    for bucket in range(OLDEST_GROUPS + 1):
+    token_age = (version - versions).clamp(0, MAX_AGE_BUCKET)
+    for bucket in range(MAX_AGE_BUCKET + 1):
         name = (
-            f"staleness/fraction_{bucket}" if bucket < OLDEST_GROUPS else f"staleness/fraction_{OLDEST_GROUPS}_and_more"
+            f"staleness/fraction_{bucket}"
+            if bucket < MAX_AGE_BUCKET
+            else f"staleness/fraction_{MAX_AGE_BUCKET}_and_more"
         )
         metrics.add(name, token_age == bucket, trained & generated)
     return metrics
 
 
-def reward_std(mean: float | None, square: float | None, rows: float | None) -> float | None:
+def reward_std(mean: float | None, square: float | None, count: float | None) -> float | None:
     """Return the sample standard deviation of rewards from their mean, the mean of their squares, and their number.
 
     None for fewer than two rewards.
     """
-    if mean is None or square is None or rows is None or rows < 2:
+    if mean is None or square is None or count is None or count < 2:
         return None
-    return max((square - mean**2) * rows / (rows - 1), 0.0) ** 0.5
+    return max((square - mean**2) * count / (count - 1), 0.0) ** 0.5
 
 
 def _rate(amount: float | None, seconds: float) -> float | None:

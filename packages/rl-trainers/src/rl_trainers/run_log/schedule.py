@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError
 
 
 @dataclass
-class EveryConfig(Settings):
+class ScheduleConfig(Settings):
     """Intervals between saves. Each interval that is set applies, and every save restarts the minutes."""
 
     every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
@@ -42,7 +42,7 @@ class Schedule:
     """
 
     def __init__(
-        self, config: EveryConfig, epochs: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic
+        self, config: ScheduleConfig, epochs: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         if config.every_epochs and epochs is None:
             raise ConfigError(
@@ -50,7 +50,7 @@ class Schedule:
                 f"`epochs`); use {config.setting}.every or {config.setting}.every_minutes."
             )
         self._config, self._epochs, self._now = config, epochs or (lambda: 0), now
-        self.least = 0.0
+        self.min_seconds = 0.0
         """Minimum of seconds between saves of the `every_minutes` interval."""
         self.restart()
 
@@ -70,7 +70,10 @@ class Schedule:
                 config.every_epochs > 0
                 and self._epochs() // config.every_epochs > self._epochs_at_restart // config.every_epochs
             )
-            or (config.every_minutes > 0 and self._now() - self._begin >= max(60 * config.every_minutes, self.least))
+            or (
+                config.every_minutes > 0
+                and self._now() - self._begin >= max(60 * config.every_minutes, self.min_seconds)
+            )
         )
         if is_due:
             self.restart()

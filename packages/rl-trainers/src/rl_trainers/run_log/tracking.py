@@ -75,9 +75,9 @@ class Tracking:
     """
 
     def __init__(
-        self, config: TrackersConfig, run_dir: Path, project: str, settings: dict[str, Any], say: Callable[[str], None]
+        self, config: TrackersConfig, run_dir: Path, project: str, settings: dict[str, Any], warn: Callable[[str], None]
     ) -> None:
-        self._config, self._run_dir, self._settings, self._say = config, run_dir, settings, say
+        self._config, self._run_dir, self._settings, self._say = config, run_dir, settings, warn
         self._project = config.project or project
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["calculator"]
 
-LONGEST = 300
+MAX_CHARACTERS = 300
 """Maximum number of characters of an expression. This also bounds its depth."""
 LARGEST = 10**100
 """Largest absolute value of results, intermediate ones included."""
@@ -39,8 +39,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: numbers, + - * / // % ** and parentheses, for example "(3 + 4) * 2.5".
     """
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} are allowed.")
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed.")
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", expression.translate(_PYTHON_OPERATORS)).strip()
     try:
         value = _evaluate(ast.parse(plain, mode="eval").body)

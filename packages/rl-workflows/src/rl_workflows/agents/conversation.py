@@ -12,7 +12,7 @@ are never encoded again. A call continues a completion under two conditions:
   Rewritten text is part of its prompt, which is not trained.
 
 Every call therefore gets exactly the prompt that the template renders. Retries, parallel calls, sub-agents and
-rewritten histories are branches. `Conversation.rows` builds trajectories from them.
+rewritten histories are branches. `Conversation.trajectories` builds trajectories from them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Turn:
     """Sampling temperature."""
     truncated: bool
     """Whether a length limit ended the completion."""
-    asked: Sequence[Message] = ()
+    new_messages: Sequence[Message] = ()
     """Messages after the parent's completion."""
-    learn: bool = True
+    is_trained: bool = True
     """Whether the completion was sampled from the unconstrained policy. Otherwise it is context and is not trained."""
     reward: float = 0.0
     """Reward of this turn, in addition to the reward of the episode."""
@@ -73,9 +73,9 @@ class Turn:
     """Number of turns that continue this one."""
     tools: Sequence[Any] | None = None
     """Tools listed in the prompt, or None."""
-    before: tuple[int, bytes] | None = None
+    prompt_prefix: tuple[int, bytes] | None = None
     """Length and digest of the prompt's text, without the generation prompt. None if no call can continue this turn."""
-    shown: tuple[int, bytes] | None = _NOT_COMPUTED
+    rendered_prefix: tuple[int, bytes] | None = _NOT_COMPUTED
     """Length and digest of the rendered conversation up to this completion, without the end of the turn. None if the
     template renders it differently from how it was sampled."""
 
@@ -109,7 +109,7 @@ class Prompt:
     @property
     def asked(self) -> Sequence[Message]:
         """Messages after the parent's completion."""
-        earlier = sum(len(turn.asked) + 1 for turn in self.parent.path()) if self.parent else 0
+        earlier = sum(len(turn.new_messages) + 1 for turn in self.parent.path()) if self.parent else 0
         return self.messages[earlier:]
 
 
@@ -161,7 +161,7 @@ class Conversation:
                 continue
             added = self.renderer.text_after_completion(turn.output[-1:].tolist(), text[end:])
             if added is not None:
-                return Prompt([*tokens_to(turn), *added], len(added), turn, text, originals, tools, key)
+                return Prompt([*token_ids_until(turn), *added], len(added), turn, text, originals, tools, key)
         ids = self.renderer.encode(text)
         return Prompt(ids, len(ids), None, text, originals, tools, key)
 
@@ -198,7 +198,7 @@ class Conversation:
             added = self.renderer.encode(rest.decode(), begins=parent is None)
         else:
             added = np.frombuffer(rest, np.int64).tolist()
-        return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=content)
+        return Prompt([*(token_ids_until(parent) if parent else ()), *added], len(added), parent, key=content)
 
     def add(
         self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float, learn: bool = True
@@ -235,7 +235,7 @@ class Conversation:
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
             prompt.asked,
-            learn=learn,
+            is_trained=learn,
             tools=prompt.tools,
         )
         if turn.parent is not None:
@@ -244,10 +244,10 @@ class Conversation:
             text, opening = prompt.text, self.renderer.generation_prompt
             if text.endswith(opening):
                 length = len(text) - len(opening)
-                turn.before = length, _digest(text[:length])
+                turn.prompt_prefix = length, _digest(text[:length])
             self._by_key.setdefault(_extend_key(prompt.key, message), []).append(turn)
         else:
-            self._index_turn(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
+            self._index_turn(np.asarray(token_ids_until(turn), dtype=np.int64).tobytes(), turn)
             if response.output_ids[-1] not in self.renderer.stop_ids:
                 self._index_turn(prompt.key + message["content"].encode(), turn)
         self.turns.append(turn)
@@ -262,9 +262,9 @@ class Conversation:
 
         Return None if the text differs from what was sampled, in the completion or before it.
         """
-        if turn.before is None:
+        if turn.prompt_prefix is None:
             return None
-        length, digest = turn.before
+        length, digest = turn.prompt_prefix
         if _digest(text[:length]) != digest:
             return None
         opening, completion = (
@@ -274,9 +274,13 @@ class Conversation:
         rest = text[length + len(opening) :].lstrip()  # the template may add whitespace around a completion
         if text.startswith(opening, length) and rest.startswith(completion):  # the usual case; saves one rendering
             return len(text) - len(rest) + len(completion)
-        if turn.shown is _NOT_COMPUTED:
-            turn.shown = self._rendered_prefix(turn, length, digest)
-        return turn.shown[0] if turn.shown and _digest(text[: turn.shown[0]]) == turn.shown[1] else None
+        if turn.rendered_prefix is _NOT_COMPUTED:
+            turn.rendered_prefix = self._rendered_prefix(turn, length, digest)
+        return (
+            turn.rendered_prefix[0]
+            if turn.rendered_prefix and _digest(text[: turn.rendered_prefix[0]]) == turn.rendered_prefix[1]
+            else None
+        )
 
     def _rendered_prefix(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
         """Return length and digest of the rendered conversation up to a completion that the template reformats.
@@ -285,7 +289,7 @@ class Conversation:
         message.
         """
         renderer, message = self.renderer, turn.message
-        messages = [entry for earlier in turn.path() for entry in (*earlier.asked, earlier.message)]
+        messages = [entry for earlier in turn.path() for entry in (*earlier.new_messages, earlier.message)]
         try:
             text = renderer.text(messages, turn.tools, add_generation_prompt=False)
         except DataError:
@@ -300,7 +304,7 @@ class Conversation:
         fragments = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
         return (len(text), _digest(text)) if all(part.strip() in rendered for part in fragments) else None
 
-    def rows(
+    def trajectories(
         self, reward: float = 0.0, per: SequencesPer = "branch", credit: Credit = "turn", discount: float = 1.0
     ) -> list[Trajectory]:
         """Return all sampled completions as trajectories.
@@ -338,7 +342,7 @@ class Conversation:
             if per == "branch" and turn.children:
                 continue
             path = turn.path()
-            untrained = {each for each in ([turn] if per == "call" else path) if each.learn} - trained
+            untrained = {each for each in ([turn] if per == "call" else path) if each.is_trained} - trained
             trained |= untrained
             if not untrained:
                 continue
@@ -364,7 +368,7 @@ class Conversation:
         return returns
 
 
-def tokens_to(turn: Turn) -> list[int]:
+def token_ids_until(turn: Turn) -> list[int]:
     """Return all tokens up to the end of a turn's completion."""
     ids: list[int] = []
     for each in turn.path():
@@ -384,7 +388,7 @@ def _trajectory(path: list[Turn], trained: set[Turn], reward: float, returns: Ma
             segment
             for turn in path
             for values in [getattr(turn, name)]
-            for segment in (np.full_like(turn.prompt, fill), values if turn.learn else np.full_like(values, fill))
+            for segment in (np.full_like(turn.prompt, fill), values if turn.is_trained else np.full_like(values, fill))
         ]
         return np.concatenate(segments).astype(getattr(path[0], name).dtype)
 
@@ -397,7 +401,7 @@ def _trajectory(path: list[Turn], trained: set[Turn], reward: float, returns: Ma
     ends = np.cumsum([len(turn.prompt) + len(turn.output) for turn in path])
     mask = np.zeros(ends[-1], dtype=bool)
     rewards = np.zeros(ends[-1], dtype=np.float32)
-    learned = [(turn, end) for turn, end in zip(path, ends.tolist(), strict=True) if turn.learn]
+    learned = [(turn, end) for turn, end in zip(path, ends.tolist(), strict=True) if turn.is_trained]
     for (turn, end), successor in zip(learned, [*(turn for turn, _ in learned[1:]), None], strict=True):
         if turn in trained:
             mask[end - len(turn.output) : end] = True
@@ -423,8 +427,8 @@ def branch_messages(path: list[Turn]) -> list[dict[str, Any]]:
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
         turn_info = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
-        turn_info |= {} if turn.learn else {"learned": False}
-        messages += [*map(dict, turn.asked), {**turn.message, **turn_info}]
+        turn_info |= {} if turn.is_trained else {"learned": False}
+        messages += [*map(dict, turn.new_messages), {**turn.message, **turn_info}]
     return messages
 
 

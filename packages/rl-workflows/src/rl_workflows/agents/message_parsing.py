@@ -18,7 +18,7 @@ from rl_contracts.chat.reasoning import MARKS, split_reasoning
 from rl_contracts.chat.rendering import completion_text
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError
-from rl_workflows.agents.tool_calls import FORMATS, Call, as_call, format_of
+from rl_workflows.agents.tool_calls import FORMATS, Call, detect_format, parse_call
 
 CALL_ID_LENGTH = 9
 """Length of the id of a tool call. Ids consist of letters and digits; chat templates of Mistral reject other ids."""
@@ -45,7 +45,9 @@ class MessageParser:
         self._has_reasoning = any(end_mark in template for _, end_mark in MARKS)
         if form == "auto":
             form = (
-                "transformers" if has_response_template else format_of(tokenizer, lambda text: self._split(text, "")[1])
+                "transformers"
+                if has_response_template
+                else detect_format(tokenizer, lambda text: self._split(text, "")[1])
             )
         if form == "transformers" and not has_response_template:
             raise ConfigError(
@@ -139,7 +141,7 @@ class MessageParser:
         except ValueError:
             return "", text, []
         entries = parsed.get("tool_calls") or []
-        calls = [call for call in (as_call(entry.get("function", entry)) for entry in entries) if call]
+        calls = [call for call in (parse_call(entry.get("function", entry)) for entry in entries) if call]
         if len(calls) < len(entries) or (entries and not tools):
             return "", text, []
         reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""

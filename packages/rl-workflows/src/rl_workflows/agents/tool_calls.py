@@ -81,7 +81,7 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
         name, args, body = segment.partition("[ARGS]")
         name = name.partition("[CALL_ID]")[0].strip()
         values = [{"name": name, "arguments": _json(body)}] if args else _json(segment)
-        parsed = [call for call in map(as_call, values) if call] if isinstance(values, list) else []
+        parsed = [call for call in map(parse_call, values) if call] if isinstance(values, list) else []
         if not parsed or len(parsed) < len(values):
             return text, []
         calls += parsed
@@ -107,7 +107,7 @@ def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
             continue
         except (ValueError, RecursionError):  # too many digits, or too deep
             break
-        call = as_call(value)
+        call = parse_call(value)
         if call and any(_function(tool).get("name") == call[0] for tool in tools):
             calls.append(call)
             rest += text[done:start].lstrip(_BETWEEN).removesuffix("<|python_tag|>")
@@ -130,7 +130,7 @@ def _gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
     for message in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)", text):
         header, _, body = message.partition("<|message|>")
         recipient = _RECIPIENT.search(header)
-        call = recipient and as_call({"name": recipient[1], "arguments": _json(_MESSAGE_END.sub("", body))})
+        call = recipient and parse_call({"name": recipient[1], "arguments": _json(_MESSAGE_END.sub("", body))})
         calls += [call] if call else []
         rest += "" if call else message
     return rest, calls
@@ -171,7 +171,7 @@ _END = re.compile(r"<\|\w+\|>\s*$")
 """Token that ends a turn with a call. Some templates use another token there than after a text."""
 
 
-def format_of(tokenizer: Any, split: Callable[[str], str]) -> str:
+def detect_format(tokenizer: Any, split: Callable[[str], str]) -> str:
     """Return the format of a chat template's tool calls: the one whose parser extracts a rendered sample call.
 
     Args:
@@ -291,11 +291,11 @@ def _json(text: str) -> Any:
         return None
 
 
-def as_call(found: Any) -> Call | None:
+def parse_call(value: Any) -> Call | None:
     """Return name and arguments if a JSON value is a call, else None."""
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         return None
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = _json(arguments)
     return (name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
@@ -318,5 +318,5 @@ def _json_values(text: str) -> Iterator[Any]:
 def _calls_only(values: Iterator[Any]) -> list[Call]:
     """Return the calls if every value is a call, else no calls."""
     candidates = list(values)
-    calls = [call for call in map(as_call, candidates) if call]
+    calls = [call for call in map(parse_call, candidates) if call]
     return calls if len(calls) == len(candidates) else []

@@ -84,7 +84,7 @@ class PythonTool(FunctionTool):
         return "\n".join(filter(None, outputs)) or "(it printed nothing)"
 
 
-def tools_of(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:
+def load_tools(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:
     """Return tools by name.
 
     Args:

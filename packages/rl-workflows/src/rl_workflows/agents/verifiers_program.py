@@ -23,7 +23,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 KEY = "VERIFIERS_EPISODE_KEY"
 
 
-def row(task: vf.Task[Any]) -> dict[str, Any]:
+def example_of_task(task: vf.Task[Any]) -> dict[str, Any]:
     """Return the example of a task. Its prompt serves for length checks and readers; the agent uses only the number."""
     messages = [{"role": "user", "content": task.data.prompt_text}]
     if task.data.system_prompt:
@@ -31,7 +31,7 @@ def row(task: vf.Task[Any]) -> dict[str, Any]:
     return {"task": task.data.idx, "messages": messages}
 
 
-async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str) -> dict[str, float]:
+async def run_episode(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str) -> dict[str, float]:
     """Run one episode; return its reward and metrics, each summed over the traces of trainable agents.
 
     Raises:
@@ -54,7 +54,7 @@ async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str
     return result
 
 
-def tell(value: dict[str, Any]) -> None:
+def write_json_line(value: dict[str, Any]) -> None:
     """Write a value to stdout as one line of JSON."""
     sys.stdout.write(f"{json.dumps(value)}\n")
     sys.stdout.flush()
@@ -65,7 +65,7 @@ async def main(config: str, *flags: str) -> None:
     env = load_environment(resolve_env_config(json.loads(config)))
     if flags:
         for task in env.taskset:
-            tell(row(task))
+            write_json_line(example_of_task(task))
         return
     tasks: dict[int, vf.Task[Any]] = {}
     unread = iter(env.taskset)
@@ -79,7 +79,7 @@ async def main(config: str, *flags: str) -> None:
                 f"task {number}: expected the number of one of the taskset's {len(tasks)} tasks; create the examples "
                 "with --tasks"
             )
-        tell(await play(env, tasks[number], request["base_url"], request["api_key"]))
+        write_json_line(await run_episode(env, tasks[number], request["base_url"], request["api_key"]))
 
 
 if __name__ == "__main__":

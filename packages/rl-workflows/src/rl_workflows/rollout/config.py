@@ -87,7 +87,7 @@ class RolloutConfig(RuntimeConfig):
         return self.group_size if self.min_group is None else self.min_group
 
 
-def groups_per_replica(total: int, replicas: int, what: str) -> int:
+def groups_per_replica(total: int, replicas: int, field_name: str) -> int:
     """Return the number of groups per data-parallel replica, out of `total`.
 
     Raises:
@@ -98,6 +98,6 @@ def groups_per_replica(total: int, replicas: int, what: str) -> int:
     lower, upper = total // replicas * replicas, (total // replicas + 1) * replicas
     near = f"{lower} or {upper}" if lower else str(upper)
     raise ConfigError(
-        f"{what}={total} must be divisible by the number of trainer replicas, {replicas}; use {near}, or another "
+        f"{field_name}={total} must be divisible by the number of trainer replicas, {replicas}; use {near}, or another "
         "number of trainer replicas."
     )

@@ -48,9 +48,9 @@ class Episodes:
     """Tokens generated since the counter was last read."""
 
     def __post_init__(self) -> None:
-        self.touch()
+        self.record_progress()
 
-    def touch(self) -> None:
+    def record_progress(self) -> None:
         """Record that progress was made now."""
         self.last_moved = self.clock.now()
 

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 10.0
 
 
 async def evaluate_held_out(
-    episodes: Episodes, rows: Sequence[dict[str, Any]], first: int, n: int, version: int, config: RolloutConfig
+    episodes: Episodes, examples: Sequence[dict[str, Any]], first: int, n: int, version: int, config: RolloutConfig
 ) -> list[FinishedGroup]:
     """Run `n` episodes per example and return one group per example, in order.
 
@@ -43,17 +43,17 @@ async def evaluate_held_out(
         InferenceError: the tokens carry several versions, or one older than `version`.
         RLError: too many episodes failed, or there was no progress for `stall_timeout`.
     """
-    if not rows:
+    if not examples:
         return []
-    budget = FailureBudget(config, total=len(rows) * n)
+    budget = FailureBudget(config, total=len(examples) * n)
     finished: dict[int, FinishedGroup] = {}
-    remaining = iter(enumerate(rows, first))
+    remaining = iter(enumerate(examples, first))
     stalled: list[BaseException] = []
 
     async def run_examples() -> None:
         for index, row in remaining:
             finished[index] = await run_group(episodes, row, Ticket(version, index), n, needed=0)
-            episodes.touch()
+            episodes.record_progress()
             _check_failures(budget, finished[index], n)
 
     def on_stall(error: BaseException) -> None:
@@ -61,10 +61,14 @@ async def evaluate_held_out(
         for task in tasks:
             task.cancel()
 
-    tasks = [asyncio.create_task(run_examples()) for _ in range(min(len(rows), max(config.eval_concurrent // n, 1)))]
+    tasks = [
+        asyncio.create_task(run_examples()) for _ in range(min(len(examples), max(config.eval_concurrent // n, 1)))
+    ]
     watchdog = Watchdog(
         episodes,
-        lambda: f"evaluation: {len(rows) - len(finished)} examples remaining, {len(episodes.running)} episodes running",
+        lambda: (
+            f"evaluation: {len(examples) - len(finished)} examples remaining, {len(episodes.running)} episodes running"
+        ),
         on_stall,
         config.stall_timeout,
     )

@@ -63,7 +63,7 @@ class FinishedGroup:
     """Errors of episodes in order of time, including those of a group that was used without the failed episodes."""
     declined: int = 0
     """Number of episodes that the workflow rejected."""
-    figures: Metrics = field(default_factory=Metrics)
+    metrics: Metrics = field(default_factory=Metrics)
     """Metrics recorded by all episodes, including failed ones."""
 
 
@@ -118,7 +118,7 @@ async def run_group(
     """
     group = FinishedGroup(ticket, prompt)
     running = _RunningGroup(group, size, needed, held_out=episodes.generation is not None)
-    with collect(group.figures):
+    with collect(group.metrics):
         tasks = [asyncio.create_task(_episode(episodes, running, sample)) for sample in range(size)]
     try:
         await running.decided

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
 
-Row = dict[str, Any]
+Example = dict[str, Any]
 
 MAX_DROPPED = 1_000_000
 """Maximum number of remaining examples that are read to report them as left over."""
@@ -28,14 +28,14 @@ class PromptSource:
         rows: examples (dictionaries with an integer `prompt_id`), finite or endless.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Example]) -> None:
         self._rows = rows
-        self._requeued: deque[Row] = deque()
+        self._requeued: deque[Example] = deque()
         self._drawn = 0
         self._exhausted = False
 
     @cached_property
-    def _iterator(self) -> Iterator[Row]:
+    def _iterator(self) -> Iterator[Example]:
         return iter(self._rows)  # created lazily, after a state was loaded into the iterable
 
     @property
@@ -43,7 +43,7 @@ class PromptSource:
         """Whether the last example was returned."""
         return self._exhausted and not self._requeued
 
-    def next_row(self) -> Row | None:
+    def next_example(self) -> Example | None:
         """Return the next example, or None at the end of the data."""
         if self._requeued:
             return self._requeued.popleft()
@@ -52,7 +52,7 @@ class PromptSource:
         self._drawn += row is not None
         return row
 
-    def drop_rest(self) -> list[Row]:
+    def drop_rest(self) -> list[Example]:
         """Return the remaining examples and end the source.
 
         At most `MAX_DROPPED` examples are read from the iterable, because it may be endless.
@@ -63,7 +63,7 @@ class PromptSource:
         self._drawn, self._exhausted = self._drawn + len(drawn), True
         return remaining
 
-    def requeue_first(self, rows: Iterable[Row]) -> None:
+    def requeue_first(self, rows: Iterable[Example]) -> None:
         """Return these examples again, in this order, before all others."""
         self._requeued.extendleft(reversed(list(rows)))
 
@@ -88,7 +88,7 @@ class PromptSource:
             self._drawn = int(state["drawn"])
         else:
             for drawn in range(int(state["drawn"])):
-                if self.next_row() is None:
+                if self.next_example() is None:
                     raise DataError(
                         f"resuming: {state['drawn']} examples were drawn before, but the data ends after {drawn}. "
                         "Resume with the data set of the saved run."

@@ -69,7 +69,7 @@ class DistRollout(RolloutRuntime):
         parallel: position of this rank among the trainer ranks.
         minibatches: optimizer steps per batch. The batch's entry `minibatch` assigns each sequence to a minibatch.
         should_accept: filter of complete groups, in addition to `config.dynamic_sampling`.
-        on_answers: called with this leader's completions, for example to write them to disk; see
+        on_completions: called with this leader's completions, for example to write them to disk; see
             `rl_workflows.rollout.scheduler.OnCompletions`.
         clock: clock for all times; the system clock by default.
         loop: thread with the event loop for the engine's coroutines, if the engine is shared. With None, the runtime
@@ -95,7 +95,7 @@ class DistRollout(RolloutRuntime):
         parallel: ParallelContext | None = None,
         minibatches: int = 1,
         should_accept: ShouldAccept | None = None,
-        on_answers: OnCompletions | None = None,
+        on_completions: OnCompletions | None = None,
         clock: Clock | None = None,
         loop: LoopThread | None = None,
         version: int = 0,
@@ -133,7 +133,7 @@ class DistRollout(RolloutRuntime):
             self.config,
             clock or SystemClock(),
             _accept_all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
-            on_answers,
+            on_completions,
             on_stuck_trainer,
         )
         self._wait_seconds = 0.0
@@ -184,7 +184,7 @@ class DistRollout(RolloutRuntime):
                 version, examples = self.scheduler.manager.version, data[shard.start : shard.stop]
                 groups = self._wait(evaluate_held_out(episodes, examples, shard.start, n, version, self.config))
         for group in groups:
-            record_all(group.figures)
+            record_all(group.metrics)
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     def pause(self) -> None:

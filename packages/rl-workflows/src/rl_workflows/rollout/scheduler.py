@@ -14,7 +14,7 @@ from rl_contracts.runtime.metrics import Metrics
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
-from rl_workflows.rollout.prompt_source import PromptSource, Row
+from rl_workflows.rollout.prompt_source import Example, PromptSource
 from rl_workflows.rollout.resharding import reshard_groups
 from rl_workflows.rollout.staleness import StalenessManager, Ticket
 from rl_workflows.rollout.watchdog import Watchdog, server_metrics
@@ -54,7 +54,7 @@ class RolloutScheduler:
         config: settings of the runtime.
         clock: clock for all times.
         should_accept: filter of complete groups.
-        on_answers: called with each batch and with groups that are not trained on; see `OnCompletions`.
+        on_completions: called with each batch and with groups that are not trained on; see `OnCompletions`.
         on_stuck_trainer: called if the trainer makes no call for `config.trainer_timeout`; the next wait raises the
             same error.
     """
@@ -63,12 +63,12 @@ class RolloutScheduler:
         self,
         engine: InferenceEngine,
         workflow: RolloutWorkflow,
-        prompts: Iterable[Row],
+        prompts: Iterable[Example],
         manager: StalenessManager,
         config: RolloutConfig,
         clock: Clock,
         should_accept: ShouldAccept | None = None,
-        on_answers: OnCompletions | None = None,
+        on_completions: OnCompletions | None = None,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
         self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
@@ -83,7 +83,7 @@ class RolloutScheduler:
             config.trainer_timeout,
             self._trainer_is_stuck,
         )
-        self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
+        self.running: dict[int, tuple[Example, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
         self.outcomes: list[dict[str, Any]] = []
         """Outcomes of prompts that were not yet returned; see `RolloutRuntime.outcomes`."""
@@ -95,7 +95,11 @@ class RolloutScheduler:
         for outcome in ("accepted", "rejected", "failed", "left_over"):
             self._count(outcome, 0)
         self._count_staleness([])
-        self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
+        self._should_accept, self._on_completions, self._on_stuck_trainer = (
+            should_accept,
+            on_completions,
+            on_stuck_trainer,
+        )
         self._started = self._paused = self._admission_is_scheduled = False
         self._error: RLError | None = None
         self._changed = asyncio.Event()
@@ -180,7 +184,7 @@ class RolloutScheduler:
         """
         prompts = {group_id: group.prompt for group_id, group in self.accepted.items()}
         prompts |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
-        left_over: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in prompts.items()]
+        left_over: list[tuple[Example, int | None]] = [(prompt, group_id) for group_id, prompt in prompts.items()]
         left_over += [(prompt, None) for prompt in self.source.drop_rest()]
         self._count("left_over", len(left_over))
         if left_over:
@@ -274,7 +278,7 @@ class RolloutScheduler:
         self.source.load_states([state["source"] for state in states])
         self.source.requeue_first(requeued)
 
-    def _load(self, state: dict[str, Any]) -> list[Row]:
+    def _load(self, state: dict[str, Any]) -> list[Example]:
         """Restore all but the position in the data, and return the prompts to admit again first."""
         too_old = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
         groups: list[FinishedGroup] = state["groups"]
@@ -306,7 +310,7 @@ class RolloutScheduler:
             return
         try:
             for _ in range(min(self.manager.capacity, MAX_ADMISSIONS_PER_TURN)):
-                prompt = self.source.next_row()
+                prompt = self.source.next_example()
                 if prompt is None:
                     self._changed.set()
                     return
@@ -321,7 +325,7 @@ class RolloutScheduler:
         if self.manager.capacity:
             self._schedule_admission()
 
-    def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
+    def _run(self, prompt: Example, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
         """Return the coroutine that runs an admitted group. Simulations replace this method."""
         size, needed = self.config.group_size, self.config.needed
         return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
@@ -349,8 +353,8 @@ class RolloutScheduler:
         Raises:
             RLError: too many groups failed or were rejected.
         """
-        self.episodes.touch()
-        self.metrics.merge(group.figures)
+        self.episodes.record_progress()
+        self.metrics.merge(group.metrics)
         self._finished += group.trajectories
         if len(self._finished) >= METRICS_CHUNK:
             self._add_finished_metrics()
@@ -385,8 +389,8 @@ class RolloutScheduler:
         self._schedule_admission()
 
     def _notify(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
-        if self._on_answers is not None and trajectories:
-            self._on_answers(step, trajectories, reason)
+        if self._on_completions is not None and trajectories:
+            self._on_completions(step, trajectories, reason)
 
     def _count(self, outcome: str, groups: int = 1) -> None:
         self.metrics.add(f"groups/{outcome}", groups, kind="sum")
@@ -419,7 +423,7 @@ def _find_no_servers_error(failures: Iterable[BaseException]) -> NoServersError 
     return next((cause for error in failures for cause in causes(error) if isinstance(cause, NoServersError)), None)
 
 
-def _outcome(prompt: Row, group_id: int | None, outcome: str, reason: str | None = None) -> dict[str, Any]:
+def _outcome(prompt: Example, group_id: int | None, outcome: str, reason: str | None = None) -> dict[str, Any]:
     """Return the outcome of a prompt in the format of `RolloutRuntime.outcomes`."""
     epoch = int(prompt.get("epoch", 0))
     return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": outcome, "reason": reason}

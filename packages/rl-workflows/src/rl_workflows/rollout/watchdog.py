@@ -72,7 +72,7 @@ class Watchdog:
         """Begin to check for progress, because the trainer waits for episodes."""
         self.waited_for = True
         self._served_tokens = None
-        self._episodes.touch()
+        self._episodes.record_progress()
         if self._task is None:
             self._task = asyncio.create_task(self._run_checks(), name="rollout-watch")
             self._task.add_done_callback(self._on_task_done)
@@ -117,7 +117,7 @@ class Watchdog:
                 if idle < self._stall_timeout / CHECKS_PER_TIMEOUT:
                     continue
                 if await self._servers_progressed():
-                    self._episodes.touch()
+                    self._episodes.record_progress()
                 elif idle >= self._stall_timeout:
                     self._on_stall(StalledError(self._stall_message(idle)))
                     return
@@ -134,7 +134,7 @@ class Watchdog:
             log.warning(
                 "the event loop was blocked for about %.1f s; a workflow or reward function may compute on it", delay
             )
-            self._episodes.touch()
+            self._episodes.record_progress()
 
     async def _servers_progressed(self) -> bool:
         """Return whether the servers generated tokens since the last check. A long completion is not a stall."""

@@ -34,7 +34,7 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
         environment: called without arguments at the start of each episode; returns its environment.
         turns: maximum number of completions.
         seconds: time limit of each `reset`, `step` and `close`.
-        credit: use of the rewards of steps; see `rl_workflows.agents.conversation.Conversation.rows`.
+        credit: use of the rewards of steps; see `rl_workflows.agents.conversation.Conversation.trajectories`.
     """
 
     def __init__(

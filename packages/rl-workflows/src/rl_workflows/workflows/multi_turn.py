@@ -14,7 +14,7 @@ from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.runtime.metrics import record
 from rl_workflows.agents.conversation import Conversation, Turn
 from rl_workflows.agents.message_parsing import MessageParser
-from rl_workflows.agents.tools import Tool, tools_of
+from rl_workflows.agents.tools import Tool, load_tools
 from rl_workflows.rollout.episode import stage
 from rl_workflows.workflows.rlvr import RLVRWorkflow
 
@@ -106,7 +106,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
     def _trajectories(
         self, conversation: Conversation, reward: float, data: dict[str, Any], **options: Any
     ) -> list[Trajectory]:
-        trajectories = conversation.rows(reward, **options)
+        trajectories = conversation.trajectories(reward, **options)
         for trajectory in trajectories:
             first = int((trajectory.versions >= 0).argmax())
             segments = {"prompt": trajectory.input_ids[:first], "completion": trajectory.input_ids[first:]}
@@ -141,7 +141,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         **more: Any,
     ) -> None:
         super().__init__(*given, turns=turns, **more)
-        self._tools = tools_of(tools)
+        self._tools = load_tools(tools)
         self._schemas = [tool.schema for tool in self._tools.values()]
         require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
         if not (self._parser.reads_tools and self._renderer.renders_tools(self._schemas)):

@@ -27,7 +27,7 @@ class Groups:
     """float [G]: mean of the values."""
     std: torch.Tensor
     """float [G]: sample standard deviation (ddof 1), 0 for a group of one."""
-    flat: torch.Tensor
+    is_constant: torch.Tensor
     """bool [G]: whether the values of the group are all equal; also True for a group of one."""
 
 
@@ -77,9 +77,9 @@ def normalize(
         deviation = values - mean.mean[mean.index]
         if leave_one_out:
             deviation = deviation * (mean.size / (mean.size - 1).clamp(min=1))[mean.index]
-        result = torch.where(mean.flat[mean.index], 0.0, deviation)
+        result = torch.where(mean.is_constant[mean.index], 0.0, deviation)
     if std is not None:
-        result = torch.where(std.flat[std.index], 0.0, result / (std.std + EPS)[std.index])
+        result = torch.where(std.is_constant[std.index], 0.0, result / (std.std + EPS)[std.index])
     return result
 
 

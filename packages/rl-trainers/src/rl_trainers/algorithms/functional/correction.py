@@ -129,7 +129,11 @@ def trust_region_tokens(log_ratio: torch.Tensor, advantages: torch.Tensor) -> to
 
 
 def second_moment_outliers(
-    log_ratio: torch.Tensor, minibatch: torch.Tensor, count: int, threshold: float, add_up: AddUp = lambda table: table
+    log_ratio: torch.Tensor,
+    minibatch: torch.Tensor,
+    count: int,
+    threshold: float,
+    sum_over_ranks: AddUp = lambda table: table,
 ) -> torch.Tensor:
     """Return the tokens to drop so that the second moment of the others is bounded.
 
@@ -149,8 +153,8 @@ def second_moment_outliers(
         minibatch: int64 [K], minibatch of each token.
         count: number of minibatches.
         threshold: tau_M2 (0.04 in the paper).
-        add_up: sums a float64 tensor over all ranks. If a mean equals `threshold` up to float64 rounding, the order of
-            summation decides.
+        sum_over_ranks: sums a float64 tensor over all ranks. If a mean equals `threshold` up to float64 rounding, the
+            order of summation decides.
 
     Returns:
         bool [K].
@@ -166,7 +170,7 @@ def second_moment_outliers(
         bucket = (minibatch * 256 + (keys >> shift & 255))[has_prefix]
         table = torch.zeros(count * 256, 2, dtype=torch.float64)
         table.index_add_(0, bucket, torch.stack([squares[has_prefix], torch.ones_like(squares[has_prefix])], 1))
-        moments_up_to = moments_below + add_up(table).view(count, 256, 2).cumsum(1)
+        moments_up_to = moments_below + sum_over_ranks(table).view(count, 256, 2).cumsum(1)
         # if all values fit, the digit is 256 and carries into the digits before it
         digit = (moments_up_to[..., 0] <= threshold * moments_up_to[..., 1]).sum(1)
         cutoff = cutoff * 256 + digit

@@ -293,7 +293,7 @@ class GapGate:
         served = self._as_served(sequences, trainer_logprobs)
         own = None if served is None else experiments.attempt(experiments.scores, sequences, self._scorer(server))
         repeated = None if own is None else experiments.attempt(experiments.scores, sequences, self._scorer(server))
-        repeats = repeated is not None and not experiments.logprob_change(sequences, own, repeated).share
+        repeats = repeated is not None and not experiments.logprob_change(sequences, own, repeated).changed_fraction
         return (own, served) if repeats else (None, None)
 
     def _as_served(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> torch.Tensor | None:
@@ -329,7 +329,7 @@ class GapGate:
             )
             unchanged = (
                 change.is_clear
-                and not experiments.logprob_change(sequences, comparison.own_before, server_logprobs).share
+                and not experiments.logprob_change(sequences, comparison.own_before, server_logprobs).changed_fraction
             )
             results.append((tests[comparison.server, "itself"].add_self_comparison(unchanged), IDENTICAL_TO_PREVIOUS))
         if self.trained == self.served:

@@ -18,25 +18,25 @@ from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessa
 class Messages(request_parsing.ApiRequest):
     """Request of `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
-    messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
+    messages: list[request_parsing.JsonObject] = msgspec.field(default_factory=list)
     max_tokens: request_parsing.Count | None = None
-    system: str | list[request_parsing.Names] | None = None
-    tools: list[request_parsing.Names] | None = None
-    tool_choice: request_parsing.Names | None = None
+    system: str | list[request_parsing.JsonObject] | None = None
+    tools: list[request_parsing.JsonObject] | None = None
+    tool_choice: request_parsing.JsonObject | None = None
     stop_sequences: request_parsing.Stops | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    thinking: request_parsing.Names | None = None
-    cache_control: request_parsing.Names | None = None
+    thinking: request_parsing.JsonObject | None = None
+    cache_control: request_parsing.JsonObject | None = None
 
     def call(self) -> Call:
-        request_parsing.refuse(not self.messages, "messages", "expected at least one message.")
+        request_parsing.reject_if(not self.messages, "messages", "expected at least one message.")
         no_parallel_calls = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
-        request_parsing.refuse(
+        request_parsing.reject_if(
             no_parallel_calls,
             "tool_choice.disable_parallel_tool_use",
             "expected false; this endpoint cannot prevent parallel tool calls.",
         )
-        request_parsing.refuse(
+        request_parsing.reject_if(
             self.messages[-1].get("role") != "user", "messages", "expected a last message with the role user."
         )
         messages = [
@@ -53,9 +53,11 @@ class Messages(request_parsing.ApiRequest):
             stop=self.stop_sequences or (),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
+    def build_reply(
+        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+    ) -> request_parsing.JsonObject:
         completion = answers[0]
-        content: list[request_parsing.Names] = []
+        content: list[request_parsing.JsonObject] = []
         if reasoning := completion.message.get("reasoning_content"):
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
         if completion.message["content"] or not completion.calls:
@@ -80,7 +82,7 @@ class Messages(request_parsing.ApiRequest):
             "usage": {"input_tokens": prompt_tokens, "output_tokens": completion_tokens},
         }
 
-    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+    def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         usage = reply["usage"]
         empty = {
             **reply,
@@ -89,10 +91,10 @@ class Messages(request_parsing.ApiRequest):
             "stop_sequence": None,
             "usage": {**usage, "output_tokens": 0},
         }
-        events: list[request_parsing.Names] = [{"type": "message_start", "message": empty}]
+        events: list[request_parsing.JsonObject] = [{"type": "message_start", "message": empty}]
         for index, block in enumerate(reply["content"]):
             kind = block["type"]
-            streamed: dict[str, tuple[request_parsing.Names, str, str, Any]] = {
+            streamed: dict[str, tuple[request_parsing.JsonObject, str, str, Any]] = {
                 "text": ({"text": ""}, "text_delta", "text", block.get("text")),
                 "thinking": ({"thinking": ""}, "thinking_delta", "thinking", block.get("thinking")),
                 "tool_use": (
@@ -114,7 +116,7 @@ class Messages(request_parsing.ApiRequest):
         return [(event["type"], event) for event in events]
 
 
-def _tool(tool: request_parsing.Names) -> request_parsing.Names:
+def _tool(tool: request_parsing.JsonObject) -> request_parsing.JsonObject:
     if tool.get("type", "custom") != "custom":
         raise CallError(
             f"tools: expected tools of type 'custom', found {tool.get('type')!r}; describe the tool by `name`, "
@@ -123,17 +125,19 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
-def _template_messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
+def _template_messages(message: request_parsing.JsonObject, where: str) -> list[request_parsing.JsonObject]:
     """Convert one message to the form that chat templates expect. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
-    request_parsing.refuse(
+    request_parsing.reject_if(
         role not in ("user", "assistant"), where, f"expected the role user or assistant, found {role!r:.80}."
     )
     blocks = (
-        [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
+        [{"type": "text", "text": content}]
+        if isinstance(content, str)
+        else request_parsing.require_objects(content, where)
     )
-    messages: list[request_parsing.Names] = []
-    texts: list[request_parsing.Names] = []
+    messages: list[request_parsing.JsonObject] = []
+    texts: list[request_parsing.JsonObject] = []
     calls, reasoning = [], ""
     for block in blocks:
         kind = block.get("type")

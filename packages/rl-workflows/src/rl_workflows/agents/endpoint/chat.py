@@ -20,7 +20,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 class _OpenAI(request_parsing.ApiRequest):
     """Fields and methods that both APIs share."""
 
-    n: request_parsing.Many | None = None
+    n: request_parsing.CompletionCount | None = None
     stop: request_parsing.Stop | request_parsing.Stops | None = None
     max_tokens: request_parsing.Count | None = None
     seed: int | None = None
@@ -34,7 +34,7 @@ class _OpenAI(request_parsing.ApiRequest):
         Raises:
             CallError: `stream_options` without `stream=true`.
         """
-        request_parsing.refuse(
+        request_parsing.reject_if(
             self.stream_options and not self.stream, "stream_options", "allowed only with stream=true."
         )
 
@@ -45,7 +45,7 @@ class _OpenAI(request_parsing.ApiRequest):
 
     def _reply(
         self, kind: str, prefix: str, prompt: Prompt, completions: Sequence[GeneratedMessage], choices: list[Any]
-    ) -> request_parsing.Names:
+    ) -> request_parsing.JsonObject:
         prompt_tokens, completion_tokens = request_parsing.usage(prompt, completions)
         return {
             "id": f"{prefix}-{token_hex(12)}",
@@ -61,7 +61,7 @@ class _OpenAI(request_parsing.ApiRequest):
         }
 
     def _chunks(
-        self, reply: request_parsing.Names, kind: str, choices: list[request_parsing.Names]
+        self, reply: request_parsing.JsonObject, kind: str, choices: list[request_parsing.JsonObject]
     ) -> list[tuple[str, Any]]:
         """Return the events of a stream: one chunk per entry of `choices`, the usage if requested, and `[DONE]`."""
         base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
@@ -77,14 +77,14 @@ class _OpenAI(request_parsing.ApiRequest):
 class ChatCompletion(_OpenAI):
     """Request of `POST /v1/chat/completions`."""
 
-    messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
-    tools: list[request_parsing.Names] | None = None
-    tool_choice: str | request_parsing.Names | None = None
+    messages: list[request_parsing.JsonObject] = msgspec.field(default_factory=list)
+    tools: list[request_parsing.JsonObject] | None = None
+    tool_choice: str | request_parsing.JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: request_parsing.Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: request_parsing.Names | None = None
+    response_format: request_parsing.JsonObject | None = None
     store: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -93,20 +93,22 @@ class ChatCompletion(_OpenAI):
 
     def call(self) -> Call:
         self.check_stream()
-        request_parsing.refuse(not self.messages, "messages", "expected at least one message.")
-        request_parsing.refuse(
+        request_parsing.reject_if(not self.messages, "messages", "expected at least one message.")
+        request_parsing.reject_if(
             self.parallel_tool_calls is False,
             "parallel_tool_calls",
             "expected true; this endpoint cannot prevent parallel tool calls.",
         )
-        request_parsing.refuse(
+        request_parsing.reject_if(
             self.top_logprobs, "top_logprobs", "expected 0; this endpoint has log-probs of sampled tokens only."
         )
         response_format = self.response_format or {"type": "text"}
         if response_format.get("type") == "json_schema":
             response_format = {
                 "type": "json_schema",
-                **request_parsing.objects([response_format.get("json_schema")], "response_format.json_schema")[0],
+                **request_parsing.require_objects([response_format.get("json_schema")], "response_format.json_schema")[
+                    0
+                ],
             }
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
@@ -118,7 +120,9 @@ class ChatCompletion(_OpenAI):
             schema=request_parsing.schema(response_format, "response_format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
+    def build_reply(
+        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+    ) -> request_parsing.JsonObject:
         choices = []
         for index, completion in enumerate(answers):
             message = {
@@ -146,11 +150,11 @@ class ChatCompletion(_OpenAI):
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
 
-    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+    def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         chunks = []
         for choice in reply["choices"]:
             message = choice["message"]
-            deltas: list[request_parsing.Names] = [{"role": "assistant", "content": ""}]
+            deltas: list[request_parsing.JsonObject] = [{"role": "assistant", "content": ""}]
             for name in ("reasoning_content", "content"):
                 deltas += [{name: piece} for piece in request_parsing.pieces(message.get(name) or "")]
             for index, call in enumerate(message.get("tool_calls") or ()):
@@ -182,18 +186,20 @@ class Completion(_OpenAI):
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         is_valid = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
-        request_parsing.refuse(
+        request_parsing.reject_if(
             not is_valid or not prompt, "prompt", "expected non-empty text or a non-empty list of token ids."
         )
-        request_parsing.refuse(
+        request_parsing.reject_if(
             (self.logprobs or 0) > 1, "logprobs", "expected 0 or 1; this endpoint has log-probs of sampled tokens only."
         )
-        return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
+        return Call(text_prompt=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
-    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
+    def build_reply(
+        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+    ) -> request_parsing.JsonObject:
         choices = []
         for index, completion in enumerate(answers):
-            logprobs: request_parsing.Names | None = None
+            logprobs: request_parsing.JsonObject | None = None
             if self.logprobs is not None:
                 entries = request_parsing.logprobs(completion, tokenizer)
                 logprobs = {
@@ -207,7 +213,7 @@ class Completion(_OpenAI):
             choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._reply("text_completion", "cmpl", prompt, answers, choices)
 
-    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+    def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         chunks = []
         for choice in reply["choices"]:
             choice_chunks = [
@@ -221,7 +227,7 @@ class Completion(_OpenAI):
         return self._chunks(reply, "text_completion", chunks)
 
 
-def _tool(tool: request_parsing.Names) -> request_parsing.Names:
+def _tool(tool: request_parsing.JsonObject) -> request_parsing.JsonObject:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise CallError(
@@ -230,7 +236,7 @@ def _tool(tool: request_parsing.Names) -> request_parsing.Names:
     return request_parsing.function(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _template_message(message: request_parsing.Names, where: str) -> request_parsing.Names:
+def _template_message(message: request_parsing.JsonObject, where: str) -> request_parsing.JsonObject:
     """Convert one message to the form that chat templates expect."""
     role, text = message.get("role"), request_parsing.text_of(message.get("content"), where)
     if role in ("system", "developer", "user"):
@@ -241,13 +247,13 @@ def _template_message(message: request_parsing.Names, where: str) -> request_par
             "tool_call_id": request_parsing.required_text(message.get("tool_call_id"), where),
             "content": text,
         }
-    request_parsing.refuse(
+    request_parsing.reject_if(
         role != "assistant",
         where,
         f"expected the role system, developer, user, assistant or tool, found {role!r:.80}.",
     )
-    tool_calls = request_parsing.objects(message.get("tool_calls") or [], where)
-    functions = request_parsing.objects([call.get("function") for call in tool_calls], where)
+    tool_calls = request_parsing.require_objects(message.get("tool_calls") or [], where)
+    functions = request_parsing.require_objects([call.get("function") for call in tool_calls], where)
     calls = [
         (call.get("id", ""), f.get("name", ""), f.get("arguments"))
         for call, f in zip(tool_calls, functions, strict=True)

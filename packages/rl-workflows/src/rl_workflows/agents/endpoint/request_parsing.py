@@ -15,11 +15,11 @@ from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessa
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-Many = Annotated[int, Meta(ge=1, le=128)]
+CompletionCount = Annotated[int, Meta(ge=1, le=128)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
 MetricName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
-Names = dict[str, Any]
+JsonObject = dict[str, Any]
 """JSON object whose entries are checked individually, not by a schema."""
 
 
@@ -34,7 +34,7 @@ class Rewards(Struct, forbid_unknown_fields=True):
     """`id` of the response that contained the completion."""
     index: Annotated[int, Meta(ge=0)] = 0
     """Index of the completion in that response."""
-    figures: dict[MetricName, Reward] = {}
+    metrics: dict[MetricName, Reward] = {}
     """Metrics of the episode by name, recorded as `agent/NAME`."""
 
 
@@ -57,7 +57,7 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
-    metadata: Names | None = None
+    metadata: JsonObject | None = None
     user: str | None = None
     service_tier: str | None = None
 
@@ -69,7 +69,7 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
         """
         raise NotImplementedError
 
-    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> Names:
+    def build_reply(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> JsonObject:
         """Return the body of the response.
 
         Args:
@@ -79,12 +79,12 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
         """
         raise NotImplementedError
 
-    def events(self, reply: Names) -> list[tuple[str, Any]]:
+    def events(self, reply: JsonObject) -> list[tuple[str, Any]]:
         """Return the response as server-sent events: pairs of name, which may be empty, and data."""
         raise NotImplementedError
 
 
-def refuse(condition: object, name: str, why: str) -> None:
+def reject_if(condition: object, name: str, why: str) -> None:
     """Reject the request if `condition` is true.
 
     Raises:
@@ -102,7 +102,7 @@ def text_of(content: Any, where: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    refuse(
+    reject_if(
         not isinstance(content, list),
         where,
         f"expected a string or a list of text parts, found {type(content).__name__}.",
@@ -117,7 +117,7 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], where: str) -> Names:
+def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], where: str) -> JsonObject:
     """Return the message of an earlier completion in the form that chat templates expect.
 
     Args:
@@ -129,7 +129,7 @@ def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], 
     Raises:
         CallError: the arguments are not an object, or a name or id is not a non-empty string.
     """
-    message: Names = {"role": "assistant", "content": text}
+    message: JsonObject = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
@@ -151,70 +151,73 @@ def required_text(value: Any, where: str) -> str:
     Raises:
         CallError: it is not.
     """
-    refuse(not isinstance(value, str) or not value, where, f"expected a non-empty string, found {value!r:.80}.")
+    reject_if(not isinstance(value, str) or not value, where, f"expected a non-empty string, found {value!r:.80}.")
     return str(value)
 
 
-def _arguments(arguments: Any, where: str) -> Names:
+def _arguments(arguments: Any, where: str) -> JsonObject:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
-    refuse(not isinstance(arguments, dict), where, "expected a JSON object as the arguments of a tool call.")
+    reject_if(not isinstance(arguments, dict), where, "expected a JSON object as the arguments of a tool call.")
     return dict(arguments)
 
 
-def function(name: Any, description: Any, parameters: Any) -> Names:
+def function(name: Any, description: Any, parameters: Any) -> JsonObject:
     """Return a tool in the form that chat templates expect.
 
     Raises:
         CallError: the name, the description or the parameters are invalid.
     """
-    refuse(not isinstance(parameters or {}, dict), "tools", "expected a JSON schema object as the parameters.")
-    name_and_description: Names = {"name": required_text(name, "tools"), "description": text_of(description, "tools")}
+    reject_if(not isinstance(parameters or {}, dict), "tools", "expected a JSON schema object as the parameters.")
+    name_and_description: JsonObject = {
+        "name": required_text(name, "tools"),
+        "description": text_of(description, "tools"),
+    }
     return {
         "type": "function",
         "function": {**name_and_description, "parameters": parameters or {"type": "object", "properties": {}}},
     }
 
 
-def objects(found: Any, where: str) -> list[Names]:
+def require_objects(value: Any, where: str) -> list[JsonObject]:
     """Return a value that must be a list of JSON objects.
 
     Raises:
         CallError: it is not.
     """
-    is_valid = isinstance(found, list) and all(isinstance(item, dict) for item in found)
-    refuse(not is_valid, where, "expected a JSON object, or a list of JSON objects, as the API defines.")
-    return list(found)
+    is_valid = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    reject_if(not is_valid, where, "expected a JSON object, or a list of JSON objects, as the API defines.")
+    return list(value)
 
 
-def schema(form: Names, name: str) -> Names | None:
+def schema(form: JsonObject, name: str) -> JsonObject | None:
     """Return the JSON schema of a response format, or None for free text.
 
     Raises:
         CallError: the format is unknown, or its schema is not an object.
     """
     kind = form.get("type")
-    refuse(
+    reject_if(
         kind not in ("text", "json_object", "json_schema"),
         f"{name}.type",
         f"expected text, json_object or json_schema, found {kind!r:.80}.",
     )
     if kind != "json_schema":
         return {"type": "object"} if kind == "json_object" else None
-    return objects([form.get("schema")], f"{name}.schema")[0]
+    return require_objects([form.get("schema")], f"{name}.schema")[0]
 
 
-def offered_tools(tools: list[Names] | None, choice: Any, name: str = "tool_choice") -> list[Names] | None:
+def offered_tools(tools: list[JsonObject] | None, choice: Any, name: str = "tool_choice") -> list[JsonObject] | None:
     """Return the tools to list in the prompt, or None if `choice` is `none`.
 
     Raises:
         CallError: `choice` requires a tool call, which this endpoint cannot enforce.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    refuse(
+    reject_if(
         kind not in (None, "auto", "none"),
         name,
         f"expected auto or none, found {kind!r}; this endpoint cannot force the model to call a tool.",
@@ -227,7 +230,7 @@ def arguments_text(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[Names]:
+def logprobs(answer: GeneratedMessage, tokenizer: Any) -> list[JsonObject]:
     """Return one entry per sampled token, including the token that ended the completion."""
     entries = []
     for token, logprob in zip(answer.response.output_ids, answer.response.logprobs, strict=True):

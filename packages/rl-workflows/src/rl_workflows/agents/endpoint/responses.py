@@ -19,14 +19,14 @@ class Responses(request_parsing.ApiRequest):
     """Request of `POST /v1/responses`. The session stores the response unless `store` is false."""
 
     previous_response_id: str | None = None
-    input: str | list[request_parsing.Names] = ""
+    input: str | list[request_parsing.JsonObject] = ""
     instructions: str | None = None
     max_output_tokens: request_parsing.Count | None = None
-    tools: list[request_parsing.Names] | None = None
-    tool_choice: str | request_parsing.Names | None = None
+    tools: list[request_parsing.JsonObject] | None = None
+    tool_choice: str | request_parsing.JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    text: request_parsing.Names | None = None
-    reasoning: request_parsing.Names | None = None
+    text: request_parsing.JsonObject | None = None
+    reasoning: request_parsing.JsonObject | None = None
     store: bool | None = None
     include: list[str] | None = None
     truncation: str | None = None
@@ -34,18 +34,20 @@ class Responses(request_parsing.ApiRequest):
     safety_identifier: str | None = None
 
     def call(self) -> Call:
-        request_parsing.refuse(not self.input, "input", "expected text or at least one item.")
-        request_parsing.refuse(
+        request_parsing.reject_if(not self.input, "input", "expected text or at least one item.")
+        request_parsing.reject_if(
             self.parallel_tool_calls is False,
             "parallel_tool_calls",
             "expected true; this endpoint cannot prevent parallel tool calls.",
         )
-        text_format = request_parsing.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
+        text_format = request_parsing.require_objects(
+            [(self.text or {}).get("format") or {"type": "text"}], "text.format"
+        )[0]
         unsupported = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
-        request_parsing.refuse(
+        request_parsing.reject_if(
             unsupported, "include", f"expected {LOGPROBS} or {ENCRYPTED}, found {min(unsupported, default='')!r:.80}."
         )
-        request_parsing.refuse(
+        request_parsing.reject_if(
             self.truncation not in (None, "disabled"), "truncation", "expected disabled; prompts are never truncated."
         )
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
@@ -54,16 +56,18 @@ class Responses(request_parsing.ApiRequest):
             _template_messages(items),
             self.instructions or "",
             self.previous_response_id or "",
-            keep=self.store is not False,
+            store=self.store is not False,
             tools=request_parsing.offered_tools(tools, self.tool_choice) or None,
             max_tokens=self.max_output_tokens,
             schema=request_parsing.schema(text_format, "text.format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> request_parsing.Names:
+    def build_reply(
+        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+    ) -> request_parsing.JsonObject:
         completion = answers[0]
         status = "incomplete" if completion.is_truncated else "completed"
-        output: list[request_parsing.Names] = []
+        output: list[request_parsing.JsonObject] = []
         if reasoning := completion.message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": reasoning}]
             output.append({"type": "reasoning", "id": f"rs_{token_hex(12)}", "summary": [], "content": content})
@@ -104,14 +108,14 @@ class Responses(request_parsing.ApiRequest):
             },
         }
 
-    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+    def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         in_progress = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        events: list[request_parsing.Names] = [
+        events: list[request_parsing.JsonObject] = [
             {"type": f"response.{name}", "response": in_progress} for name in ("created", "in_progress")
         ]
         for index, item in enumerate(reply["output"]):
             position = {"output_index": index, "item_id": item["id"]}
-            empty: dict[str, request_parsing.Names] = {
+            empty: dict[str, request_parsing.JsonObject] = {
                 "message": {"content": []},
                 "function_call": {"arguments": ""},
                 "reasoning": {"content": []},
@@ -124,7 +128,9 @@ class Responses(request_parsing.ApiRequest):
         return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
 
 
-def _call_events(item: request_parsing.Names, position: request_parsing.Names) -> list[request_parsing.Names]:
+def _call_events(
+    item: request_parsing.JsonObject, position: request_parsing.JsonObject
+) -> list[request_parsing.JsonObject]:
     name = "response.function_call_arguments"
     deltas = [
         {"type": f"{name}.delta", **position, "delta": piece} for piece in request_parsing.pieces(item["arguments"])
@@ -132,10 +138,12 @@ def _call_events(item: request_parsing.Names, position: request_parsing.Names) -
     return [*deltas, {"type": f"{name}.done", **position, "name": item["name"], "arguments": item["arguments"]}]
 
 
-def _part_events(item: request_parsing.Names, position: request_parsing.Names) -> list[request_parsing.Names]:
+def _part_events(
+    item: request_parsing.JsonObject, position: request_parsing.JsonObject
+) -> list[request_parsing.JsonObject]:
     part, position = item["content"][0], {**position, "content_index": 0}
     name = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
-    empty_logprobs: request_parsing.Names = {"logprobs": []} if item["type"] == "message" else {}
+    empty_logprobs: request_parsing.JsonObject = {"logprobs": []} if item["type"] == "message" else {}
     logprobs = {key: part[key] for key in empty_logprobs}
     return [
         {"type": "response.content_part.added", **position, "part": {**part, "text": ""}},
@@ -148,18 +156,18 @@ def _part_events(item: request_parsing.Names, position: request_parsing.Names) -
     ]
 
 
-def _tool(tool: request_parsing.Names) -> request_parsing.Names:
+def _tool(tool: request_parsing.JsonObject) -> request_parsing.JsonObject:
     if tool.get("type") != "function":
         raise CallError(f"tools: expected tools of type 'function', found type {tool.get('type')!r:.80}.")
     return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
-def _template_messages(items: list[request_parsing.Names]) -> list[request_parsing.Names]:
+def _template_messages(items: list[request_parsing.JsonObject]) -> list[request_parsing.JsonObject]:
     """Convert items to messages for chat templates.
 
     Consecutive reasoning, text and tool calls of the assistant become one message.
     """
-    messages: list[request_parsing.Names] = []
+    messages: list[request_parsing.JsonObject] = []
     assistant: dict[str, Any] | None = None
     for number, item in enumerate(items):
         where, kind, role = f"input[{number}]", item.get("type", "message"), item.get("role")
@@ -175,7 +183,7 @@ def _template_messages(items: list[request_parsing.Names]) -> list[request_parsi
                 assistant["text"] += text
                 continue
             is_supported = role in ("user", "system", "developer")
-            request_parsing.refuse(
+            request_parsing.reject_if(
                 not is_supported,
                 where,
                 f"expected the role user, system, developer or assistant, found {role!r:.80}.",

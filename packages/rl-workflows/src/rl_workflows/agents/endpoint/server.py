@@ -57,7 +57,7 @@ ROUTES: dict[str, type[ApiRequest]] = {
 }
 """Request class of each path. Anthropic's clients append `/v1` to the base URL, which already ends with `/v1` for
 OpenAI's clients, so they also request `/v1/v1/messages`."""
-COUNTS = ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens")
+COUNT_PATHS = ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens")
 """Paths that return the number of tokens of a prompt."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -93,7 +93,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         self._destroyed = False
         app = web.Application(middlewares=[self._convert_errors], client_max_size=self.config.max_body_bytes)
         app.add_routes([web.post(path, self._handle_call) for path in ROUTES])
-        app.add_routes([web.post(path, self._handle_count) for path in COUNTS])
+        app.add_routes([web.post(path, self._handle_count) for path in COUNT_PATHS])
         app.add_routes([web.post("/v1/rewards", self._handle_reward)])
         app.add_routes([web.get("/v1/models", self._handle_models), web.get("/health", self._handle_health)])
         self._connections = Connections(app)
@@ -253,8 +253,8 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _build_reply(self, session: Session, body: ApiRequest) -> dict[str, Any]:
         prepared = await self._prepare(session, body)
-        completions = await session.answer(prepared)
-        reply = body.answered(prepared.prompt, completions, self._model.tokenizer)
+        completions = await session.generate(prepared)
+        reply = body.build_reply(prepared.prompt, completions, self._model.tokenizer)
         session.remember_reply(reply["id"], prepared.call, completions)
         return reply
 
@@ -297,16 +297,16 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         body = await self._parse_body(request, Rewards)
         if session.closed:  # while the body arrived
             raise CallError("the session was closed before the reward arrived.", 401, "invalid_api_key")
-        if body.reward is None and not body.figures:
-            raise CallError("expected `reward` or `figures`, found neither.")
-        metrics = session.figures | body.figures
+        if body.reward is None and not body.metrics:
+            raise CallError("expected `reward` or `metrics`, found neither.")
+        metrics = session.metrics | body.metrics
         if len(metrics) > MAX_METRICS:
-            raise CallError(f"figures: expected at most {MAX_METRICS} names per episode, found {len(metrics)}.")
+            raise CallError(f"metrics: expected at most {MAX_METRICS} names per episode, found {len(metrics)}.")
         if body.call_id is None:
             session.outcome = session.outcome if body.reward is None else body.reward
         elif body.reward is not None:
             session.add_reward(body.call_id, body.index, body.reward)
-        session.figures = metrics
+        session.metrics = metrics
         return web.json_response({"object": "reward", "call_id": body.call_id, "reward": body.reward})
 
     async def _handle_models(self, request: web.Request) -> web.Response:
@@ -321,15 +321,15 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 @contextmanager
 def _admit_and_count(session: Session) -> Iterator[None]:
     """Admit a call before its body takes memory. Count it as running, and as refused if it is rejected."""
-    session.calling += 1
+    session.open_calls += 1
     try:
         session.admit()
         yield
     except CallError:
-        session.refused += 1
+        session.rejected_calls += 1
         raise
     finally:
-        session.calling -= 1
+        session.open_calls -= 1
 
 
 def _with_valid_text(body: bytes) -> bytes:

@@ -49,11 +49,11 @@ class Call:
     """Messages of the conversation; empty for a request of the Completions API."""
     system: str = ""
     """System message to insert before `messages`; empty for none."""
-    after: str = ""
+    previous_reply_id: str = ""
     """Id of the stored reply whose conversation this call continues; empty for none."""
-    keep: bool = False
+    store: bool = False
     """Whether to store the conversation, so that another call can continue it."""
-    completion: str | Sequence[int] = ""
+    text_prompt: str | Sequence[int] = ""
     """Prompt of a request of the Completions API, as text or token ids."""
     tools: Sequence[dict[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format, or None."""
@@ -134,17 +134,17 @@ class Session(RolloutSession):
     closed: bool = False
     expired: bool = False
     """Whether the session was closed because its time limit passed."""
-    refused: int = 0
+    rejected_calls: int = 0
     """Number of rejected calls."""
-    calling: int = 0
+    open_calls: int = 0
     """Number of calls without a reply, including calls whose body has not arrived."""
     outcome: float | None = None
     """Reward of the episode, or None if the agent reported none."""
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the agent reported, by name."""
-    calls: dict[str, list[Turn]] = field(default_factory=dict)
+    turns_by_reply: dict[str, list[Turn]] = field(default_factory=dict)
     """Turns of the completions by the id of their reply."""
-    kept: dict[str, list[Message]] = field(default_factory=dict)
+    stored: dict[str, list[Message]] = field(default_factory=dict)
     """Stored conversations by the id of their last reply."""
     _turn_rewards: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
@@ -182,7 +182,7 @@ class Session(RolloutSession):
     @property
     def report(self) -> EpisodeReport:
         return EpisodeReport(
-            self.outcome, sum(self._turn_rewards.values()) if self._turn_rewards else None, self.figures
+            self.outcome, sum(self._turn_rewards.values()) if self._turn_rewards else None, self.metrics
         )
 
     def add_reward(self, call_id: str, index: int, reward: float) -> None:
@@ -196,7 +196,7 @@ class Session(RolloutSession):
         Raises:
             CallError: the session has no such completion.
         """
-        turns = self.calls.get(call_id)
+        turns = self.turns_by_reply.get(call_id)
         if turns is None:
             raise CallError(f"call_id: expected the id of a response of this session, found {call_id!r:.80}.", 404)
         if index >= len(turns):
@@ -209,7 +209,7 @@ class Session(RolloutSession):
         if not self.closed:
             raise AgentError("the session is still open; call `close` before `trajectories`.")
         config = self.model.config
-        sequences = self.conversation.rows(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
+        sequences = self.conversation.trajectories(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
         decode = self.model.tokenizer.decode
         for sequence in sequences:
             start = int(sequence.loss_mask.argmax()) if per == "call" else int((sequence.versions >= 0).argmax())
@@ -234,21 +234,21 @@ class Session(RolloutSession):
         Raises:
             CallError: the session has not stored that conversation.
         """
-        if call.after and call.after not in self.kept:
+        if call.previous_reply_id and call.previous_reply_id not in self.stored:
             raise CallError(
                 f"previous_response_id: expected the id of a response stored in this session, found "
-                f"{call.after!r:.80}.",
+                f"{call.previous_reply_id!r:.80}.",
                 code="previous_response_not_found",
             )
-        return replace(call, messages=[*self.kept.get(call.after, ()), *call.messages])
+        return replace(call, messages=[*self.stored.get(call.previous_reply_id, ()), *call.messages])
 
-    def remember_reply(self, reply_id: str, call: Call, answers: Sequence[GeneratedMessage]) -> None:
+    def remember_reply(self, reply_id: str, call: Call, completions: Sequence[GeneratedMessage]) -> None:
         """Record a reply under its id, so that later calls can reward or continue it."""
-        self.calls[reply_id] = [completion.turn for completion in answers]
-        if call.keep:
-            self.kept[reply_id] = [*call.messages, answers[0].message]
+        self.turns_by_reply[reply_id] = [completion.turn for completion in completions]
+        if call.store:
+            self.stored[reply_id] = [*call.messages, completions[0].message]
 
-    def prepare(self, own: Call) -> Prepared:
+    def prepare(self, received_call: Call) -> Prepared:
         """Render and tokenize the prompt of a call. Runs in a thread; the caller holds `preparing`.
 
         Args:
@@ -257,11 +257,11 @@ class Session(RolloutSession):
         Raises:
             CallError: see `with_history` and `prompt`.
         """
-        call = self.with_history(own)
+        call = self.with_history(received_call)
         has_same_tools = call.tools == self._last_tools
         call = replace(call, tools=self._last_tools) if has_same_tools else call
         prompt = self.prompt(call)
-        retained = [own.messages if call.keep else prompt.asked, None if has_same_tools else call.tools]
+        retained = [received_call.messages if call.store else prompt.asked, None if has_same_tools else call.tools]
         return Prepared(call, prompt, sum(map(sys.getsizeof, _walk(retained))))
 
     def prompt(self, call: Call) -> Prompt:
@@ -285,7 +285,7 @@ class Session(RolloutSession):
                 system = [{"role": "system", "content": call.system}] if call.system else []
                 prompt = conversation.prompt([*system, *call.messages], call.tools, max_characters)
             else:
-                prompt = conversation.completion(call.completion)
+                prompt = conversation.completion(call.text_prompt)
         except PromptTooLongError as error:
             raise _too_long(context_length, f"more ({error})") from error
         except (DataError, RecursionError, UnicodeError) as error:
@@ -309,19 +309,21 @@ class Session(RolloutSession):
             CallError: the call exceeds one of the limits.
         """
         min_tokens = len(call.messages) + len(call.tools or ())
-        if not isinstance(call.completion, str):
-            min_tokens = len(call.completion)
+        if not isinstance(call.text_prompt, str):
+            min_tokens = len(call.text_prompt)
         if min_tokens > context_length:
             raise _too_long(context_length, f"at least {min_tokens}")
         messages = [
             [value for name, value in message.items() if name != "reasoning_content"] for message in call.messages
         ]
-        values = _walk([messages, call.tools, call.system, call.completion if isinstance(call.completion, str) else ""])
+        values = _walk(
+            [messages, call.tools, call.system, call.text_prompt if isinstance(call.text_prompt, str) else ""]
+        )
         characters = sum(len(value) if isinstance(value, str) else 1 for value in values)
         if characters > max_characters:
             raise _too_long(context_length, f"more ({characters} characters)")
 
-    async def answer(self, prepared: Prepared) -> list[GeneratedMessage]:
+    async def generate(self, prepared: Prepared) -> list[GeneratedMessage]:
         """Generate the completions of a call and add them to the conversation.
 
         Raises:
@@ -361,7 +363,7 @@ class Session(RolloutSession):
             completions.append(GeneratedMessage(message, response, stop, turn))
         return completions
 
-    def admit(self, added: int = 0, answers: int = 1, memory: int = 0) -> None:
+    def admit(self, added: int = 0, completions: int = 1, memory: int = 0) -> None:
         """Reject a call that exceeds a limit of the episode.
 
         Args:
@@ -373,11 +375,11 @@ class Session(RolloutSession):
             CallError: the call exceeds a limit, which the message names.
         """
         config = self.model.config
-        concurrent = max(self.calling, self._pending + answers)
+        concurrent = max(self.open_calls, self._pending + completions)
         limits = (
-            (len(self.conversation.turns) + self._pending + answers, config.max_calls, "completions", "max_calls"),
+            (len(self.conversation.turns) + self._pending + completions, config.max_calls, "completions", "max_calls"),
             (concurrent, config.max_concurrent, "concurrent completions", "max_concurrent"),
-            (self._tokens + added + answers, config.max_tokens, "tokens", "max_tokens"),
+            (self._tokens + added + completions, config.max_tokens, "tokens", "max_tokens"),
             (self._memory + self._pending_memory + memory, config.max_memory, "bytes of messages", "max_memory"),
         )
         for count, limit, unit, name in limits:

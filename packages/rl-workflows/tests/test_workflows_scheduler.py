@@ -152,7 +152,7 @@ def test_metrics_of_episodes_are_kept_per_group_and_all_counted(clock, make_sche
 
     async def main():
         groups = await _batch(scheduler)
-        assert [group.figures.results()["prompt"] for group in groups] == [0.0, 3.0, 4.0]
+        assert [group.metrics.results()["prompt"] for group in groups] == [0.0, 3.0, 4.0]
         stats = (await scheduler.stats()).results()
         assert stats["groups/failed"] == stats["groups/rejected"] == 1
         # the first episode that fails or is rejected cancels the other before it records a metric

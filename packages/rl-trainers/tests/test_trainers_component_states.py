@@ -38,7 +38,7 @@ class ReshardableComponent(Component):
 
 def save(checkpoint: Path, states: list[dict[str, Any]]) -> Path:
     for rank, state in enumerate(states):
-        ComponentState.describe("component", Component(state)).write(checkpoint, rank)
+        ComponentState.capture("component", Component(state)).write(checkpoint, rank)
     (checkpoint / MANIFEST).write_text(json.dumps({"ranks": len(states)}))
     return checkpoint
 

@@ -523,10 +523,10 @@ def test_minutes_interval_is_at_least_fifty_times_the_pause(tmp_path: Path) -> N
     _, checkpoints = new_run(tmp_path, every=0, every_minutes=1.0)
     start = time.monotonic()
     checkpoints.save(1)
-    assert 0 < checkpoints._schedule.least <= 50 * (time.monotonic() - start)
+    assert 0 < checkpoints._schedule.min_seconds <= 50 * (time.monotonic() - start)
     clock = [0.0]
     schedule = Schedule(checkpoints.config, now=lambda: clock[0])
-    schedule.least = 90.0
+    schedule.min_seconds = 90.0
     for clock[0], expected in ((61.0, False), (91.0, True)):
         assert schedule.is_due(1) is expected
 

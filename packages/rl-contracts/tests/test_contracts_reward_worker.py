@@ -361,7 +361,7 @@ async def test_call_data_not_json_raises_reward_error_with_key(data: dict[str, A
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("no_such_reward", "nothing is called 'no_such_reward'"),
+        ("no_such_reward", "unknown name 'no_such_reward'"),
         ("no_such_module:f", "cannot be imported"),
         ("worker_rewards:missing", "cannot be imported"),
         ("worker_rewards:not_callable", "'worker_rewards:not_callable' resolves to 3"),

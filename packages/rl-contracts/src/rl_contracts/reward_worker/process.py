@@ -97,7 +97,7 @@ class WorkerProcess:
         except ValueError as error:
             raise ConfigError(self._protocol_message(error)) from None
         if "import_error" in reply:
-            raise ConfigError(f"{self._name} cannot be used: {reply['refused']}")
+            raise ConfigError(f"{self._name} cannot be used: {reply['import_error']}")
 
     def score(self, call: bytes, timeout: float) -> dict[str, Any]:
         """Send a call and return the reply, as described in `rl_contracts.reward_worker.__main__`.

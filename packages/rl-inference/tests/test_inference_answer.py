@@ -109,7 +109,7 @@ def asked(**generation: Any) -> ModelRequest:
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1.0}])
 def test_next_call_what_would_change_the_log_probs_is_refused_by_name(setting: dict[str, Any]) -> None:
-    with pytest.raises(InferenceError, match=rf"{next(iter(setting))}={next(iter(setting.values()))}\. Leave"):
+    with pytest.raises(InferenceError, match=rf"found {next(iter(setting))}={next(iter(setting.values()))}\."):
         PartialCompletion(asked(**setting), "mine").next_call(Limited(truncated_logprobs=True))
     PartialCompletion(asked(**setting), "mine").next_call(Limited())
 
@@ -122,7 +122,7 @@ def test_next_call_penalties_of_servers_that_forget_them_are_refused() -> None:
 
 def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() -> None:
     request = replace(asked(), schema={"type": "boolean"})
-    with pytest.raises(InferenceError, match=r"keep no answer to a schema.*allocation=vllm"):
+    with pytest.raises(InferenceError, match=r"schema.*allocation=vllm"):
         PartialCompletion(request, "mine").next_call(Limited())
     answer = PartialCompletion(request, "mine")
     for _ in range(2):
@@ -136,9 +136,9 @@ def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() 
 
 async def test_score_at_another_temperature_than_servers_can_is_refused_before_they_are_asked() -> None:
     async with client({"/health": healthy}, {"any_score_temperature": False}) as engine:
-        with pytest.raises(InferenceError, match=r"temperature 1 alone, found 0\.7"):
+        with pytest.raises(InferenceError, match=r"temperature=0\.7"):
             await engine.score([1, 2, 3], 0.7)
-        with pytest.raises(InferenceError, match="keeps no weights"):
+        with pytest.raises(InferenceError, match="weights of an earlier version"):
             await engine.score_previous_weights([1, 2, 3])
 
 
@@ -265,7 +265,7 @@ async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
 
 async def test_agenerate_stop_string_without_a_tokenizer_is_refused() -> None:
     async with client({"/health": healthy}, {"resumes_completions": False}) as engine:
-        with pytest.raises(InferenceError, match="need a tokenizer, and no model is known"):
+        with pytest.raises(InferenceError, match=r"ServeSpec\.model_path"):
             await engine.agenerate(asked(stop=["STOP"]))
 
 
@@ -355,7 +355,7 @@ async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
         if paused:
             assert (await asking).output_ids == [5, 6]
         else:
-            with pytest.raises(InferenceError, match="has made no token for 1 s"):
+            with pytest.raises(InferenceError, match="no token for 1 s"):
                 await asking
 
 
@@ -368,7 +368,7 @@ async def test_agenerate_silent_server_that_is_not_well_is_given_up(able: dict[s
 
     routes = {"/generate": silent, "/health": silent}
     async with client(routes, able, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
-        with pytest.raises(InferenceError, match="no server goes on with it"):
+        with pytest.raises(InferenceError, match="no server continues it"):
             await asyncio.wait_for(engine.agenerate(asked()), 30)
 
 

@@ -163,7 +163,7 @@ async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_ro
 async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr("rl_inference.client.weight_update._PATIENCE", 0.5 if hangs else 10.0)
+    monkeypatch.setattr("rl_inference.client.weight_update._REJOIN_SECONDS", 0.5 if hangs else 10.0)
     returning = asyncio.Event()
 
     async def stage(request: web.Request) -> web.Response:
@@ -396,7 +396,7 @@ async def test_request_whose_servers_each_give_a_token_and_end_is_given_up_at_th
         if asked == 4:
             assert (await asking).output_ids == [7] * 4
         else:
-            with pytest.raises(InferenceError, match=r"is given up: 2 servers ended.*planted"):
+            with pytest.raises(InferenceError, match=r"2 servers ended.*planted"):
                 await asking
 
     assert len(seen) == asked
@@ -430,7 +430,7 @@ async def test_agenerate_server_behind_the_one_before_is_out_and_its_tokens_do_n
 
         assert (answer.output_ids, answer.versions) == ([1, 1, 3, 3], [2, 2, 2, 2])
         assert engine.servers == [addresses[0], addresses[2]]
-        assert "serves version 1 after others had made tokens at 2" in str(engine._router.servers[1].evicted)
+        assert "serves version 1, but earlier tokens have version 2" in str(engine._router.servers[1].evicted)
 
 
 @pytest.mark.parametrize(("lives", "deaths"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])
@@ -438,7 +438,7 @@ async def test_hold_against_counts_each_life_of_a_server_once(lives: tuple[str, 
     """A life whose name the client never learned is nobody else's."""
     server, ended = Server("http://a", version=0), list[tuple[str, str]]()
     engine, error = EmbeddedEngine(), ServerEndedError("planted")
-    given_up = pytest.raises(InferenceError, match="a request is given up: 2 servers ended")
+    given_up = pytest.raises(InferenceError, match="a request is abandoned: 2 servers ended")
 
     for life, expected in zip(lives, (contextlib.nullcontext(), given_up if deaths == 2 else None), strict=True):
         server.instance = life

@@ -177,7 +177,7 @@ async def test_join_with_wrong_weights_stays_out_and_is_named(
         wrong = start(command=(sys.executable, "-c", SPOILED))
         names.update(named(first, wrong))
 
-        await until(lambda: f"{wrong.address} answers but stays out" in caplog.text, 120)
+        await until(lambda: f"{wrong.address} responds but cannot rejoin" in caplog.text, 120)
 
         assert "parameter 'model.norm.weight' differs" in caplog.text
         answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))

@@ -101,7 +101,7 @@ async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
                     await probed.acquire()
             assert (await engine.stats())["running"] == 0, "no figures, and no harm"
             assert engine.servers == [server.address]
-        assert "cannot be asked how it is" in caplog.text
+        assert "cannot probe server" in caplog.text
         assert "is evicted" not in caplog.text
         assert len((await engine.agenerate(REQUEST)).output_ids) == 4
 

@@ -95,7 +95,7 @@ async def test_request_that_ends_servers_is_given_up_after_two_and_the_third_liv
         async with client(servers) as engine, asyncio.timeout(60):
             poison = [5, *POISON, 6]
             asked = engine.agenerate(request(poison, 0, 8)) if kind == "answer" else engine.score(poison)
-            with pytest.raises(InferenceError, match="is given up: 2 servers ended or failed while they worked on it"):
+            with pytest.raises(InferenceError, match="2 servers ended or failed"):
                 await asked
             answer = await engine.agenerate(request([5, 6], 0, 8))
 

@@ -1,8 +1,9 @@
 """Inference servers and their clients.
 
-`EmbeddedEngine` speaks to servers started with `python -m rl_inference.embedded_server`; `EmbeddedEngine.server_spec`
-says how to start them. Another kind of server is a `ServerProtocol` and a subclass of `HttpEngine` with its
-settings."""
+`EmbeddedEngine` is the client of servers started with `python -m rl_inference.embedded_server`;
+`EmbeddedEngine.server_spec` returns the job that starts them. To add another kind of server, implement a
+`ServerProtocol`, a subclass of `HttpEngine`, and its settings.
+"""
 
 from __future__ import annotations
 

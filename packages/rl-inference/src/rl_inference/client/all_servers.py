@@ -1,4 +1,4 @@
-"""What is done on all servers at once; who fails is out."""
+"""Calls to all servers at once, with eviction of those that fail."""
 
 from __future__ import annotations
 
@@ -12,87 +12,109 @@ from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerLostError, Transport, failures
 
 FOREVER = 1e6
-"""Seconds for an answer of which something else says whether it will come."""
+"""Timeout in seconds for a response whose progress is monitored in another way."""
 
 
 class AllLostError(WeightUpdateError):
-    """No server is left, but some may come back."""
+    """All servers are lost, but some may rejoin."""
 
 
 class AllServers:
-    """The servers of a client, for whoever changes what all of them do."""
+    """All servers of a client, as the target of weight updates, pauses and sleep."""
 
     def __init__(self, router: Router, transport: Transport) -> None:
         self.router = router
         self.transport = transport
         self.protocol = transport.protocol
         self.config = transport.config
-        # between a pause and its end lie a commit and the longest answers to all three
+        # a pause spans three calls (pause, commit, resume), each of which may take up to the progress timeout
         self.lease = 3 * transport.config.progress_timeout
 
     async def call_all(
         self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
     ) -> list[Any]:
-        """Do something on all live servers at once (or on `servers`); those that fail are evicted.
+        """Run `action` on all live servers concurrently. If some succeed, evict the others.
+
+        Args:
+            action: coroutine function that is called with each server.
+            what: verb phrase for messages, such as "stage version 3".
+            servers: servers to use instead of the live ones.
+
+        Returns:
+            results of the servers that succeeded.
 
         Raises:
-            AllLostError: none succeeded, and all of them were lost; they are evicted, and may come back.
-            WeightUpdateError: none succeeded, or this process has no file left for a connection.
+            AllLostError: all servers were lost and may rejoin (`client.rejoin_timeout`). They are evicted.
+            WeightUpdateError: no server succeeded, or this process has reached its limit of open files.
         """
         servers = self.router.live if servers is None else servers
         results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
-        good = [result for result in results if not isinstance(result, BaseException)]
-        bad = failures(servers, results)
-        for _, error in bad:
-            if isinstance(error, TooManyFilesError):  # which says nothing of the server
+        succeeded = [result for result in results if not isinstance(result, BaseException)]
+        failed = failures(servers, results)
+        for _, error in failed:
+            if isinstance(error, TooManyFilesError):  # not a failure of the server
                 raise WeightUpdateError(f"could not {what}: {error}") from error
-        lost = bool(self.config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in bad)
-        if good or lost:
-            for server, error in bad:
+        lost = bool(self.config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in failed)
+        if succeeded or lost:
+            for server, error in failed:
                 self.router.evict(server, f"could not {what}: {error}")
-        if not good:
-            reasons = "; ".join(f"{server.address} could not {what}: {error}" for server, error in bad)
+        if not succeeded:
+            reasons = "; ".join(f"{server.address} could not {what}: {error}" for server, error in failed)
             message = f"no live server could {what}: {reasons or self.router.reasons}."
             raise AllLostError(message) if lost and self.router.servers else WeightUpdateError(message)
-        return good
+        return succeeded
 
     async def pause(self, server: Server, mode: str) -> None:
-        """Wait for the pause; a drain may take as long as it makes tokens."""
-        before, since = -1.0, self.router.clock.now()
-        while (tokens := await self._pause(server, mode)) is not None:
-            if tokens != before:
-                before, since = tokens, self.router.clock.now()
-            elif self.router.clock.now() - since > self.config.progress_timeout:
-                raise self._stuck(server)
+        """Pause a server and wait until it is paused. Waiting continues as long as the server generates tokens.
 
-    async def _pause(self, server: Server, mode: str) -> float | None:
-        """Ask for it once; one that answers only when it stands still is watched meanwhile."""
+        Raises:
+            ServerLostError: the server generated no token for the progress timeout while it drained.
+        """
+        last_tokens, last_progress = -1.0, self.router.clock.now()
+        while (tokens := await self._request_pause(server, mode)) is not None:
+            if tokens != last_tokens:
+                last_tokens, last_progress = tokens, self.router.clock.now()
+            elif self.router.clock.now() - last_progress > self.config.progress_timeout:
+                raise self._drain_error(server)
+
+    async def _request_pause(self, server: Server, mode: str) -> float | None:
+        """Request the pause once, and return None or the number of generated tokens (see `ServerProtocol.pause`).
+
+        A server without heartbeats responds only after it is paused, so its progress is monitored meanwhile.
+        """
         exchange = self.protocol.pause(mode, self.lease)
         if self.protocol.capabilities.heartbeats:
             return await self.transport.call_until_evicted(server, exchange)
-        asked = self.transport.call_until_evicted(server, exchange, FOREVER)
-        return await self.await_progress(server, asked, self.config.progress_timeout, self._stuck(server))
+        request = self.transport.call_until_evicted(server, exchange, FOREVER)
+        return await self.await_progress(server, request, self.config.progress_timeout, self._drain_error(server))
 
     async def await_progress[T](
         self, server: Server, work: Coroutine[Any, Any, T], patience: float, error: ServerLostError
     ) -> T:
-        """Await what may take as long as the server makes tokens; raise `error` where it made none for `patience`
-        seconds."""
-        task, before = asyncio.create_task(work), -1.0
+        """Return the result of `work`, which may take as long as the server generates tokens.
+
+        Args:
+            server: server that does the work.
+            work: coroutine to await.
+            patience: maximum seconds between two polls that show the same number of generated tokens.
+            error: error to raise after that.
+        """
+        task, last_tokens = asyncio.create_task(work), -1.0
         try:
             while not (await asyncio.wait({task}, timeout=patience))[0]:
                 stats = await self.transport.call_until_evicted(
                     server, self.protocol.stats(), self.config.probe_timeout
                 )
-                if stats.generated_tokens == before:
+                if stats.generated_tokens == last_tokens:
                     raise error
-                before = stats.generated_tokens
+                last_tokens = stats.generated_tokens
             return task.result()
         finally:
             task.cancel()
             await asyncio.wait({task})
 
-    def _stuck(self, server: Server) -> ServerLostError:
+    def _drain_error(self, server: Server) -> ServerLostError:
         return ServerLostError(
-            f"{server.address}: drained no further for {self.config.progress_timeout:g} s (client.progress_timeout)"
+            f"{server.address}: no progress while waiting for running completions before a pause, for "
+            f"{self.config.progress_timeout:g} s (client.progress_timeout)"
         )

@@ -1,4 +1,4 @@
-"""An answer as its client gathers it, over several servers if need be."""
+"""State of a completion in the client while one or more servers generate it."""
 
 from __future__ import annotations
 
@@ -16,73 +16,86 @@ from rl_inference.client.stop_strings import StopStrings
 
 @dataclass
 class PartialCompletion:
-    """Whichever server goes on gets prompt plus tokens so far. Where the randomness of a sampled token depends on the
-    seed and on its position alone, it draws what the first one would have drawn."""
+    """Unfinished completion of a request.
+
+    After an interruption, a server gets the prompt and the tokens received so far. If the sampling of a token depends
+    only on seed and position (`capabilities.seeds_by_position`), the interruption does not change the tokens.
+    """
 
     request: ModelRequest
+    """Request of the caller."""
     rid: str
+    """Id of the request."""
     stops: StopStrings | None = None
-    """Finds stop strings, where the servers cannot over an interruption."""
+    """Detector of stop strings, or None if the servers detect them across interruptions."""
     output_ids: list[int] = field(default_factory=list)
+    """Tokens received so far."""
     logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token."""
     versions: list[int] = field(default_factory=list)
+    """Version of each token."""
     attempts: int = 0
+    """Number of attempts so far, including the current one."""
     begin: int = 0
-    """Tokens before this attempt."""
+    """Number of tokens before the current attempt."""
     lines: int = 0
-    """Lines of streams so far, those that say nothing too."""
+    """Number of stream lines received so far, including those without tokens."""
     heard: float = -inf
-    """Clock time at which a silent server was last seen to be at work."""
+    """Clock time of the last successful probe of a silent server."""
     ended: list[tuple[str, str]] = field(default_factory=list)
-    """Lives of servers that ended or failed while they worked on it, and how."""
+    """Servers that ended or failed during this request: id of the process, and the error."""
     finish: str | None = None
-    """How the last attempt ended; None while one runs or after a loss."""
+    """Reason for the end of the last attempt; None while an attempt runs or after its server was lost."""
 
     @property
     def done(self) -> bool:
-        """Whether it is complete."""
+        """Whether the completion is finished."""
         return self.finish is not None and self.finish != "abort"
 
     @property
     def attempt_id(self) -> str:
-        """What servers know the current attempt by."""
-        # ends in a sign, because SGLang aborts all whose ids begin with what it is told
+        """Id of the current attempt on its server."""
+        # ends with a slash, because SGLang aborts all requests whose ids start with the given one
         return f"{self.rid}-{self.attempts - 1}/" if self.attempts > 1 else f"{self.rid}/"
 
     def next_call(self, protocol: ServerProtocol) -> Call[GenerationChunk | None]:
-        """The request for what is missing.
+        """Start a new attempt and return its request for the missing tokens.
 
         Raises:
-            InferenceError: the servers would do something else than what is asked for.
+            InferenceError: the servers do not support the request as specified.
         """
-        asked, schema, able = self.request.generation, self.request.schema, protocol.capabilities
-        refuse(asked, able)
-        if schema is not None:  # where a server stands in it, no other one knows
-            refuse_schema(able)
+        settings, schema, capabilities = self.request.generation, self.request.schema, protocol.capabilities
+        refuse(settings, capabilities)
+        if schema is not None:  # the position in the schema is lost with the server, so start again
+            refuse_schema(capabilities)
             self.begin = 0
             self.drop_attempt()
-        have = self.begin = len(self.output_ids)
-        left = replace(
-            asked,
-            max_new_tokens=asked.max_new_tokens - have,
-            min_new_tokens=max(asked.min_new_tokens - have, 0),
-            stop=asked.stop if able.resumes_completions else [],
+        count = self.begin = len(self.output_ids)
+        remaining = replace(
+            settings,
+            max_new_tokens=settings.max_new_tokens - count,
+            min_new_tokens=max(settings.min_new_tokens - count, 0),
+            stop=settings.stop if capabilities.resumes_completions else [],
         )
         seed = self.request.seed
-        if seed is not None and have and not able.seeds_by_position:
-            seed = attempt_seed(seed, have)
+        if seed is not None and count and not capabilities.seeds_by_position:
+            seed = attempt_seed(seed, count)
         self.attempts += 1
         self.finish = None
-        return protocol.generate(self.attempt_id, self.request.input_ids + self.output_ids, left, seed, have, schema)
+        return protocol.generate(
+            self.attempt_id, self.request.input_ids + self.output_ids, remaining, seed, count, schema
+        )
 
     def add(self, chunk: GenerationChunk, version: int = 0) -> None:
-        """Append what a server sent.
+        """Append the tokens of a chunk.
 
         Args:
-            version: what the server had committed when the attempt began: no token of it is older.
+            chunk: tokens to append.
+            version: version that the server had committed when the attempt started. Tokens without a reported version
+                get it, because none of them is older.
 
         Raises:
-            InferenceError: more tokens than were asked for.
+            InferenceError: the server sent more tokens than requested.
         """
         self.output_ids.extend(chunk.output_ids)
         self.logprobs.extend(chunk.logprobs)
@@ -92,23 +105,23 @@ class PartialCompletion:
         self.finish = chunk.finish
         if len(self.output_ids) > self.request.generation.max_new_tokens:
             raise InferenceError(
-                f"request {self.rid}: asked for {self.request.generation.max_new_tokens} tokens, "
-                f"got {len(self.output_ids)}."
+                f"request {self.rid}: requested {self.request.generation.max_new_tokens} tokens, "
+                f"received {len(self.output_ids)}."
             )
 
     def drop_attempt(self) -> None:
-        """Take back what this attempt brought."""
+        """Remove the tokens of the current attempt."""
         for values in (self.output_ids, self.logprobs, self.versions):
             del values[self.begin :]
         if self.stops is not None:
             self.stops.forget(self.begin)
 
     def stopped(self) -> bool:
-        """Whether a stop string is complete that the servers do not look for."""
+        """Return whether the completion contains a stop string, if the client has to detect them."""
         return self.stops is not None and self.stops.update(self.output_ids)
 
     def truncate_at_stop(self) -> None:
-        """End it at the token that completed such a stop string, if one did."""
+        """Truncate the completion after its stop string, if the client detected one."""
         if self.stops is not None and self.stops.end is not None:
             for values in (self.output_ids, self.logprobs, self.versions):
                 del values[self.stops.end :]
@@ -116,47 +129,53 @@ class PartialCompletion:
 
 
 def refuse(asked: GenerationConfig, able: Capabilities) -> None:
-    """Refuse what servers would do silently wrong.
+    """Reject settings that the servers would silently apply differently.
+
+    Args:
+        asked: settings of the request.
+        able: optional features of the servers.
 
     Raises:
-        InferenceError: names the setting and the remedy.
+        InferenceError: the message names the settings and a remedy.
     """
     if able.truncated_logprobs and (asked.truncates or asked.penalizes):
         raise InferenceError(
-            "generation: expected top_p=1, top_k=0, min_p=0 and no penalties, because these servers give the log-probs "
-            f"of what they leave, not of the model's distribution; found {_given(asked)}. Leave them away, or use "
-            "servers that can (allocation=embedded:...)."
+            "generation: expected top_p=1, top_k=0, min_p=0 and no penalties, which change the log-probs of these "
+            f"servers; found {_changed_settings(asked)}. Remove them, or use servers that support them "
+            "(allocation=embedded:...)."
         )
     if asked.penalizes and not able.resumes_completions:
         raise InferenceError(
-            "generation: expected no penalties, because these servers forget after an interruption which tokens an "
-            f"answer already has; found {_given(asked)}. Leave them away, or use servers that can "
-            "(allocation=embedded:...)."
+            "generation: expected no penalties, because these servers lose their state in an interruption; found "
+            f"{_changed_settings(asked)}. Remove them, or use servers that support them (allocation=embedded:...)."
         )
 
 
 def refuse_schema(able: Capabilities) -> None:
-    """Refuse an answer that is to be kept to a schema, where servers would make a free one.
+    """Reject a request with a JSON schema if the servers do not support schemas.
 
     Raises:
-        InferenceError: names what can.
+        InferenceError: the message names servers that support them.
     """
     if not able.schemas:
         raise InferenceError(
-            "these servers keep no answer to a schema. Ask for free text, or use servers that can (allocation=vllm:... "
-            "or sglang:...)."
+            "these servers do not support a JSON schema. Remove it, or use servers that support schemas "
+            "(allocation=vllm:... or sglang:...)."
         )
 
 
-def _given(asked: GenerationConfig) -> str:
+def _changed_settings(generation: GenerationConfig) -> str:
     names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     default = GenerationConfig()
-    found = [(name, getattr(asked, name)) for name in names]
-    return ", ".join(f"{name}={value}" for name, value in found if value != getattr(default, name))
+    values = [(name, getattr(generation, name)) for name in names]
+    return ", ".join(f"{name}={value}" for name, value in values if value != getattr(default, name))
 
 
 def attempt_seed(seed: int, have: int) -> int:
-    """A seed, 0 to 2**63 - 1, for an attempt after `have` tokens: where random numbers begin anew with each request,
-    the same seed would draw the same ones twice. An attempt that brought no token changes nothing."""
+    """Return a seed between 0 and 2**63 - 1 for an attempt that starts after `have` tokens.
+
+    Servers restart their random numbers with each request, so a constant seed would draw the same numbers twice. The
+    seed depends on the number of tokens: attempts without new tokens do not change it.
+    """
     digest = hashlib.blake2b(b"%d/%d" % (seed, have), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Which servers there are, while they come and go: those that a source names."""
+"""Service discovery: keep the servers of a router equal to those that a source lists."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from rl_inference.client.router import Router
 logger = get_logger("inference.client")
 
 _MIN_READINGS = 2
-"""Readings in a row without its name after which a server is let go: a reader may see a directory half written."""
-_WARN_AFTER = 1.0
-"""Seconds between two readings, at most, while something is amiss."""
-_PATIENCE = 10.0
-"""Seconds that a step of an update has on a server that is let go."""
+"""Number of consecutive readings without a server after which it is removed.
+
+A single reading may see a directory that is being written.
+"""
+_FAST_INTERVAL = 1.0
+"""Maximum seconds between two readings while a server is lost or missing from the source."""
+_REMOVAL_SECONDS = 10.0
+"""Seconds that a removed server has to finish its steps of a weight update."""
 
 
 class Discovery:
-    """Asks a source now and then, and makes the router's servers those that it names.
+    """Periodic reader of a source that adds and removes the router's servers.
 
-    A server is its address. One that is named for the first time is added as one that was evicted, and so comes in as
-    one that returns. One whose name has another address is removed at once. One whose name is gone is let go when it
-    was not there twice in a row and another one takes part: no reading, whatever is in it, takes the last server away.
-    A source that is empty, raises or is silent changes nothing.
+    A server is identified by its address. A new server is added as evicted, so it must rejoin before it gets requests.
+    A server whose name has moved to another address is removed immediately. A server whose name is missing is removed
+    after two such readings in a row. If it is live, another listed server must be live too, so that no reading removes
+    the last live server. If the source is empty, raises an error or does not return, nothing changes.
     """
 
     def __init__(self, source: ServerSource, router: Router, config: ClientConfig) -> None:
@@ -37,10 +40,10 @@ class Discovery:
         self._router = router
         self._config = config
         self._missed: dict[str, int] = {}
-        self._told = ""
+        self._last_problem = ""
 
     async def watch(self, added: Callable[[], object]) -> None:
-        """Until it is cancelled; `added` is called where there is a new server to ask."""
+        """Read the source until canceled, and call `added` after each reading that added servers."""
         while True:
             if self.apply(await self._read()):
                 added()
@@ -48,34 +51,36 @@ class Discovery:
 
     @property
     def _interval(self) -> float:
-        """Seconds to the next reading: few where one is lost or was not named, however many clients read."""
+        """Mean seconds until the next reading; at most `_FAST_INTERVAL` while a server is lost or missing."""
         calm = not self._missed and all(server.live for server in self._router.servers)
-        return self._config.discover_interval if calm else min(self._config.discover_interval, _WARN_AFTER)
+        return self._config.discover_interval if calm else min(self._config.discover_interval, _FAST_INTERVAL)
 
     async def _read(self) -> dict[str, str]:
-        """What the source says, address by name; nothing where that cannot be used. It is asked in a thread, because a
-        shared file system may take its time, or for ever."""
+        """Read the source and return addresses by name, or an empty dictionary if the result cannot be used.
+
+        The source runs in a thread, because a shared file system may block, possibly forever.
+        """
         reading = asyncio.wrap_future(run_in_thread(lambda: dict(self._source())))
         while not (await asyncio.wait({reading}, timeout=self._config.probe_timeout))[0]:
-            self._log_change(f"it has not answered for {self._config.probe_timeout:g} s (client.probe_timeout)")
+            self._log_change(f"no result within {self._config.probe_timeout:g} s (client.probe_timeout)")
         try:
-            found = {name: checked_address(address) for name, address in reading.result().items()}
-        except Exception as error:  # noqa: BLE001 - somebody else's code, whose errors change nothing but are told
+            addresses = {name: checked_address(address) for name, address in reading.result().items()}
+        except Exception as error:  # noqa: BLE001 - third-party code; its errors are logged and change nothing
             self._log_change(f"{type(error).__name__}: {error}")
             return {}
-        if found:
-            self._told = ""
+        if addresses:
+            self._last_problem = ""
         elif any(server.name for server in self._router.servers):
-            self._log_change("it names none")
-        return found
+            self._log_change("the list is empty")
+        return addresses
 
     def _log_change(self, problem: str) -> None:
-        if problem != self._told:
-            logger.warning("which inference servers there are cannot be read, so they stay as they are: %s", problem)
-        self._told = problem
+        if problem != self._last_problem:
+            logger.warning("cannot read the list of inference servers; keeping the current servers: %s", problem)
+        self._last_problem = problem
 
     def apply(self, found: dict[str, str]) -> bool:
-        """Follow one reading, address by name; whether servers were added."""
+        """Update the router's servers from one reading, addresses by name, and return whether servers were added."""
         if not found:
             return False
         router, names, moved = self._router, {address: name for name, address in found.items()}, set[str]()
@@ -91,24 +96,24 @@ class Discovery:
             else:
                 self._missed[server.address] = self._missed.get(server.address, 0) + 1
         for server in list(router.servers):
-            others = (other for other in router.live if other.address in names)
-            if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.live or any(others)):
-                logger.info("server %s is let go: nothing names it any more", server.address)
+            listed_servers = (candidate for candidate in router.live if candidate.address in names)
+            if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.live or any(listed_servers)):
+                logger.info("server %s is removed: it is no longer listed", server.address)
                 self._missed.pop(server.address)
-                router.remove(server, "was let go", _PATIENCE)
-        known = {server.address for server in router.servers}
-        fresh = {address: name for address, name in names.items() if address not in known}
-        for address, name in fresh.items():
-            logger.info("server %s (%s) is named: it takes part once it holds what is served", address, name)
+                router.remove(server, "was removed", _REMOVAL_SECONDS)
+        current_addresses = {server.address for server in router.servers}
+        new_servers = {address: name for address, name in names.items() if address not in current_addresses}
+        for address, name in new_servers.items():
+            logger.info("new server %s (%s): waiting until it serves the committed weights", address, name)
             router.add(address, name, known=name in moved)
-        return bool(fresh)
+        return bool(new_servers)
 
 
 def checked_address(address: str) -> str:
-    """An address without a slash at its end.
+    """Return an address without a trailing slash.
 
     Raises:
-        ConfigError: it is no `http://host:port`.
+        ConfigError: the address is not of the form `http://host:port`.
     """
     if not is_address(address):
         raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")

@@ -1,4 +1,4 @@
-"""The client of servers that are spoken to over HTTP, whatever their protocol."""
+"""Inference engine for servers with an HTTP API, independent of their protocol."""
 
 from __future__ import annotations
 
@@ -35,25 +35,27 @@ from rl_inference.client.transport import (
 )
 from rl_inference.client.weight_update import WeightUpdates
 
-_LONGEST_RETRY = 5.0
-_GROWING = ("generated_tokens", "busy_seconds")
-_LOOKS = 3
-"""How often within the progress timeout a silent server is looked at; as many in vain, in a row, and it is lost."""
+_MAX_RETRY_SECONDS = 5.0
+_COUNTERS = ("generated_tokens", "busy_seconds")
+_PROBES = 3
+"""Number of probes of a silent server per progress timeout. After as many failures in a row it counts as lost."""
 
 
 class HttpEngine(InferenceEngine):
-    """An `InferenceEngine` without the protocol of its servers: routing, failover, updates, rejoin and deadlines. A
-    subclass says how its servers are spoken to (`make_protocol`), started (`server_spec`) and set (`config_class`).
+    """Base class of inference engines, with routing, failover, weight updates, rejoin and deadlines.
+
+    A subclass defines the protocol of its servers (`make_protocol`), their start (`server_spec`) and their settings
+    (`config_class`).
 
     Args:
-        config: settings of the servers.
-        spec: what follows from the run; without one there are only servers that somebody else has started.
-        client: deadlines, retries, probes, routing.
-        clock: for cool-downs and deadlines.
+        config: settings of the servers; None for the defaults.
+        spec: settings of the run; None for the defaults.
+        client: deadlines, retries, probes and routing; None for the defaults.
+        clock: clock for cooldowns and deadlines; None for the system clock.
     """
 
     config_class: ClassVar[type[ServerConfig]]
-    """Settings of the servers."""
+    """Class of the servers' settings."""
 
     def __init__(
         self,
@@ -71,28 +73,27 @@ class HttpEngine(InferenceEngine):
 
     @abstractmethod
     def make_protocol(self) -> ServerProtocol:
-        """What is said to the servers; may depend on `server_config` and `spec`."""
+        """Create the protocol of the servers, which may depend on `server_config` and `spec`."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the servers can do."""
+        """Optional features of the servers."""
         return self._protocol.capabilities
 
     def initialize(self, addresses: list[str], key: str = "") -> None:
-        """Remember the servers and the run key, and let this process have all the files open that it may."""
+        """Set the addresses of the servers and the run key, and raise this process's limit of open files."""
         raise_file_limit()
         if not addresses:
             raise ConfigError("inference servers: expected at least one address, found none.")
         self._connect([Server(checked_address(address), self.spec.version) for address in addresses], key)
 
     def follow_discovery(self, source: ServerSource) -> bool:
-        """Take in servers that `source` names, and let those go that it names no more."""
+        """Keep the list of servers equal to the one that `source` returns. See `InferenceEngine.follow_discovery`."""
         self._monitor.discovery = Discovery(source, self._router, self.config)
         return self._monitor.is_enabled
 
     def stop_waiting_for_servers(self) -> None:
-        """Updates and scores fail from now on where no server is left; who waits for one hears of it at the next look
-        at the servers."""
+        """Fail weight updates and scores immediately if no server is left. Those that wait fail at the next probe."""
         self._router.final = True
 
     def _connect(self, servers: list[Server], key: str) -> None:
@@ -108,98 +109,113 @@ class HttpEngine(InferenceEngine):
 
     @property
     def version(self) -> int:
-        """The last version committed on all live servers. Never goes down, whoever is lost or comes back."""
+        """Last version committed on all live servers. Never decreases, even when servers are lost or rejoin."""
         return self._router.version
 
     async def describe(self, server: str) -> ServedModel | None:
-        """What one of the servers says of itself."""
-        asked = self._router.named(server)
-        return await self._transport.call_until_evicted(asked, self._protocol.describe(), self.config.probe_timeout)
+        """Return the self-description of one of the servers, or None if this kind of server has none."""
+        live_server = self._router.named(server)
+        return await self._transport.call_until_evicted(
+            live_server, self._protocol.describe(), self.config.probe_timeout
+        )
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Generate one answer, through interruptions and lost servers, to its end."""
+        """Generate one complete completion, resuming it after interruptions and lost servers."""
         self._monitor.start()
         started = self._clock.now()
-        answer = PartialCompletion(
+        completion = PartialCompletion(
             request, request.request_id or secrets.token_hex(8), await self._stops(request.generation)
         )
-        server = await self._finish(answer, self._router.group(request.group) if request.group else None)
-        assert answer.finish is not None
+        server = await self._finish(completion, self._router.group(request.group) if request.group else None)
+        assert completion.finish is not None
         return ModelResponse(
             input_ids=request.input_ids,
-            output_ids=answer.output_ids,
-            logprobs=answer.logprobs,
-            versions=answer.versions,
-            stop_reason=StopReason(answer.finish),
+            output_ids=completion.output_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            stop_reason=StopReason(completion.finish),
             server=server.address,
             seconds=self._clock.now() - started,
-            resubmissions=answer.attempts - 1,
+            resubmissions=completion.attempts - 1,
         )
 
     async def _stops(self, generation: GenerationConfig) -> StopStrings | None:
-        """What looks for stop strings, where the servers cannot."""
+        """Return a detector of stop strings if the servers do not detect them across interruptions."""
         if not generation.stop or self.capabilities.resumes_completions:
             return None
         tokenizer = await asyncio.to_thread(tokenizer_of, self.spec.model_path)
         return StopStrings(generation.stop, generation.min_new_tokens, tokenizer)
 
-    async def _finish(self, answer: PartialCompletion, group: Group | None) -> Server:
-        """Ask servers until the answer is complete.
+    async def _finish(self, completion: PartialCompletion, group: Group | None) -> Server:
+        """Send the request to servers until the completion is finished.
 
         Returns:
-            the server that completed it.
+            the server that finished it.
 
         Raises:
-            InferenceError: refused, or all live servers were tried in vain since the last token and the
-                deadline is over.
+            InferenceError: the request was rejected, or all live servers failed since the last token and the deadline
+                has passed.
         """
-        progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
+        last_progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
         while True:
             waited = await self._router.wait_open()
             if waited or not self._router.live:
                 await self._router.wait_live(self.config.rejoin_timeout)
-                progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
-            server = self._pick(answer, group)
-            have, life = len(answer.output_ids), server.life
+                last_progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
+            server = self._pick(completion, group)
+            tokens_before, instance_id = len(completion.output_ids), server.life
             try:
-                await self._work(server, self._read(server, answer))
+                await self._run_request(server, self._receive_with_probes(server, completion))
                 self._router.succeeded(server)
             except ServerLostError as error:
-                if not answer.done:
-                    await self._record_failure(f"request {answer.rid}", answer.ended, server, life, error)
+                if not completion.done:
+                    await self._record_failure(
+                        f"request {completion.rid}", completion.ended, server, instance_id, error
+                    )
             except ServerBusyError:
                 pass
-            if answer.done:  # even if the server was lost right after the last token
+            if completion.done:  # true even if the server was lost right after the last token
                 return server
-            if len(answer.output_ids) > have:
-                progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
+            if len(completion.output_ids) > tokens_before:
+                last_progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
                 continue
             tried.add(server)
-            waiting = self._clock.now() - max(progress, answer.heard)
+            stalled_seconds = self._clock.now() - max(last_progress, completion.heard)
             if tried.issuperset(self._router.live) and self._router.live:
-                if waiting > self.config.progress_timeout:
-                    raise InferenceError(self._give_up(answer, waiting))
-                await self._clock.sleep(min(delay, _LONGEST_RETRY))
+                if stalled_seconds > self.config.progress_timeout:
+                    raise InferenceError(self._no_progress_message(completion, stalled_seconds))
+                await self._clock.sleep(min(delay, _MAX_RETRY_SECONDS))
                 delay *= 2
 
     async def _record_failure(
-        self, request: str, ended: list[tuple[str, str]], server: Server, life: str, error: ServerLostError
+        self,
+        request: str,
+        failed_servers: list[tuple[str, str]],
+        server: Server,
+        instance_id: str,
+        error: ServerLostError,
     ) -> None:
-        """Note whether a server ended, or failed by its own word, while it worked on a request.
+        """Record that a server ended, or reported a failure, while it worked on a request.
+
+        A server that returns its unfinished completions before it ends, and one that was removed, do not count.
 
         Args:
-            ended: lives of those that did before, and how; this one is added.
-            life: the server's when it was asked, empty if not known. One death counts once, however many calls saw it.
+            request: name of the request for messages.
+            failed_servers: id of the process and error of each server that ended or failed during the request. This
+                function appends to it.
+            server: server that was called.
+            instance_id: id of the server's process before the call; empty if unknown. Each process that ended is
+                counted once.
+            error: error of the call.
 
         Raises:
-            InferenceError: it is not the first, even if tokens came of it: a request that ends servers is not carried
-                on to the next. One that is told to end hands its answers back, and counts for nothing here; nor does
-                one that was let go.
+            InferenceError: this is the second such server. The request may be the cause, so it is not sent to another
+                server, even if tokens were received.
         """
         if server.let_go:
             return
         fatal = isinstance(error, (ServerFailedError, ServerEndedError))
-        if not fatal and isinstance(error, ServerGoneError):  # it was gone before
+        if not fatal and isinstance(error, ServerGoneError):  # the server had ended before the request
             return
         if not fatal:
             try:
@@ -207,29 +223,31 @@ class HttpEngine(InferenceEngine):
                 return
             except ServerGoneError:
                 pass
-            except InferenceError:  # silent, but there
+            except InferenceError:  # no healthy response, but the process exists
                 return
-        if life and not isinstance(error, ServerFailedError) and any(life == before for before, _ in ended):
+        if (
+            instance_id
+            and not isinstance(error, ServerFailedError)
+            and any(instance_id == earlier for earlier, _ in failed_servers)
+        ):
             return
-        ended.append((life, f"{server.address}: {error}"))
-        if len(ended) > 1:
+        failed_servers.append((instance_id, f"{server.address}: {error}"))
+        if len(failed_servers) > 1:
             raise InferenceError(
-                f"{request} is given up: {len(ended)} servers ended or failed while they worked on it, and the next "
-                f"might too. {'; '.join(how for _, how in ended)}. See their logs."
+                f"{request} is abandoned: {len(failed_servers)} servers ended or failed during it, and others might "
+                f"too. {'; '.join(failure for _, failure in failed_servers)}. See their logs."
             ) from error
 
-    def _pick(self, answer: PartialCompletion, group: Group | None) -> Server:
+    def _pick(self, completion: PartialCompletion, group: Group | None) -> Server:
         if self._router.ended is not None:
-            raise InferenceError(
-                f"nobody looks after the servers any more: {self._router.ended!r}"
-            ) from self._router.ended
+            raise InferenceError(f"the server monitor ended: {self._router.ended!r}") from self._router.ended
         server = self._router.choose(group)
         if server is None:
-            raise NoServersError(self._give_up(answer, 0.0))
+            raise NoServersError(self._no_progress_message(completion, 0.0))
         return server
 
     def _handle_failure(self, server: Server, error: InferenceError) -> None:
-        """Draw the consequence of a failure: one that is gone is out, one that may be ill is looked at."""
+        """Evict a server whose process ended or changed; avoid and probe a lost one; avoid a busy one."""
         if server.let_go:
             return
         server.last_error = str(error)
@@ -241,14 +259,14 @@ class HttpEngine(InferenceEngine):
         else:
             self._router.busy(server)
 
-    def _give_up(self, answer: PartialCompletion, waited: float) -> str:
+    def _no_progress_message(self, completion: PartialCompletion, stalled_seconds: float) -> str:
         return (
-            f"request {answer.rid}: no server goes on with it ({len(answer.output_ids)} tokens so far, "
-            f"{waited:.0f} s without progress). Last errors: {self._router.reasons}. See their logs."
+            f"request {completion.rid}: no server continues it ({len(completion.output_ids)} tokens so far, "
+            f"{stalled_seconds:.0f} s without progress). Last errors: {self._router.reasons}. See their logs."
         )
 
-    async def _work[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
-        """Let a server work on a request until it is evicted; how it fails has its consequence."""
+    async def _run_request[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
+        """Run a request on a server until the server is evicted, and handle a failure of the server."""
         server.open += 1
         try:
             return await server.run(work)
@@ -258,222 +276,250 @@ class HttpEngine(InferenceEngine):
         finally:
             server.open -= 1
 
-    async def _read(self, server: Server, answer: PartialCompletion) -> None:
-        """Let a server go on with an answer. Where silence says nothing, it is asked how it is."""
+    async def _receive_with_probes(self, server: Server, completion: PartialCompletion) -> None:
+        """Receive a completion from a server. A server without heartbeats is probed while it is silent."""
         if self.capabilities.heartbeats:
-            return await self._gather(server, answer)
-        reading, lines, vain, made = asyncio.create_task(self._gather(server, answer)), answer.lines, 0, -1.0
+            return await self._receive(server, completion)
+        task, lines, failed, tokens = asyncio.create_task(self._receive(server, completion)), completion.lines, 0, -1.0
         try:
-            while not (await asyncio.wait({reading}, timeout=self.config.progress_timeout / _LOOKS))[0]:
-                if answer.lines != lines:
-                    lines, vain, made = answer.lines, 0, -1.0
+            while not (await asyncio.wait({task}, timeout=self.config.progress_timeout / _PROBES))[0]:
+                if completion.lines != lines:
+                    lines, failed, tokens = completion.lines, 0, -1.0
                     continue
                 try:
-                    before, made = made, await self._check_progress(server)
-                    if made == before:
+                    last_tokens, tokens = tokens, await self._check_progress(server)
+                    if tokens == last_tokens:
                         raise ServerLostError(
-                            f"{server.address}: says that it is well and not paused, but has made no token for "
+                            f"{server.address}: reports that it is healthy and not paused, but generated no token for "
                             f"{self.config.progress_timeout:g} s (client.progress_timeout)"
                         )
                 except ServerGoneError:
                     raise
                 except ServerLostError:
-                    vain += 1
-                    if vain == _LOOKS:
+                    failed += 1
+                    if failed == _PROBES:
                         raise
                 else:
-                    answer.heard, vain = self._clock.now(), 0
-            return reading.result()
+                    completion.heard, failed = self._clock.now(), 0
+            return task.result()
         finally:
-            reading.cancel()
-            await asyncio.wait({reading})
+            task.cancel()
+            await asyncio.wait({task})
 
     async def _check_progress(self, server: Server) -> float:
-        """Ask a silent server how it is; how many tokens it has made, nan where that says nothing."""
+        """Probe a silent server and return its number of generated tokens.
+
+        The result is nan if the number does not show progress: the server is paused, or does not count each token.
+        """
         await self._transport.call(server, self._protocol.health(), self.config.probe_timeout)
         if not self._protocol.counts_tokens:
             return nan
         stats = await self._transport.call(server, self._protocol.stats(), self.config.probe_timeout)
         return nan if stats.paused else stats.generated_tokens
 
-    async def _gather(self, server: Server, answer: PartialCompletion) -> None:
-        committed, call = server.version, answer.next_call(self._protocol)
-        chunks, started = self._transport.stream(server, call), False
+    async def _receive(self, server: Server, completion: PartialCompletion) -> None:
+        committed, call = server.version, completion.next_call(self._protocol)
+        chunks, abort_sent = self._transport.stream(server, call), False
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    answer.lines += 1
+                    completion.lines += 1
                     if chunk is None:
                         continue
-                    self._add_chunk(server, answer, chunk, committed)
-                    if answer.stopped() and answer.finish is None and not started:
+                    self._add_chunk(server, completion, chunk, committed)
+                    if completion.stopped() and completion.finish is None and not abort_sent:
                         if not self.capabilities.version_stamps_at_end:
                             break
-                        await self._transport.call(server, self._protocol.abort(answer.attempt_id))
-                        started = True
+                        await self._transport.call(server, self._protocol.abort(completion.attempt_id))
+                        abort_sent = True
         finally:
-            answer.truncate_at_stop()
-        if answer.finish is None:
-            raise ServerLostError(f"{server.address}: the stream ended before the answer")
+            completion.truncate_at_stop()
+        if completion.finish is None:
+            raise ServerLostError(f"{server.address}: the stream ended before the completion")
 
-    def _add_chunk(self, server: Server, answer: PartialCompletion, chunk: GenerationChunk, committed: int) -> None:
-        """Add what a server sent, which had committed a version when it was asked, unless it cannot be right: one that
-        is behind those before it, which another client updated, is out until it has caught up."""
+    def _add_chunk(self, server: Server, completion: PartialCompletion, chunk: GenerationChunk, committed: int) -> None:
+        """Append a chunk to the completion, unless its versions are older than those of earlier tokens.
+
+        Such a server missed an update of another client. It is evicted until it serves the committed version.
+
+        Args:
+            server: server that sent the chunk.
+            completion: completion to extend.
+            chunk: tokens to append.
+            committed: version that the server had committed when the request was sent.
+        """
         if chunk.error is not None:
             raise ServerFailedError(f"{server.address}: {chunk.error}")
-        found = min(chunk.stamps or chunk.versions, default=committed)
-        self._check_version(server, found, committed)
-        if answer.begin and (chunk.stamps or chunk.versions) and found < (before := answer.versions[answer.begin - 1]):
-            answer.drop_attempt()
-            self._router.evict(server, f"serves version {found} after others had made tokens at {before}")
+        oldest = min(chunk.stamps or chunk.versions, default=committed)
+        self._check_version(server, oldest, committed)
+        if (
+            completion.begin
+            and (chunk.stamps or chunk.versions)
+            and oldest < (previous := completion.versions[completion.begin - 1])
+        ):
+            completion.drop_attempt()
+            self._router.evict(server, f"serves version {oldest}, but earlier tokens have version {previous}")
         if not server.live:
             raise ServerLostError(f"{server.address}: {server.evicted}")
-        answer.add(chunk, committed)
+        completion.add(chunk, committed)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
-        """Log-probs of given tokens at the current weights; entry 0 is 0."""
+        """Return the log-prob of each input token at the current weights; entry 0 is 0."""
         if temperature != 1 and not self.capabilities.any_score_temperature:
-            raise InferenceError(f"these servers score at temperature 1 alone, found {temperature:g}.")
+            raise InferenceError(f"temperature={temperature:g}: these servers can only score at temperature 1.")
         return await self._score(lambda: self._protocol.score(input_ids, temperature), server)
 
     async def score_previous_weights(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """The same at the weights that were served before the last commit."""
+        """Return the same as `score` at the weights that were served before the last commit."""
         if not self.capabilities.scores_previous_weights:
             return await super().score_previous_weights(input_ids, temperature)
         return await self._score(lambda: self._protocol.score(input_ids, temperature, before=True))
 
-    async def _score(self, question: Callable[[], Exchange[list[float]]], address: str | None = None) -> list[float]:
+    async def _score(
+        self, make_exchange: Callable[[], Exchange[list[float]]], address: str | None = None
+    ) -> list[float]:
         self._monitor.start()
         if address is not None:
             server = self._router.named(address)
-            return await self._work(server, self._transport.call(server, question()))
-        begin, ended = self._clock.now(), list[tuple[str, str]]()
+            return await self._run_request(server, self._transport.call(server, make_exchange()))
+        start, failed_servers = self._clock.now(), list[tuple[str, str]]()
         while await self._router.wait_live(self.config.rejoin_timeout, in_vain=False):
             await self._router.wait_open()
             for server in self._router.sorted_by_load():
-                life = server.life
+                instance_id = server.life
                 try:
-                    return await self._work(server, self._transport.call(server, question()))
+                    return await self._run_request(server, self._transport.call(server, make_exchange()))
                 except ServerLostError as error:
-                    await self._record_failure("a score", ended, server, life, error)
+                    await self._record_failure("a score", failed_servers, server, instance_id, error)
                 except ServerBusyError:
                     pass
-            if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
+            if not self.config.rejoin_timeout or self._clock.now() - start > self.config.progress_timeout:
                 break
             await self._clock.sleep(self.config.retry_seconds)
         raise InferenceError(f"no live server could score: {self._router.reasons}")
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
-        """Checksums of the tensors that each server serves now, under all of their names."""
+        """Return checksums of the tensors that each server serves now, under all of their names."""
         if not self.capabilities.checksums:
             return await super().live_receipts(server)
-        asked = self._router.live if server is None else [self._router.named(server)]
-        answers = await self._call_all(asked, self._protocol.receipt, self.config.update_timeout)
-        found = [answer for answer in answers if isinstance(answer, WeightReceipt)]
-        if not found:
-            raise InferenceError(f"no live server gave a receipt: {answers or self._router.reasons}")
-        return found
+        servers = self._router.live if server is None else [self._router.named(server)]
+        results = await self._call_all(servers, self._protocol.receipt, self.config.update_timeout)
+        receipts = [result for result in results if isinstance(result, WeightReceipt)]
+        if not receipts:
+            raise InferenceError(f"no live server returned a receipt: {results or self._router.reasons}")
+        return receipts
 
     async def _call_all(
-        self, servers: list[Server], question: Callable[[], Exchange[Any]], timeout: float
+        self, servers: list[Server], make_exchange: Callable[[], Exchange[Any]], timeout: float
     ) -> list[Any]:
-        """Each server's answer, or its error."""
+        """Return the response or error of each server."""
         return await asyncio.gather(
-            *(self._transport.call_until_evicted(server, question(), timeout) for server in servers),
+            *(self._transport.call_until_evicted(server, make_exchange(), timeout) for server in servers),
             return_exceptions=True,
         )
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Load a version beside the served one on every server, while they go on generating."""
+        """Load a new version on every server while the current one is served. See `InferenceEngine.stage_weights`."""
         self._monitor.start()
         return await self._updates.stage(meta)
 
     async def commit_weights(self, version: int, interrupt: str = "keep", canary: Canary | None = None) -> float:
-        """pause -> swap -> commit -> resume the staged version on every server."""
+        """Switch every server to the staged version. See `InferenceEngine.commit_weights`."""
         self._monitor.start()
         return await self._updates.commit(version, interrupt, canary)
 
     async def pause(self) -> None:
-        """Stop generating on all servers; unfinished answers stay where they are."""
+        """Pause generation on all servers. Unfinished completions stay on their servers."""
         await self._updates.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`."""
+        """Resume generation after `pause`."""
         await self._updates.resume()
 
     async def sleep(self) -> float:
-        """Give the servers' memory back until the next commit, or `wake`."""
+        """Release the servers' device memory until the next commit or `wake`, and return the released bytes."""
         if not self.capabilities.sleeps:
             await super().sleep()
         self._monitor.start()
         return await self._updates.sleep()
 
     async def wake(self) -> None:
-        """Undo `sleep`."""
+        """End `sleep` without a commit."""
         if not self.capabilities.sleeps:
             await super().wake()
         await self._updates.wake()
 
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers that answer, of what grows over all that there have been, and `rejoins`, servers taken
-        back so far. Also learns the version of servers that another client updated."""
-        found = await self._request_stats(self._router.live)
-        await self._learn_version(found)
-        for server, stats in found.items():
-            self._router.update_counters(server, {name: getattr(stats, name) for name in _GROWING})
-        now = {name: float(sum(getattr(stats, name) for stats in found.values())) for name in ("running", "waiting")}
-        grown = {name: float(self._router.sums[name]) for name in _GROWING}
-        return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **now, **grown}
+        """Return sums of metrics over the servers that respond, and `rejoins`, the number of rejoins so far.
+
+        `generated_tokens` and `busy_seconds` include servers that were removed or restarted. This also detects
+        versions that another client committed.
+        """
+        stats_by_server = await self._request_stats(self._router.live)
+        await self._learn_version(stats_by_server)
+        for server, stats in stats_by_server.items():
+            self._router.update_counters(server, {name: getattr(stats, name) for name in _COUNTERS})
+        current = {
+            name: float(sum(getattr(stats, name) for stats in stats_by_server.values()))
+            for name in ("running", "waiting")
+        }
+        totals = {name: float(self._router.sums[name]) for name in _COUNTERS}
+        return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **current, **totals}
 
     async def sync_version(self, version: int) -> None:
-        """Go on at a version that another client has committed. A server that does not show it when it is asked twice
-        is out until it does."""
+        """Register that another client has committed a version on the servers.
+
+        A server that does not report the version in two polls is evicted until it does.
+        """
         for _ in range(2):
             await self.stats()
             behind = [server for server in self._router.live if server.version < version]
             if not behind:
                 break
         for server in behind:
-            self._router.evict(server, f"has not shown version {version}, which another client committed")
+            self._router.evict(server, f"does not report version {version}, which another client committed")
         self._router.version = max(self._router.version, version)
 
     async def _request_stats(self, servers: list[Server]) -> dict[Server, Stats]:
-        """The figures of those that answer."""
+        """Return the metrics of each server that responds, and handle the failures of the others."""
         versions = [server.version for server in servers]
-        answers = await self._call_all(servers, self._protocol.stats, self.config.probe_timeout)
-        failed = dict(failures(servers, answers))
+        results = await self._call_all(servers, self._protocol.stats, self.config.probe_timeout)
+        failed = dict(failures(servers, results))
         for server, error in failed.items():
             self._handle_failure(server, error)
-        found: dict[Server, Stats] = {}
-        for server, version, value in zip(servers, versions, answers, strict=True):
+        stats_by_server: dict[Server, Stats] = {}
+        for server, version, stats in zip(servers, versions, results, strict=True):
             if server not in failed:
-                found[server] = value
-                self._check_version(server, value.version, version)
-                server.version = max(server.version, value.version)
-        return found
+                stats_by_server[server] = stats
+                self._check_version(server, stats.version, version)
+                server.version = max(server.version, stats.version)
+        return stats_by_server
 
-    async def _learn_version(self, found: dict[Server, Stats]) -> None:
-        """What all live servers serve is committed. One that lags behind the others was lost in an update of another
-        client: it is out until it has caught up."""
+    async def _learn_version(self, stats_by_server: dict[Server, Stats]) -> None:
+        """Set `version` to the oldest version of all live servers, because that is committed.
+
+        A server that stays behind the others missed an update of another client. It is evicted until it serves the
+        committed version.
+        """
         newest = max((server.version for server in self._router.live), default=self._router.version)
         behind = [server for server in self._router.live if server.version < newest]
-        in_update = self._updates.is_in_progress or any(stats.paused for stats in found.values())
+        in_update = self._updates.is_in_progress or any(stats.paused for stats in stats_by_server.values())
         if behind and not in_update:
-            again = await self._request_stats(behind)  # the update may have come between two answers
-            in_update = self._updates.is_in_progress or any(stats.paused for stats in again.values())
+            repeated_stats = await self._request_stats(behind)  # the commit may have happened between two responses
+            in_update = self._updates.is_in_progress or any(stats.paused for stats in repeated_stats.values())
             for server in behind:
                 if server.version < newest and not in_update:
                     self._router.evict(server, f"serves version {server.version} while others serve {newest}")
         if self._router.live and not self._updates.is_in_progress:
             self._router.version = max(self._router.version, min(server.version for server in self._router.live))
 
-    def _check_version(self, server: Server, found: int, committed: int) -> None:
-        """Evict a server that shows an older version than it had when it was asked: it was restarted."""
-        if found < committed:
-            self._router.evict(server, f"serves version {found} after it had committed {committed}")
+    def _check_version(self, server: Server, reported: int, committed: int) -> None:
+        """Evict a server that reports an older version than it had committed: it was restarted."""
+        if reported < committed:
+            self._router.evict(server, f"serves version {reported} after it had committed {committed}")
 
     async def destroy(self) -> None:
-        """Close connections. Requests that still wait fail with an `InferenceError`."""
+        """Close all connections. Waiting requests fail with an `InferenceError`."""
         await self._monitor.stop()
         self._updates.end_lease()
         self._router.stop_waiting(InferenceError("the client was closed"))

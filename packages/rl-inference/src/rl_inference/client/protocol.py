@@ -1,8 +1,7 @@
-"""What is said to a server, and what its answers say: pure functions over bytes and JSON, without a connection.
+"""Requests and responses of inference servers, as pure functions over bytes and JSON without a connection.
 
-A server is a subclass of `ServerProtocol`. Routing, retries, the state machine of an update and the rest of
-`rl_inference.client.engine.HttpEngine` are the same for all of them; where they differ, `ServerProtocol.capabilities`
-says so.
+Each kind of server has a subclass of `ServerProtocol`. All kinds share `rl_inference.client.engine.HttpEngine`, with
+routing, retries and weight updates. `ServerProtocol.capabilities` describes their differences.
 """
 
 from __future__ import annotations
@@ -23,91 +22,101 @@ from rl_contracts.inference import Capabilities, ServedModel
 
 @dataclass(frozen=True)
 class Call[T]:
-    """A request without its server."""
+    """HTTP request without the address of a server."""
 
     path: str
+    """Path of the URL."""
     parse: Callable[[bytes], T]
-    """What the answer says, or of a stream each line in turn: then it may remember those before, since a call is made
-    once. Raises ValueError, LookupError or TypeError for what is no answer of this protocol."""
+    """Function that parses the response, or each line of a stream in order.
+
+    It may keep state between the lines, because a streaming call is made only once. It raises ValueError, LookupError
+    or TypeError if the bytes do not follow the protocol.
+    """
     body: dict[str, Any] | None = None
-    """JSON; None: no body."""
+    """JSON body, or None for no body."""
     query: dict[str, str] = field(default_factory=dict)
-    """Arguments after the path."""
+    """Query parameters of the URL."""
     method: str = ""
-    """Of HTTP; empty: POST with a body, else GET."""
+    """HTTP method; empty for POST with a body and GET without one."""
 
     @property
     def target(self) -> str:
-        """Path and query."""
+        """Path and query of the URL."""
         return f"{self.path}?{urlencode(self.query)}" if self.query else self.path
 
     @property
     def verb(self) -> str:
-        """The method that is used."""
+        """HTTP method to use."""
         return self.method or ("GET" if self.body is None else "POST")
 
 
 type Exchange[T] = Generator[Call[Any], Any, T]
-"""One or several calls in a row: yields each, is sent what its answer says, and returns what they say together. Each
-must bear to be repeated, and may raise an `InferenceError` for what the answer says."""
+"""Generator that makes one or more calls in order.
+
+It yields each `Call`, receives the parsed response and returns the combined result. Every call must be safe to repeat.
+The generator may raise an `InferenceError` if a response reports a failure.
+"""
 
 
 @dataclass
 class GenerationChunk:
-    """What one message of a stream adds to an answer."""
+    """Tokens that one message of a stream adds to a completion."""
 
     output_ids: list[int] = field(default_factory=list)
     """New tokens."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each new token: log_softmax(logits / temperature) over the full vocabulary."""
+    """Log-prob of each new token: log_softmax(logits / temperature) over the full vocabulary."""
     versions: list[int] = field(default_factory=list)
-    """Of each new token, as the server stamped it; empty where it says that at the end (`stamps`)."""
+    """Version of each new token; empty if the server reports versions at the end of the stream (`stamps`)."""
     finish: str | None = None
-    """`stop`, `length` or `abort`; None while it goes on."""
+    """Reason for the end of the stream, `stop`, `length` or `abort`; None while it continues."""
     error: str | None = None
-    """The server failed while it generated."""
+    """Error of the server during generation, or None."""
     stamps: list[int] | None = None
-    """Version of every token of this stream, in the last message of a server that says them there."""
+    """Version of every token of this stream, in the last message of a server with `version_stamps_at_end`, or None."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """How a server is, where it answers at all."""
+    """Result of a health probe."""
 
     version: int | None
-    """Which version it serves; None where it does not say."""
+    """Version that the server serves, or None if not reported."""
     open: int | None = None
-    """Requests that it works on, whoever sent them; None where it does not say."""
+    """Number of open requests of all clients, or None if not reported."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """A server's figures."""
+    """Metrics of one server."""
 
     version: int
-    """Which version it serves."""
+    """Version that the server serves."""
     paused: bool
-    """Whether it stands still."""
+    """Whether generation is paused."""
     running: float
-    """Answers that it generates."""
+    """Number of completions in generation."""
     waiting: float
-    """Requests that wait."""
+    """Number of queued requests."""
     generated_tokens: float
-    """Since it started."""
+    """Number of tokens generated since the server started."""
     busy_seconds: float
-    """Seconds in which it generated, since it started."""
+    """Seconds of generation since the server started."""
 
 
 class ServerProtocol(ABC):
-    """One kind of server. All methods but `generate` give an `Exchange`."""
+    """Protocol of one kind of server. All requests except `generate` are an `Exchange`."""
 
     capabilities: Capabilities
-    """What these servers can do."""
+    """Optional features of these servers."""
     counts_tokens: ClassVar[bool] = False
-    """Whether `Stats.generated_tokens` grows with each token, not with each answer: a server that is asked for tokens
-    and makes none for the progress timeout is lost, however well it says it is."""
+    """Whether `Stats.generated_tokens` grows with each token and not only with each finished completion.
+
+    If True, a server with open requests that generates no token within the progress timeout counts as lost, even if it
+    reports that it is healthy.
+    """
     life_header: ClassVar[str] = ""
-    """Header with which every answer names the life of the server's process; empty: there is none."""
+    """Response header that identifies the process of the server, different after each restart; empty for none."""
 
     @abstractmethod
     def generate(
@@ -119,96 +128,109 @@ class ServerProtocol(ABC):
         resumed: int,
         schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
-        """Continue `input_ids`; a stream comes back. Lines that say nothing parse to None.
+        """Return a streaming request that continues `input_ids`. Lines without tokens parse to None.
 
         Args:
-            rid: names this attempt.
-            input_ids: the prompt, and what an interrupted answer already had.
-            generation: `max_new_tokens` and `min_new_tokens` of what is missing, else as asked for. Has no stop strings
-                where `capabilities.continues` is false: the client looks for them.
-            seed: of this attempt.
-            resumed: how many of `input_ids` are an interrupted answer's.
-            schema: that the answer is kept to; only where `capabilities.schemas`.
+            rid: id of this attempt.
+            input_ids: tokens of the prompt, followed by those of an interrupted completion.
+            generation: settings of the request, with `max_new_tokens` and `min_new_tokens` reduced to the missing
+                tokens. Without `capabilities.resumes_completions` they contain no stop strings, because the client
+                detects them.
+            seed: seed of this attempt, or None.
+            resumed: number of tokens in `input_ids` that belong to an interrupted completion.
+            schema: JSON schema of the completion, or None; only with `capabilities.schemas`.
 
         Raises:
-            InferenceError: the server would do something else than what is asked for.
+            InferenceError: the server does not support the request as specified.
         """
 
     def abort(self, rid: str) -> Exchange[None]:
-        """End one attempt, whose stream then ends by `abort`, with the stamps of all of its tokens. Asked where
-        `capabilities.version_stamps_at_end`; other servers see that the connection was closed."""
+        """Abort one attempt. Its stream then ends with `finish="abort"` and the versions of all its tokens.
+
+        Used only with `capabilities.version_stamps_at_end`; for other servers the client closes the connection.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:
-        """Log-probs of given tokens; entry 0 is 0. What `capabilities` rules out is never asked.
+        """Request the log-prob of each input token; entry 0 is 0. The caller checks `capabilities` first.
 
         Args:
-            before: at the weights served before the last commit.
+            input_ids: tokens to score.
+            temperature: divisor of the logits.
+            before: whether to use the weights that were served before the last commit.
         """
 
     @abstractmethod
     def health(self) -> Exchange[Health]:
-        """How it is. Fast, also while it generates, loads or is paused."""
+        """Request the health of the server. The response must be fast, even while it generates, loads or is paused."""
 
     @abstractmethod
     def stats(self) -> Exchange[Stats]:
-        """Its figures."""
+        """Request the metrics of the server."""
 
     def describe(self) -> Exchange[ServedModel | None]:
-        """What it serves, and where it looks for updates; None: it does not say."""
+        """Request the self-description of the server; the default makes no call and returns None."""
         yield from ()
         return None
 
     @abstractmethod
     def pause(self, mode: str, lease: float) -> Exchange[float | None]:
-        """Stop generating. Requests that come meanwhile wait.
+        """Pause generation. Requests that arrive during the pause wait.
 
         Args:
-            mode: `keep`: unfinished answers stay in the server, and go on after `resume`; `recompute`: their streams
-                end by `abort`, with all tokens so far; `wait`: they end first.
-            lease: seconds after which a server that can goes on by itself, unless it is asked again.
+            mode: `keep`: unfinished completions stay on the server and continue after `resume`. `recompute`: their
+                streams end with `finish="abort"` after the tokens generated so far. `wait`: they finish first.
+            lease: seconds after which the server resumes automatically, unless the call is repeated. Servers without
+                leases ignore it.
 
         Returns:
-            None once it stands still. Until then, where it answers earlier, how many tokens it has generated.
+            None once the server is paused. A server that responds earlier returns its number of generated tokens.
         """
 
     @abstractmethod
     def resume(self) -> Exchange[float | None]:
-        """Generate again; how many seconds it stood still, or None where it does not say."""
+        """Resume generation and return the seconds for which it was paused, or None if not reported."""
 
     @abstractmethod
     def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
-        """Load a version within `timeout` seconds: beside the served one or, where `capabilities.staged_load` is
-        false, over it; the server is paused then.
+        """Load a version of the weights within `timeout` seconds.
+
+        With `capabilities.staged_load` it is loaded next to the served version. Otherwise it replaces the served
+        weights, and the server is paused.
 
         Returns:
-            its receipt, or None where `capabilities.checksums` is false.
+            receipt of the server, or None without `capabilities.checksums`.
 
         Raises:
-            InferenceError: an answer says that it was not loaded.
+            InferenceError: the server reported that it did not load the version.
         """
 
     @abstractmethod
     def commit(self, version: int, mode: str) -> Exchange[None]:
-        """Serve the version that was loaded: from here on it is in stamps and `health`, and nothing that was computed
-        from the weights before is used for a new prompt (prefix caches)."""
+        """Serve the loaded version.
+
+        From then on, `health` and token versions report it, and no prefix cache of the old weights is used for a new
+        prompt.
+        """
 
     def receipt(self) -> Exchange[WeightReceipt]:
-        """Checksums of the served weights. Asked where `capabilities.checksums`."""
+        """Request checksums of the served weights. Used only with `capabilities.checksums`."""
         raise NotImplementedError
 
     def sleep(self) -> Exchange[float]:
-        """Free the device's memory; how many bytes, 0 where that is not known. Asked where `capabilities.sleeps`, of a
-        paused server that works on nothing."""
+        """Release device memory and return the number of released bytes, 0 if unknown.
+
+        Used only with `capabilities.sleeps`, on a paused server without unfinished completions.
+        """
         raise NotImplementedError
 
     def wake(self) -> Exchange[None]:
-        """Undo `sleep`; it serves what it served."""
+        """End `sleep`; the server then serves the same version as before."""
         raise NotImplementedError
 
     def error_message(self, body: bytes) -> str:
-        """The sentence in a refusal: here as the OpenAI API has it, else the text."""
+        """Return the message of an error response: the field of the OpenAI API, or else the text of the body."""
         try:
             return str(json.loads(body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
@@ -219,32 +241,37 @@ class ServerProtocol(ABC):
 
 
 def as_object(body: bytes) -> dict[str, Any]:
-    """An answer that is a JSON object."""
-    value = msgspec.json.decode(body)  # each message of a stream comes here: several times faster than `json`
+    """Parse a response that must be a JSON object.
+
+    Raises:
+        ValueError, TypeError: the response is not a JSON object.
+    """
+    value = msgspec.json.decode(body)  # called for each message of a stream; several times faster than `json`
     if not isinstance(value, dict):
         raise TypeError(f"expected a JSON object, found {type(value).__name__}")
     return value
 
 
 def ignored(body: bytes) -> None:
-    """An answer of which the status is all."""
+    """Ignore the body of a response that only has a status."""
 
 
 def event(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line of a stream of events; None where it says nothing.
+    """Return the JSON object in a line of a server-sent event stream, or None if the line has none.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: the data is not a JSON object.
     """
     text = line[5:].strip() if line.startswith(b"data:") else b""
     return None if text in (b"", b"[DONE]") else as_object(text)
 
 
 def expand(spans: list[dict[str, Any]], initial: int) -> list[int]:
-    """Version per token of `[{"version", "start", "end"}]`, as vLLM and SGLang write them.
+    """Expand spans `[{"version", "start", "end"}]`, as vLLM and SGLang report them, to one version per token.
 
     Args:
-        initial: what `default` stands for, the weights with which the server was started.
+        spans: spans in the order of the tokens.
+        initial: version of the weights that the server was started with, which the name `default` stands for.
     """
-    named = [(initial if span["version"] == "default" else int(span["version"]), span) for span in spans]
-    return [version for version, span in named for _ in range(span["start"], span["end"])]
+    numbered = [(initial if span["version"] == "default" else int(span["version"]), span) for span in spans]
+    return [version for version, span in numbered for _ in range(span["start"], span["end"])]

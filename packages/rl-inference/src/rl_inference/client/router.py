@@ -1,4 +1,4 @@
-"""Which servers take part, and which of them gets a request."""
+"""Selection of a server for each request, and the set of live servers."""
 
 from __future__ import annotations
 
@@ -18,69 +18,73 @@ from rl_inference.client.transport import Server
 logger = get_logger("inference.client")
 
 _COOLDOWN = (0.5, 10.0)
-"""Seconds for which a server that failed is avoided: first, and at most (it doubles with each failure in a
-row)."""
+"""Seconds for which a failed server is avoided: the first time, and the maximum.
+
+The time doubles with each consecutive failure.
+"""
 
 
 _JOINED = (
-    (logging.INFO, "server %s takes part, at version %d"),
-    (logging.WARNING, "server %s is back, at version %d"),
+    (logging.INFO, "server %s joined at version %d"),
+    (logging.WARNING, "server %s rejoined at version %d"),
 )
 
 
 @dataclass(eq=False)
 class Group:
-    """What the requests of a group share while one of them is open."""
+    """State shared by the requests of a group while at least one of them is open."""
 
     server: Server | None = None
-    """Where they go."""
+    """Server of the group, or None before its first request."""
 
 
 class Router:
-    """Sends a request to the least busy healthy server, and keeps the members of a group together so that a
-    server can share their prefix.
+    """Router of requests to the least busy healthy server.
+
+    It sends the requests of a group to the same server, so that the server can share their prefix.
 
     Args:
-        servers: all servers of the start; `add` and `remove` change them.
-        clock: for the cool-down of those that failed.
-        slack: requests that the group's server may have above the least busy one before a member goes there instead.
-        version: what the servers serve at first.
+        servers: initial servers; `add` and `remove` change them.
+        clock: clock for the cooldown of failed servers.
+        slack: number of requests by which a group's server may exceed the least busy server. Above that, the group
+            moves to the least busy server.
+        version: version that the servers serve initially.
     """
 
     def __init__(self, servers: list[Server], clock: Clock, slack: int, version: int = 0) -> None:
         self.servers = servers
         self.version = version
-        """Last version committed on all servers that were live then. Never goes down."""
+        """Last version committed on all live servers. Never decreases."""
         self.rejoins = 0
-        """Servers taken back so far."""
+        """Number of rejoins so far."""
         self.sums: dict[str, float] = defaultdict(float)
-        """Growing figures of all servers there have been, added up by name."""
+        """Sum of each counter over all servers, including removed ones."""
         self.clock = clock
         self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
-        self._news = asyncio.Event()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._dark_since = inf
+        self._changed = asyncio.Event()
+        self._unblocked = asyncio.Event()
+        self._unblocked.set()
+        self._no_server_since = inf
         self.ended: BaseException | None = None
-        """Why nobody looks after the servers any more; None while somebody does."""
+        """Error that ended the server monitor, or None while it can still readmit servers."""
         self.final = False
-        """Whether nobody starts servers again."""
+        """Whether no process will restart lost servers."""
 
     @property
     def live(self) -> list[Server]:
-        """Servers that take part."""
+        """Servers that get requests and take part in weight updates."""
         return [server for server in self.servers if server.live]
 
     def group(self, name: str) -> Group:
-        """The group of that name, which is remembered for as long as somebody holds it."""
+        """Return the group of that name. It exists as long as a caller holds a reference to it."""
         return self._groups.setdefault(name, Group())
 
     def choose(self, group: Group | None = None) -> Server | None:
-        """A server for a request of `group`.
+        """Choose a server for a request of `group`.
 
         Returns:
-            None if no server is live. One that failed lately only if all did.
+            a live server, or None if no server is live. A server in its cooldown is returned only if all are.
         """
         live = self.live
         if not live:
@@ -95,50 +99,49 @@ class Router:
         return group.server
 
     def close(self) -> None:
-        """Hold requests back until `open`."""
-        self._open.clear()
+        """Hold back new requests until `open`."""
+        self._unblocked.clear()
 
     def open(self) -> None:
-        """Undo `close`."""
-        self._open.set()
+        """Release requests after `close`."""
+        self._unblocked.set()
 
     async def wait_open(self) -> bool:
-        """Return once no request is held back, or nobody looks after the servers any more; whether that took time."""
-        if self._open.is_set():
+        """Wait until requests are not held back or the monitor ended, and return whether that took time."""
+        if self._unblocked.is_set():
             return False
-        return await self._open.wait()
+        return await self._unblocked.wait()
 
     def sorted_by_load(self) -> list[Server]:
-        """Live servers, the least busy first."""
+        """Return the live servers, least busy first."""
         return sorted(self.live, key=_busyness)
 
     def named(self, address: str) -> Server:
-        """The live server at an address.
+        """Return the live server at an address.
 
         Raises:
-            InferenceError: there is none.
+            InferenceError: no live server has this address.
         """
-        known = {server.address: server for server in self.live}
-        if address in known:
-            return known[address]
-        raise InferenceError(f"expected one of the live servers {[*known]}, found {address!r}: {self.reasons}")
+        by_address = {server.address: server for server in self.live}
+        if address in by_address:
+            return by_address[address]
+        raise InferenceError(f"expected one of the live servers {[*by_address]}, found {address!r}: {self.reasons}")
 
     def evict(self, server: Server, reason: str) -> None:
-        """Use a server no more, until it is readmitted; what it is asked is cancelled, so that answers continue
-        elsewhere."""
+        """Stop using a server until it is readmitted, and cancel its requests, which then continue on other servers."""
         if server.live:
             logger.error("server %s is evicted: it %s", server.address, reason)
-            self._out(server, reason)
+            self._mark_evicted(server, reason)
             self.interrupt(server)
 
-    def _out(self, server: Server, reason: str) -> None:
+    def _mark_evicted(self, server: Server, reason: str) -> None:
         server.evicted = server.last_error = reason
         server.instance = ""
         if not self.live:
-            self._dark_since = self.clock.now()
+            self._no_server_since = self.clock.now()
 
     def readmit(self, server: Server, version: int) -> None:
-        """Use an evicted server again, or a new one, with a clean slate; one that was removed meanwhile stays out."""
+        """Start to use an evicted or new server, without its past failures. Do nothing if it was removed meanwhile."""
         if server.let_go:
             return
         logger.log(*_JOINED[server.known], server.address, version)
@@ -146,104 +149,110 @@ class Router:
         self.succeeded(server)
         self.rejoins += server.known
         server.known = True
-        self._dark_since = inf
-        self._news.set()
+        self._no_server_since = inf
+        self._changed.set()
 
     def add(self, address: str, name: str, known: bool) -> None:
-        """Remember a server that somebody named: it is out until it has been readmitted, as one that was evicted.
+        """Add a server of a source. It counts as evicted until it is readmitted.
 
         Args:
-            name: see `Server.name`.
-            known: whether it took part before, elsewhere.
+            address: address of the server.
+            name: name in the source (see `Server.name`).
+            known: whether it got requests before, at another address.
         """
-        reason = "has not taken part yet"
+        reason = "has not joined yet"
         server = Server(address, self.version, name, vetted=False, known=known, well=False, counted=None)
         server.evicted = server.last_error = reason
         self.servers.append(server)
 
     def remove(self, server: Server, reason: str, patience: float = 0.0) -> None:
-        """Forget a server, which is no failure of it: answers continue elsewhere.
+        """Remove a server, which does not count as a failure. Its requests continue on other servers.
 
         Args:
-            patience: seconds for steps of an update that are under way there, which others may count on.
+            server: server to remove.
+            reason: reason for messages, a clause such as "was removed".
+            patience: seconds to wait before its control requests are canceled, because an update on the other servers
+                may depend on them.
         """
         self.servers.remove(server)
         server.let_go = True
         if server.live:
-            self._out(server, reason)
+            self._mark_evicted(server, reason)
         if patience and server.steps:
             asyncio.get_running_loop().call_later(patience, self.interrupt, server)
         for task in server.tasks - server.steps if patience else list(server.tasks):
             task.cancel()
 
     def update_counters(self, server: Server, figures: dict[str, float]) -> None:
-        """Take what has grown at a server since it was last asked, or began anew, into `sums`."""
-        before = figures if server.counted is None else server.counted
+        """Add the increase of a server's counters since the last poll, or since its restart, to `sums`."""
+        last_counters = figures if server.counted is None else server.counted
         for name, value in figures.items():
-            last = before.get(name, 0.0)
-            self.sums[name] += value - last if value >= last else value
+            last_value = last_counters.get(name, 0.0)
+            self.sums[name] += value - last_value if value >= last_value else value
         server.counted = figures
 
     async def wait_live(self, timeout: float, *, in_vain: bool = True) -> bool:
-        """Return once a server is live.
+        """Wait until a server is live.
 
         Args:
-            timeout: seconds from the moment on at which the last one was evicted; `give_up_after` keeps the time.
-            in_vain: whether to wait also where nobody starts servers again.
+            timeout: seconds to wait after the last live server was evicted. `give_up_after` must be called regularly.
+            in_vain: whether to wait even if no process will restart lost servers.
 
         Returns:
-            False if the time was over, now or before, or waiting is pointless.
+            True if a server is live. False after the timeout, or if no server can return.
         """
         while not self.live:
-            late = self.clock.now() - self._dark_since > timeout
-            if not timeout or late or self.ended is not None or (self.final and not in_vain):
+            expired = self.clock.now() - self._no_server_since > timeout
+            if not timeout or expired or self.ended is not None or (self.final and not in_vain):
                 return False
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return True
 
     def give_up_after(self, timeout: float) -> None:
-        """Wake those who wait for a server if there has been none for `timeout` seconds, or nobody starts any again. To
-        be called often."""
-        if self.final or self.clock.now() - self._dark_since > timeout:
-            self._news.set()
+        """Wake the callers of `wait_live` if no server was live for `timeout` seconds or none will be restarted.
+
+        The server monitor calls this regularly.
+        """
+        if self.final or self.clock.now() - self._no_server_since > timeout:
+            self._changed.set()
 
     def stop_waiting(self, error: BaseException) -> None:
-        """Nobody looks for returning servers any more: whoever waits for one, now or later, waits in vain."""
+        """Register that the server monitor ended: every wait for a server, now or later, fails immediately."""
         self.ended = error
-        self._news.set()
-        self._open.set()
+        self._changed.set()
+        self._unblocked.set()
 
     @property
     def reasons(self) -> str:
-        """What is wrong with each server, for an error."""
-        listed = [f"{server.address}: {server.trouble}" for server in self.servers]
+        """Problem of each server, as text for an error message."""
+        problems = [f"{server.address}: {server.trouble}" for server in self.servers]
         if self.ended is not None:
-            listed.append(f"nobody looks for returning servers: {self.ended!r}")
-        return "; ".join(listed) or "no server known"
+            problems.append(f"the server monitor ended: {self.ended!r}")
+        return "; ".join(problems) or "no servers"
 
     def failed(self, server: Server, reason: str) -> None:
-        """Note a failure: the server is avoided for a while."""
+        """Record a failure: the server is avoided during its cooldown."""
         server.failures += 1
         server.last_error = reason
-        first, most = _COOLDOWN
-        server.avoid_until = self.clock.now() + min(first * 2.0 ** min(server.failures - 1, 30), most)
+        first_seconds, max_seconds = _COOLDOWN
+        server.avoid_until = self.clock.now() + min(first_seconds * 2.0 ** min(server.failures - 1, 30), max_seconds)
 
     def busy(self, server: Server) -> None:
-        """Note that it takes no more requests: for a moment others are preferred, so that nobody asks it in a loop."""
+        """Record that a server accepts no more requests: others are preferred briefly, to prevent a busy loop."""
         server.avoid_until = max(server.avoid_until, self.clock.now() + _COOLDOWN[0])
 
     def interrupt(self, server: Server) -> None:
-        """Cancel what a server is asked; those who wait for it get a `ServerLostError`."""
+        """Cancel all requests of a server; their callers get a `ServerLostError`."""
         for task in list(server.tasks):
             task.cancel()
 
     def succeeded(self, server: Server) -> None:
-        """Note a success."""
+        """Record a success, which ends the cooldown."""
         server.failures = 0
         server.avoid_until = 0.0
 
 
 def _busyness(server: Server) -> tuple[int, float]:
-    """Its load; ties are in random order, because clients that know nothing of each other must not all go to one."""
+    """Return the load as a sort key with random ties, so that independent clients do not all choose the same server."""
     return server.load, random.random()

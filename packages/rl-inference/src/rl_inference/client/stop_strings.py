@@ -1,5 +1,7 @@
-"""Stop strings: found by the embedded server in its answers, and by the client in those of servers that see of a
-resumed answer its new tokens alone."""
+"""Detection of stop strings in completions.
+
+The embedded server uses it. The client uses it for servers that see only the new tokens of a resumed completion.
+"""
 
 from __future__ import annotations
 
@@ -13,68 +15,70 @@ from rl_contracts.errors import InferenceError
 
 _LOADING = Lock()
 _MARGIN = 8
-"""Tokens decoded beyond the longest stop string: a character can span tokens, and the first one may lose a
-leading space."""
+"""Number of tokens decoded in addition to the longest stop string.
+
+A character can span several tokens, and the first decoded token may lose its leading space.
+"""
 
 
 def completed(strings: Sequence[str], ids: Sequence[int], tokenizer: Any) -> str | None:
-    """The first stop string that the last of `ids` completes.
+    """Return the first stop string that the last token of `ids` completes, or None.
 
-    A token is at least one byte, so a stop string of b bytes ends within the last b tokens.
+    A token is at least one byte, so a stop string of b bytes lies within the last b tokens.
 
     Args:
         strings: stop strings, at least one.
-        ids: an answer, or its end: `reach(strings)` tokens are enough.
-        tokenizer: of the model.
+        ids: a completion, or its last `longest_stop_length(strings)` tokens.
+        tokenizer: tokenizer of the model.
     """
     tail = list(ids[-longest_stop_length(strings) :])
     text = tokenizer.decode(tail, skip_special_tokens=False)
-    found = [stop for stop in strings if stop in text]
-    if not found:
+    matches = [stop for stop in strings if stop in text]
+    if not matches:
         return None
-    before = tokenizer.decode(tail[:-1], skip_special_tokens=False)
-    # a character that was not whole yet is new
-    pairs = enumerate(zip(before, text, strict=False))
-    old = next((place for place, (was, now) in pairs if was != now), len(before))
-    return next((stop for stop in found if text.rfind(stop) + len(stop) > old), None)
+    previous_text = tokenizer.decode(tail[:-1], skip_special_tokens=False)
+    # without the last token, an incomplete character decodes differently, so it counts as new text
+    pairs = enumerate(zip(previous_text, text, strict=False))
+    unchanged = next((index for index, (old_char, new_char) in pairs if old_char != new_char), len(previous_text))
+    return next((stop for stop in matches if text.rfind(stop) + len(stop) > unchanged), None)
 
 
 def longest_stop_length(strings: Sequence[str]) -> int:
-    """Tokens at the end of an answer that say whether one of the strings is complete."""
+    """Return the number of last tokens of a completion to decode to detect any of the strings."""
     return max(len(text.encode()) for text in strings) + _MARGIN
 
 
 @dataclass
 class StopStrings:
-    """Looks for stop strings in an answer as it comes."""
+    """Incremental detector of stop strings in one completion."""
 
     strings: Sequence[str]
-    """What ends the answer."""
+    """Strings that end the completion."""
     least: int
-    """Tokens that it must have; a string that is complete before stays where it is."""
+    """Minimum number of tokens of the completion; a stop string that is complete earlier does not end it."""
     tokenizer: Any
-    """Of the model."""
+    """Tokenizer of the model."""
     end: int | None = field(default=None, init=False)
-    """Tokens of the answer with the one that ends it; None while it goes on."""
-    _looked: int = field(default=0, init=False)
+    """Length of the completion, in tokens, up to and including its stop string; None if it has none yet."""
+    _checked: int = field(default=0, init=False)
 
     def update(self, output_ids: list[int]) -> bool:
-        """Look at what is new in an answer; whether it is complete."""
-        if self.end is None and self._looked < len(output_ids):
-            tail = output_ids[max(self._looked - longest_stop_length(self.strings), 0) :]
+        """Check the new tokens of a completion and return whether it contains a stop string."""
+        if self.end is None and self._checked < len(output_ids):
+            tail = output_ids[max(self._checked - longest_stop_length(self.strings), 0) :]
             text = self.tokenizer.decode(tail, skip_special_tokens=False)
             if any(string in text for string in self.strings):
                 self._find_completing_token(output_ids)
-            self._looked = len(output_ids)
+            self._checked = len(output_ids)
         return self.end is not None
 
     def forget(self, length: int) -> None:
-        """The answer was cut to so many tokens; look at what comes after them anew."""
-        self.end, self._looked = None, min(self._looked, length)
+        """Continue after the first `length` tokens, because the others were removed from the completion."""
+        self.end, self._checked = None, min(self._checked, length)
 
     def _find_completing_token(self, output_ids: list[int]) -> None:
-        """Find the new token that completes a string, if there is one."""
-        for length in range(max(self._looked + 1, self.least), len(output_ids) + 1):
+        """Set `end` to the first new token that completes a stop string, if there is one."""
+        for length in range(max(self._checked + 1, self.least), len(output_ids) + 1):
             tail = output_ids[max(length - longest_stop_length(self.strings), 0) : length]
             if completed(self.strings, tail, self.tokenizer) is not None:
                 self.end = length
@@ -82,19 +86,21 @@ class StopStrings:
 
 
 def tokenizer_of(model_path: str) -> Any:
-    """The tokenizer of the servers' model; loading it, once, takes a while.
+    """Return the tokenizer of the servers' model. The first call loads it, which is slow.
 
     Raises:
-        InferenceError: no model is known, or its tokenizer cannot be loaded.
+        InferenceError: `model_path` is empty, or its tokenizer cannot be loaded.
     """
-    remedy = "Give the client the servers' model (ServeSpec.model_path), or use stop_token_ids."
+    remedy = "Set ServeSpec.model_path to the servers' model, or use stop_token_ids."
     if not model_path:
-        raise InferenceError(f"stop strings with these servers need a tokenizer, and no model is known. {remedy}")
+        raise InferenceError(f"stop strings need a tokenizer with these servers, but the model is unknown. {remedy}")
     try:
         with _LOADING:
             return _load(model_path)
     except (OSError, ValueError) as error:
-        raise InferenceError(f"{model_path}: no tokenizer to look for stop strings with: {error}. {remedy}") from error
+        raise InferenceError(
+            f"{model_path}: cannot load the tokenizer, which stop strings need: {error}. {remedy}"
+        ) from error
 
 
 @lru_cache(maxsize=4)

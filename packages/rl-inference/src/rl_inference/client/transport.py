@@ -1,5 +1,7 @@
-"""A server as its client sees it, and HTTP to it, with what can go wrong sorted into three kinds: refused (a plain
-`InferenceError`), busy, lost."""
+"""HTTP connections to servers, and the state of each server in its client.
+
+Failures are of three kinds: rejected (`InferenceError`), busy (`ServerBusyError`) and lost (`ServerLostError`).
+"""
 
 from __future__ import annotations
 
@@ -18,104 +20,110 @@ from rl_inference.client.protocol import Call, Exchange, ServerProtocol
 
 
 class ServerLostError(InferenceError):
-    """A server did not answer, or stopped in the middle: what it was asked can be asked of another."""
+    """Server that did not respond, or stopped during its response. The request can be sent to another server."""
 
 
 class ServerFailedError(ServerLostError):
-    """A server says itself that it failed at what it was asked."""
+    """Failure that the server itself reported."""
 
 
 class ServerGoneError(ServerLostError):
-    """The process that was there is not: nobody listens at its address."""
+    """Server whose process no longer exists: no process listens at its address."""
 
 
 class ServerRestartedError(ServerGoneError):
-    """Another process than before answers at its address. What it serves must be checked before it is used."""
+    """Server whose address now belongs to a new process, whose weights must be checked before it is used."""
 
 
 class ServerBusyError(InferenceError):
-    """A server takes no more for now (429, 503)."""
+    """Server that accepts no more requests at the moment (HTTP status 429 or 503)."""
 
 
 class ServerEndedError(ServerGoneError):
-    """The process that was asked is not there any more: the connection broke, and then nobody or another listened."""
+    """Server that ended during a request.
+
+    The connection broke, and afterwards no process or a new one listened at the address.
+    """
 
 
 class _BrokenError(ServerLostError):
-    """The connection broke."""
+    """Broken connection."""
 
 
 @dataclass(eq=False)
 class Server:
-    """A server as its client sees it."""
+    """State of one server in its client."""
 
     address: str
-    """`http://host:port`; also what others call it."""
+    """Address `http://host:port`, which is also the name of the server in results."""
     version: int
-    """Last version it committed."""
+    """Last version that the server committed."""
     name: str = ""
-    """By which a source knows it, wherever it listens; empty: none has named it."""
+    """Name of the server in the source of servers, independent of its address; empty if it has none."""
     vetted: bool = True
-    """Whether it said that it is a server that the run can use, or nobody named it but the run itself."""
+    """Whether the server's self-description was accepted. True also for servers that do not come from a source."""
     known: bool = True
-    """Whether it has taken part before, here or elsewhere."""
+    """Whether the server got requests before, at this address or another one."""
     instance: str = ""
-    """Which life of its process answers; empty: not known, the next answer tells."""
+    """Id of the server's process, from a response header; empty until the next response."""
     well: bool = True
-    """Whether it answered when it was last asked how it is."""
+    """Whether the last health probe succeeded."""
     evicted: str | None = None
-    """Why it is not used now; None while it is live."""
+    """Reason why the server is not used now; None while it is live."""
     let_go: bool = False
-    """Whether it was removed: nothing that it does or fails at counts any more."""
+    """Whether the server was removed, so that its failures no longer count."""
     open: int = 0
-    """Requests of this client that it works on."""
+    """Number of open requests of this client."""
     others: int = 0
-    """Requests of other clients that it worked on when it was last asked how it is."""
+    """Number of open requests of other clients at the last health probe."""
     failures: int = 0
-    """Failures since its last success."""
+    """Number of failures since the last success."""
     avoid_until: float = 0.0
-    """Clock time before which others are preferred."""
+    """Clock time until which other servers are preferred."""
     last_error: str = ""
-    """What went wrong last."""
+    """Message of the last error."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """What it is asked now, to be cancelled when it is evicted."""
+    """Running requests, which an eviction cancels."""
     steps: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Those of them that are steps of an update or the like, which may end when it is let go."""
+    """Subset of `tasks` with control requests, such as the steps of an update. They may finish after a removal."""
     counted: dict[str, float] | None = field(default_factory=dict[str, float])
-    """Its growing figures when they were last added up; None: nothing of them yet, and nothing that they are by then.
+    """Counter values at the last poll, or None before the first.
+
+    With None, the values of the first poll are not added to the sums; with an empty dictionary they are.
     """
 
     @property
     def load(self) -> int:
-        """Requests that it works on, as far as this client knows."""
+        """Number of open requests of all clients, as far as this client knows."""
         return self.open + self.others
 
     @property
     def life(self) -> str:
-        """Names this life of its process; empty while that is not known."""
+        """Unique id of the server's process, with its address; empty if the id is unknown."""
         return self.instance and f"{self.address} {self.instance}"
 
     @property
     def live(self) -> bool:
-        """Whether it takes part."""
+        """Whether the server gets requests and takes part in weight updates."""
         return self.evicted is None
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, for an error."""
+        """Problem of the server, as text for an error message."""
         if self.evicted is None:
             return self.last_error or "no error seen"
         since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
         return f"{self.evicted} (evicted{since})"
 
     async def run[T](self, work: Coroutine[Any, Any, T], step: bool = False) -> T:
-        """Await `work`, in a task of its own that an eviction cancels.
+        """Run `work` in a separate task, which an eviction cancels, and return its result.
 
         Args:
-            step: of an update or the like: see `steps`.
+            work: coroutine to run.
+            step: whether it is a control request (see `steps`).
 
         Raises:
-            ServerLostError: the server was evicted or let go meanwhile, or the client closed.
+            ServerLostError: the server was evicted or removed meanwhile, or the client was closed.
         """
         task = asyncio.create_task(work)
         self.tasks.add(task)
@@ -135,7 +143,12 @@ class Server:
 
 
 def failures(servers: Sequence[Server], results: Sequence[Any]) -> list[tuple[Server, InferenceError]]:
-    """Which servers failed, and how, out of results or errors per server. Any other error is raised."""
+    """Return the servers that failed, each with its `InferenceError`, and raise the first error of another class.
+
+    Args:
+        servers: servers that were called.
+        results: result or error of each server.
+    """
     failed: list[tuple[Server, InferenceError]] = []
     for server, result in zip(servers, results, strict=True):
         if isinstance(result, InferenceError):
@@ -146,7 +159,7 @@ def failures(servers: Sequence[Server], results: Sequence[Any]) -> list[tuple[Se
 
 
 class Transport:
-    """One HTTP session for all servers; opened at the first call, in the loop that makes it."""
+    """HTTP session for all servers, opened at the first call, on the event loop of that call."""
 
     def __init__(self, config: ClientConfig, protocol: ServerProtocol, key: str) -> None:
         self.config = config
@@ -155,30 +168,36 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def call_until_evicted[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
-        """As `call`, for as long as the server is not evicted meanwhile."""
+        """Run `call`, and raise a `ServerLostError` as soon as the server is evicted."""
         return await server.run(self.call(server, exchange, timeout), step=True)
 
     async def call[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
-        """Make the calls of an exchange. A broken connection is tried once more: every control call may be repeated.
+        """Make the calls of an exchange and return its result.
+
+        After a broken connection a call is repeated once, which is safe for every control request.
 
         Args:
-            timeout: seconds for each answer; None: the progress timeout.
+            server: server to call.
+            exchange: calls to make.
+            timeout: seconds to wait for each response; None for the progress timeout.
 
         Raises:
-            InferenceError: refused; ServerBusyError, ServerLostError: see there.
+            ServerBusyError: the server accepts no more requests at the moment.
+            ServerLostError: the server did not respond, or its response does not follow the protocol.
+            InferenceError: the server rejected the request.
         """
-        found: Any = None
+        reply: Any = None
         while True:
             try:
-                call = exchange.send(found)
+                call = exchange.send(reply)
             except StopIteration as end:
                 result: T = end.value
                 return result
             except (ValueError, LookupError, TypeError) as error:
-                raise ServerLostError(f"{server.address}: an answer that cannot be read: {error!r}") from error
-            found = await self._ask_twice(server, call, timeout)
+                raise ServerLostError(f"{server.address}: cannot parse the response: {error!r}") from error
+            reply = await self._call_with_retry(server, call, timeout)
 
-    async def _ask_twice[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
+    async def _call_with_retry[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
         try:
             return await self._call(server, call, timeout)
         except _BrokenError as broken:
@@ -190,29 +209,31 @@ class Transport:
     async def _call[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
         limit = timeout or self.config.progress_timeout
         where = f"{server.address}{call.path}"
-        with _sorted_errors(where, f"no answer within {limit:g} s"):
+        with _classified_errors(where, f"no response within {limit:g} s"):
             async with asyncio.timeout(limit), self._request(server, call, None) as response:
                 await self._check(server, response, where)
                 body = await response.read()
-        return _parsed(where, call, body)
+        return _parse(where, call, body)
 
     async def stream[T](self, server: Server, call: Call[T]) -> AsyncGenerator[T]:
-        """Ask and yield what each line of the answer says, as they come; empty ones, which part messages, are left out.
+        """Send a request and yield the parsed lines of the response as they arrive, without the empty lines.
 
         Raises:
-            InferenceError: refused; ServerBusyError, ServerLostError: see there. A silence longer than the
-                progress timeout is a loss, where servers show signs of life.
+            ServerBusyError: the server accepts no more requests at the moment.
+            ServerLostError: the connection failed, or a line does not follow the protocol. For servers with heartbeats,
+                also if no byte arrives within the progress timeout.
+            InferenceError: the server rejected the request.
         """
         where = f"{server.address}{call.path}"
         silence = self.config.progress_timeout if self.protocol.capabilities.heartbeats else None
-        with _sorted_errors(where, f"not a byte for {self.config.progress_timeout:g} s"):
+        with _classified_errors(where, f"no byte received for {self.config.progress_timeout:g} s"):
             async with self._request(server, call, silence) as response:
                 await self._check(server, response, where)
                 rest = b""
                 async for data in response.content.iter_any():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in filter(None, lines):
-                        yield _parsed(where, call, line)
+                        yield _parse(where, call, line)
 
     def _request(self, server: Server, call: Call[Any], silence: float | None) -> Any:
         if self._session is None:
@@ -223,11 +244,11 @@ class Transport:
         return self._session.request(call.verb, server.address + call.target, json=call.body, timeout=timeout)
 
     async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:
-        """Raise unless it is a good answer of the process that the server was before."""
-        found = response.headers.get(self.protocol.life_header, "")
-        server.instance = server.instance or found
-        if found and found != server.instance:
-            raise ServerRestartedError(f"{where}: another process answers than before; it was restarted")
+        """Raise an error unless the response has status 200 and comes from the same process as before."""
+        instance = response.headers.get(self.protocol.life_header, "")
+        server.instance = server.instance or instance
+        if instance and instance != server.instance:
+            raise ServerRestartedError(f"{where}: the server was restarted; another process responds at its address")
         if response.status == 200:
             return
         message = f"{where} answered {response.status}: {self.protocol.error_message(await response.read())}"
@@ -243,8 +264,8 @@ class Transport:
 
 
 @contextmanager
-def _sorted_errors(where: str, silence: str) -> Iterator[None]:
-    """Raise what goes wrong with a connection as a kind of `ServerLostError`, unless it is this process's own doing."""
+def _classified_errors(where: str, silence: str) -> Iterator[None]:
+    """Convert connection errors to a `ServerLostError`, or to `TooManyFilesError` if this process caused them."""
     try:
         yield
     except TimeoutError as error:
@@ -258,8 +279,8 @@ def _sorted_errors(where: str, silence: str) -> Iterator[None]:
         raise _BrokenError(f"{where}: {type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
-def _parsed[T](where: str, call: Call[T], answer: bytes) -> T:
+def _parse[T](where: str, call: Call[T], body: bytes) -> T:
     try:
-        return call.parse(answer)
+        return call.parse(body)
     except (ValueError, LookupError, TypeError) as error:
-        raise ServerLostError(f"{where}: an answer that cannot be read: {error!r}") from error
+        raise ServerLostError(f"{where}: cannot parse the response: {error!r}") from error

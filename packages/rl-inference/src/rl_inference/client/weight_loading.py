@@ -1,5 +1,7 @@
-"""How servers take a version: beside the one that they serve, or in its place. This is all in which the two differ;
-who is live, paused and committed is decided by `rl_inference.client.weight_update`."""
+"""Loading of a version on one server: staged next to the served weights, or in place.
+
+`rl_inference.client.weight_update` coordinates the servers; it is the same for both.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,18 @@ from rl_contracts.weights import CommittedWeights, verify_receipt
 from rl_inference.client.all_servers import FOREVER, AllServers
 from rl_inference.client.transport import Server, ServerBusyError, ServerFailedError, ServerLostError
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files that are not taken over from the first model."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Suffixes of weight files, which are not linked from the initial model."""
 
 
 class StagedLoad:
-    """stage: load beside the served version, with a receipt. commit: swap. Where receipts have no checksums, servers
-    answer the canary after the swap, while requests are held back.
+    """Stage by loading next to the served weights, which returns a receipt, and commit by a swap.
+
+    If receipts have no checksums, the servers complete the canary after the swap, while requests are held back.
 
     Args:
-        fleet: the servers.
-        model_path: directory of the model that they were started with; empty: not known.
+        fleet: all servers.
+        model_path: directory of the model that the servers were started with; empty if unknown.
     """
 
     def __init__(self, fleet: AllServers, model_path: str = "") -> None:
@@ -40,14 +43,14 @@ class StagedLoad:
 
     @property
     def needs_proof(self) -> bool:
-        """Whether `prove` asks anything."""
+        """Whether `prove` sends requests."""
         return self._canary is not None
 
     async def prepare(self, meta: WeightUpdateMeta) -> None:
-        """Before a version is staged anywhere."""
+        """Prepare the weights before a version is staged on any server. Does nothing by default."""
 
     async def stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
-        """See that a server can commit a version; what it holds of it."""
+        """Ensure that a server can commit a version, and return its receipt."""
         timeout = self.fleet.config.update_timeout
         receipt = await self.fleet.transport.call_until_evicted(
             server, self.fleet.protocol.load(meta, timeout), timeout
@@ -55,86 +58,102 @@ class StagedLoad:
         return receipt or WeightReceipt(server.address, meta.version, {})
 
     async def before_pause(self, version: int, canary: Canary | None, paused: bool) -> None:
-        """Before a commit pauses anybody, unless all are `paused` already."""
+        """Prepare a commit before any server is paused: hold back requests and cache the canary prompt.
+
+        Args:
+            version: version to commit.
+            canary: check of the servers, or None.
+            paused: whether the servers are already paused, so that they cannot complete the canary.
+        """
         self._canary = canary
         if canary is not None:
             self.fleet.router.close()
-            if not paused:  # so that it lies in the prefix caches
-                what = "answer the canary before the update"
+            if not paused:  # puts the prompt into the prefix caches
+                what = "complete the canary before the update"
                 await self.fleet.call_all(lambda s: self._generate(s, canary, 1), what)
 
     async def commit(self, server: Server, version: int, mode: str) -> None:
-        """Let a paused server serve the staged version."""
+        """Switch a paused server to the staged version."""
         await self.fleet.transport.call_until_evicted(server, self.fleet.protocol.commit(version, mode))
         server.version = version
 
     async def prove(self, version: int) -> None:
-        """After all go on: let each server show what it serves, if receipts do not."""
+        """Check with the canary, after all servers resumed, that each serves the version.
+
+        Raises:
+            WeightUpdateError: no server completed the canary, or a result is wrong.
+        """
         canary = self._canary
         if canary is not None:
-            answers = await self.fleet.call_all(lambda s: self._answer(s, canary), "answer the canary")
-            await canary.judge(version, answers)
+            completions = await self.fleet.call_all(lambda s: self._run_canary(s, canary), "complete the canary")
+            await canary.judge(version, completions)
 
     def release(self) -> None:
-        """Let requests in, however the commit ended."""
+        """Release the requests after a commit, successful or not."""
         self.fleet.router.open()
 
     def is_complete(self, server: Server) -> bool:
-        """Whether a server that came back holds all of the version that it says, as far as is known here."""
+        """Return whether a server that returned holds the complete version that it reports, as far as known."""
         return True
 
     async def load_committed(self, server: Server, known: CommittedWeights) -> None:
-        """Load the committed version on a server that came back with another one."""
+        """Load the committed version on a server that returned with another one."""
         receipt = await self.stage(server, known.meta)
         if self.fleet.protocol.capabilities.checksums:
             verify_receipt(known.receipt, receipt, known.meta.route)
         await self.commit(server, known.version, "keep")
 
     async def check(self, server: Server, known: CommittedWeights) -> None:
-        """Compare what a server that came back serves with the committed version."""
+        """Compare the weights of a server that returned with the committed version.
+
+        Raises:
+            WeightUpdateError: they differ.
+        """
         fleet = self.fleet
         if fleet.protocol.capabilities.checksums:
             await self._check_receipt(server, known)
         if self._canary is not None:
             await fleet.transport.call_until_evicted(server, fleet.protocol.resume())
-            await self._canary.judge(known.version, [await self._answer(server, self._canary)])
+            await self._canary.judge(known.version, [await self._run_canary(server, self._canary)])
 
-    async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:
-        """Compare checksums. A server that has none of the weights that it was started with gets them once more."""
+    async def _check_receipt(self, server: Server, committed: CommittedWeights) -> None:
+        """Compare checksums. If a server cannot report any for its initial weights, load the committed ones again."""
         fleet = self.fleet
         try:
-            found = await fleet.transport.call_until_evicted(
+            receipt = await fleet.transport.call_until_evicted(
                 server, fleet.protocol.receipt(), fleet.config.update_timeout
             )
         except (ServerBusyError, ServerLostError):
             raise
         except InferenceError:
-            if not known.readable:
+            if not committed.readable:
                 raise
-            await self.load_committed(server, known)
+            await self.load_committed(server, committed)
         else:
-            # a live receipt has a sum under every name of a tied parameter, and of what is never sent
-            sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
-            verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
+            # a live receipt also has checksums of tied names and of parameters that are never sent
+            checksums = {
+                name: receipt.checksums[name] for name in committed.receipt.checksums if name in receipt.checksums
+            }
+            verify_receipt(committed.receipt, replace(receipt, checksums=checksums), committed.meta.route)
 
-    async def _answer(self, server: Server, canary: Canary) -> CanaryCompletion:
-        """Let a server show what it serves: its scores of a prompt, and greedy tokens after it."""
+    async def _run_canary(self, server: Server, canary: Canary) -> CanaryCompletion:
+        """Return a server's scores of the canary prompt and its greedy completion."""
         fleet = self.fleet
-        asked = fleet.transport.call_until_evicted(server, fleet.protocol.score(canary.input_ids, 1.0), FOREVER)
-        scores = await self._await_progress(server, asked)
+        request = fleet.transport.call_until_evicted(server, fleet.protocol.score(canary.input_ids, 1.0), FOREVER)
+        scores = await self._await_progress(server, request)
         ids, logprobs = await self._generate(server, canary, canary.tokens)
         return CanaryCompletion(server.address, scores, ids, logprobs)
 
     async def _generate(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
-        return await self._await_progress(server, server.run(self._read(server, canary, tokens), step=True))
+        return await self._await_progress(server, server.run(self._complete_canary(server, canary, tokens), step=True))
 
     async def _await_progress[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
-        """It may wait behind answers that go on, for as long as they do."""
+        """Await a request of the canary, which may wait for running completions as long as these make progress."""
         limit = self.fleet.config.update_timeout
-        error = ServerLostError(f"{server.address}: no answer to the canary within {limit:g} s (client.update_timeout)")
+        error = ServerLostError(f"{server.address}: no progress on the canary for {limit:g} s (client.update_timeout)")
         return await self.fleet.await_progress(server, work, limit, error)
 
-    async def _read(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
+    async def _complete_canary(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
         greedy = GenerationConfig(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
         call = self.fleet.protocol.generate(f"canary-{secrets.token_hex(8)}", canary.input_ids, greedy, None, 0)
         ids, logprobs = list[int](), list[float]()
@@ -151,17 +170,16 @@ class StagedLoad:
 
 
 class InPlaceLoad(StagedLoad):
-    """stage: see that the weights are there, in one directory that the server can load. commit: load over the served
-    version.
+    """Stage by preparing a directory that servers can load, and commit by loading it over the served weights.
 
-    A server whose load failed has no whole set of weights: it is evicted, and rejoins as one that was started again.
+    A server whose load failed has incomplete weights. It is evicted and must load the committed version to rejoin.
     """
 
     def __init__(self, fleet: AllServers, model_path: str = "") -> None:
         super().__init__(fleet, model_path)
         self._staged: WeightUpdateMeta | None = None
-        self._spoiled: WeakKeyDictionary[Server, str] = WeakKeyDictionary()
-        """Servers whose load failed, and in which life."""
+        self._failed_loads: WeakKeyDictionary[Server, str] = WeakKeyDictionary()
+        """Servers whose load failed, with the id of their process at that time."""
 
     async def prepare(self, meta: WeightUpdateMeta) -> None:
         self._staged = None
@@ -189,14 +207,16 @@ class InPlaceLoad(StagedLoad):
             await fleet.transport.call_until_evicted(server, fleet.protocol.load(meta, timeout), timeout)
             await super().commit(server, meta.version, mode)
         except BaseException as error:
-            self._spoiled[server] = server.instance
+            self._failed_loads[server] = server.instance
             fleet.router.evict(server, f"did not load version {meta.version}: {error}")
             raise
-        self._spoiled.pop(server, None)
+        self._failed_loads.pop(server, None)
 
     def is_complete(self, server: Server) -> bool:
-        life = self._spoiled.get(server)
-        return life is None or bool(life and server.instance and server.instance != life)
+        failed_instance = self._failed_loads.get(server)
+        return failed_instance is None or bool(
+            failed_instance and server.instance and server.instance != failed_instance
+        )
 
     async def load_committed(self, server: Server, known: CommittedWeights) -> None:
         meta = await asyncio.to_thread(model_directory, known.meta, self.model_path)
@@ -205,30 +225,31 @@ class InPlaceLoad(StagedLoad):
 
 
 def model_directory(meta: WeightUpdateMeta, model_path: str) -> WeightUpdateMeta:
-    """Make one directory that a server can load as a model: links to the files of all parts, and to what else lies
-    beside the weights of its first model.
+    """Create a directory that a server can load as a model.
+
+    It contains links to the weight files of all parts, and to the other files of the initial model, such as its config.
 
     Returns:
         `meta` with that directory as its only part.
 
     Raises:
-        WeightUpdateError: the route keeps no files, or they are missing or of other parameters.
+        WeightUpdateError: the route stores no files, or they are missing or contain other parameters.
     """
     from rl_contracts.weights.stored import FILE, check_files
 
     if meta.route != "disk":
         raise WeightUpdateError(
-            f"route {meta.route}: these servers load files, over the weights that they serve. Use publish.route=disk."
+            f"publish.route={meta.route}: these servers load weights in place from files. Use publish.route=disk."
         )
     check_files(meta)
     directory = Path(meta.parts[0].location).parent / f"model-{meta.version % 2}"
     directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.iterdir():
-        old.unlink()
+    for old_link in directory.iterdir():
+        old_link.unlink()
     for number, part in enumerate(meta.parts):
         (directory / f"model-{number:05d}.safetensors").symlink_to(Path(part.location).resolve() / FILE)
-    beside = Path(model_path).iterdir() if model_path and Path(model_path).is_dir() else ()
-    for file in beside:
-        if file.is_file() and file.suffix not in _WEIGHTS and ".index." not in file.name:
+    model_files = Path(model_path).iterdir() if model_path and Path(model_path).is_dir() else ()
+    for file in model_files:
+        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and ".index." not in file.name:
             (directory / file.name).symlink_to(file.resolve())
     return replace(meta, parts=(WeightPart(str(directory.resolve()), meta.params),))

@@ -1,5 +1,8 @@
-"""A weight update over all servers: two phases, and whoever does not acknowledge is out before anyone goes
-on. A server that returns is brought to the committed version and checked before it takes part again."""
+"""Weight updates on all servers in two phases, stage and commit, and the rejoin of evicted servers.
+
+A server that does not acknowledge a phase is evicted before any server resumes. A server that returns must load the
+committed version and pass a check before it rejoins.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ from rl_inference.client.weight_loading import InPlaceLoad, StagedLoad
 logger = get_logger("inference.client")
 
 _SHUTDOWN_SECONDS = 5.0
-"""Seconds within which servers pass on that the trainer broke off."""
-_PATIENCE = 10.0
-"""Seconds for which an update waits for a server that is coming back."""
+"""Seconds to wait until every server has reported that the trainer canceled a transfer."""
+_REJOIN_SECONDS = 10.0
+"""Seconds for which an update waits for a rejoin in progress."""
 
 
 class WeightUpdates:
-    """stage on all -> pause all -> commit on all -> resume all; and the way back for a server that was evicted. How a
-    server stages and commits is up to `rl_inference.client.weight_loading`.
+    """Weight updates (stage, pause, commit and resume on all servers), pauses, sleep, and the rejoin of a server.
 
-    Invariant: when a server resumes, every live server has committed the same version. So nobody rejoins between a
-    stage and its commit.
+    `rl_inference.client.weight_loading` implements how one server stages and commits.
+
+    Invariant: when a server resumes, all live servers have committed the same version. Therefore no server rejoins
+    between a stage and its commit.
     """
 
     def __init__(
@@ -40,13 +44,13 @@ class WeightUpdates:
         self._program = program
         self._router = router
         self._transport = transport
-        self._fleet = AllServers(router, transport)
+        self._all_servers = AllServers(router, transport)
         loading = StagedLoad if transport.protocol.capabilities.staged_load else InPlaceLoad
-        self._loading = loading(self._fleet, spec.model_path)
+        self._loading = loading(self._all_servers, spec.model_path)
         self._lock = asyncio.Lock()
-        self._held = self._asleep = self._owns = False
-        self._renewing: asyncio.Task[None] | None = None
-        self._leases = asyncio.Lock()
+        self._is_paused = self._is_sleeping = self._controls_servers = False
+        self._lease_task: asyncio.Task[None] | None = None
+        self._lease_lock = asyncio.Lock()
         self._staged: CommittedWeights | None = None
         self._committed: CommittedWeights | None = None
         self._joining: list[Server] = []
@@ -54,17 +58,17 @@ class WeightUpdates:
 
     @property
     def is_in_progress(self) -> bool:
-        """Whether this client is changing what servers serve, or is about to."""
-        return self._lock.locked() or self._staged is not None or self._asleep
+        """Whether this client is changing the servers: a step is in progress, a version is staged, or they sleep."""
+        return self._lock.locked() or self._staged is not None or self._is_sleeping
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Load a version beside the served one everywhere. See `InferenceEngine.stage_weights`.
+        """Load a new version on all servers while the current one is served. See `InferenceEngine.stage_weights`.
 
-        A rejoin that is under way gets a moment and is then broken off: a server that hangs must not hold up the
-        others, but frequent updates must not keep a healthy one out for ever.
+        A rejoin in progress may continue for `_REJOIN_SECONDS` and is then canceled: a hanging server must not delay
+        the others, but frequent updates must not exclude a healthy server forever.
         """
-        self._owns = True
-        self._asleep = self._asleep and bool(self._router.live)  # whoever comes back is awake
+        self._controls_servers = True
+        self._is_sleeping = self._is_sleeping and bool(self._router.live)  # a server that rejoins is awake
         if self._rejoining is not None:
             await self._end_rejoin(self._rejoining)
         while await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
@@ -74,9 +78,9 @@ class WeightUpdates:
         raise WeightUpdateError(f"no live server could stage version {meta.version}: {self._router.reasons}.")
 
     async def commit(self, version: int, interrupt: str, canary: Canary | None = None) -> float:
-        """Serve the staged version everywhere. See `InferenceEngine.commit_weights`."""
+        """Switch all servers to the staged version. See `InferenceEngine.commit_weights`."""
         require_choice("interrupt", interrupt, ("keep", "recompute", "wait"))
-        begin = self._router.clock.now()
+        start = self._router.clock.now()
         async with self._lock:
             try:
                 return await self._commit_all(version, interrupt, canary)
@@ -84,29 +88,28 @@ class WeightUpdates:
                 if self._committed is None or self._committed.version != version:
                     raise
             finally:
-                await self._renew("keep" if self._held else "")
-                self._asleep = False
+                await self._set_pause_renewal("keep" if self._is_paused else "")
+                self._is_sleeping = False
                 self._loading.release()
-        # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
-        # comes back must serve.
+        # All servers were lost during the commit. The version counts as committed, so a server must load it to rejoin.
         if not await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
             raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
-        return self._router.clock.now() - begin
+        return self._router.clock.now() - start
 
     async def _commit_all(self, version: int, interrupt: str, canary: Canary | None) -> float:
-        """pause -> commit -> resume -> prove; the longest time for which a server stood still, in seconds.
+        """Pause, commit, resume and check all servers, and return the longest pause of a server in seconds.
 
         Raises:
-            AllLostError: no server is left. If the version was staged, it counts as committed.
+            AllLostError: all servers were lost. If the version was staged, it counts as committed.
         """
-        fleet, loading = self._fleet, self._loading
+        all_servers, loading = self._all_servers, self._loading
         try:
-            slept = await self._wake_all()
-            await loading.before_pause(version, canary, self._held or slept)
-            begin = self._router.clock.now()
-            await self._renew(interrupt)
-            await fleet.call_all(lambda s: fleet.pause(s, interrupt), f"pause for version {version}")
-            await fleet.call_all(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
+            was_sleeping = await self._wake_all()
+            await loading.before_pause(version, canary, self._is_paused or was_sleeping)
+            start = self._router.clock.now()
+            await self._set_pause_renewal(interrupt)
+            await all_servers.call_all(lambda s: all_servers.pause(s, interrupt), f"pause for version {version}")
+            await all_servers.call_all(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
             await self._admit_joining(version)
         except AllLostError:
             if self._staged is not None and self._staged.version == version:
@@ -114,29 +117,31 @@ class WeightUpdates:
             raise
         except BaseException:
             self._staged = None
-            # nobody may stay paused; what went wrong first is what counts
+            # no server may stay paused; report the first error
             with contextlib.suppress(WeightUpdateError):
                 await self._resume_all()
             raise
         self._set_committed(version)
-        if self._held and not loading.needs_proof:
+        if self._is_paused and not loading.needs_proof:
             return 0.0
-        stood = await self._resume_all(held=False)
+        pauses = await self._resume_all(stay_paused=False)
         try:
             await loading.prove(version)
         finally:
-            if self._held:
-                await fleet.call_all(lambda s: fleet.pause(s, "keep"), "pause again")
-        pause_seconds = [seconds for seconds in stood if seconds is not None]
-        return max(pause_seconds) if pause_seconds and not loading.needs_proof else self._router.clock.now() - begin
+            if self._is_paused:
+                await all_servers.call_all(lambda s: all_servers.pause(s, "keep"), "pause again")
+        pause_seconds = [seconds for seconds in pauses if seconds is not None]
+        return max(pause_seconds) if pause_seconds and not loading.needs_proof else self._router.clock.now() - start
 
     async def rejoin(self, server: Server) -> None:
-        """Take an evicted server back that answers again, or a new one in, once it holds what is committed. Does
-        nothing during an update.
+        """Readmit an evicted server that responds again, or admit a new one, once it serves the committed version.
+
+        Does nothing during an update.
 
         Raises:
-            WeightUpdateError: it holds something else and could not be brought to what it should hold.
-            InferenceError: it does not answer; or nobody can say yet what it should hold.
+            WeightUpdateError: the run cannot use the server, or it holds other weights and could not load the committed
+                ones.
+            InferenceError: the server does not respond, or the committed weights are not known yet.
         """
         if self.is_in_progress:
             return
@@ -151,178 +156,198 @@ class WeightUpdates:
 
     async def _end_rejoin(self, server: Server) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE), self._lock:
+            async with asyncio.timeout(_REJOIN_SECONDS), self._lock:
                 return
         except TimeoutError:
-            logger.warning("server %s takes too long to come back: an update goes first", server.address)
+            logger.warning("server %s takes too long to rejoin; canceled for a weight update", server.address)
             self._router.interrupt(server)
 
     async def _readmit(self, server: Server) -> None:
-        """Bring it to what is committed, compare, and let it take part."""
+        """Load the committed version on a server if necessary, check its weights, and readmit it."""
         server.instance = ""
-        known = self._committed_weights()
+        committed = self._committed_weights()
         version = self._router.version
         if server.name:
-            await self._check_identity(server, known)
+            await self._check_identity(server, committed)
         health = await self._transport.call_until_evicted(server, self._transport.protocol.health())
-        if self._owns and self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
+        if self._controls_servers and self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
             await self._transport.call_until_evicted(server, self._transport.protocol.wake())
         if health.version != version:
-            await self._load_committed(server, known, f"version {health.version}")
+            await self._load_committed(server, committed, f"version {health.version}")
         elif not self._loading.is_complete(server):
-            await self._load_committed(server, known, "what is left of a load that failed")
-        if known is not None:
-            await self._loading.check(server, known)
+            await self._load_committed(server, committed, "incomplete weights of a failed load")
+        if committed is not None:
+            await self._loading.check(server, committed)
         elif version != self._spec.version:
-            raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
+            raise InferenceError(f"{server.address}: there is no record of version {version} yet to check it against.")
         protocol = self._transport.protocol
-        if self._owns:  # who has not paused a server does not let it go on: its owner may be in the middle of an update
-            exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
+        if self._controls_servers:  # otherwise the client that paused the server, perhaps for an update, must resume it
+            exchange = protocol.pause("keep", self._all_servers.lease) if self._is_paused else protocol.resume()
             await self._transport.call_until_evicted(server, exchange)
         self._router.readmit(server, version)
 
-    async def _check_identity(self, server: Server, known: CommittedWeights | None) -> None:
-        """Ask what it is: its address may be another server's by now.
+    async def _check_identity(self, server: Server, committed: CommittedWeights | None) -> None:
+        """Check the self-description of a server, because another server may have taken over its address.
 
         Raises:
-            WeightUpdateError: the run cannot use it.
+            WeightUpdateError: the run cannot use this server.
         """
         server.vetted = False
         try:
             description = await self._transport.call_until_evicted(server, self._transport.protocol.describe())
             if description is not None:
-                stored = known is not None and known.readable
+                stored = committed is not None and committed.readable
                 await asyncio.to_thread(description.check, self._spec, self._program, stored)
         except (ServerBusyError, ServerLostError):
             raise
         except InferenceError as error:
-            raise WeightUpdateError(f"{server.address} is no server that this run can use: {error}") from error
+            raise WeightUpdateError(f"this run cannot use the server {server.address}: {error}") from error
         server.vetted = True
 
     async def pause(self) -> None:
-        """Pause everywhere until `resume`; updates in between do not resume either."""
+        """Pause all servers until `resume`. Updates in between leave them paused."""
         async with self._lock:
-            self._held = self._owns = True
-            await self._renew("keep")
-            await self._fleet.call_all(lambda server: self._fleet.pause(server, "keep"), "pause")
+            self._is_paused = self._controls_servers = True
+            await self._set_pause_renewal("keep")
+            await self._all_servers.call_all(lambda server: self._all_servers.pause(server, "keep"), "pause")
 
     async def resume(self) -> None:
-        """Undo `pause`."""
+        """Resume all servers after `pause`."""
         async with self._lock:
-            self._held = False
+            self._is_paused = False
             await self._resume_all()
 
     async def sleep(self) -> float:
-        """Interrupt all answers, hold requests back, and let servers free their memory until the next commit, or
-        `wake`; returns how many bytes they say it was. Nobody rejoins meanwhile."""
+        """Release the servers' device memory until the next commit or `wake`.
+
+        Unfinished completions are interrupted, and requests are held back. No server rejoins meanwhile.
+
+        Returns:
+            number of bytes released, as reported by the servers.
+        """
         async with self._lock:
             self._router.close()
-            self._asleep = self._owns = True
+            self._is_sleeping = self._controls_servers = True
             try:
-                await self._renew("recompute")
-                await self._fleet.call_all(lambda s: self._fleet.pause(s, "recompute"), "pause")
-                ask, protocol = self._transport.call_until_evicted, self._fleet.protocol
-                return sum(await self._fleet.call_all(lambda s: ask(s, protocol.sleep()), "sleep"))
+                await self._set_pause_renewal("recompute")
+                await self._all_servers.call_all(lambda s: self._all_servers.pause(s, "recompute"), "pause")
+                call, protocol = self._transport.call_until_evicted, self._all_servers.protocol
+                return sum(await self._all_servers.call_all(lambda s: call(s, protocol.sleep()), "sleep"))
             except BaseException:
-                with contextlib.suppress(WeightUpdateError):  # what went wrong first is what counts
-                    await self._resume_after_update()
+                with contextlib.suppress(WeightUpdateError):  # report the first error
+                    await self._wake_and_resume()
                 raise
 
     async def wake(self) -> None:
-        """Undo `sleep`, where no commit has."""
+        """Wake the servers after `sleep`, unless a commit did."""
         async with self._lock:
-            if self._asleep:
-                await self._resume_after_update()
+            if self._is_sleeping:
+                await self._wake_and_resume()
 
-    async def _resume_after_update(self) -> None:
-        """Wake all, and let them generate unless their owner holds them paused; who does not wake is out."""
-        fleet = self._fleet
+    async def _wake_and_resume(self) -> None:
+        """Wake all servers and resume those that `pause` does not hold paused. Servers that do not wake are evicted."""
+        all_servers = self._all_servers
         try:
             await self._wake_all()
-            await self._resume_all(held=False)
-            if self._held:
-                await fleet.call_all(lambda s: fleet.pause(s, "keep"), "pause again")
+            await self._resume_all(stay_paused=False)
+            if self._is_paused:
+                await all_servers.call_all(lambda s: all_servers.pause(s, "keep"), "pause again")
         except BaseException as error:
             for server in self._router.live:
                 self._router.evict(server, f"could not wake: {error}")
             raise
         finally:
-            await self._renew("keep" if self._held else "")
-            self._asleep = False
+            await self._set_pause_renewal("keep" if self._is_paused else "")
+            self._is_sleeping = False
             self._router.open()
 
     async def _wake_all(self) -> bool:
-        """Whether servers slept: they have their memory again, and generate nothing yet."""
-        if self._asleep:
-            ask, protocol = self._transport.call_until_evicted, self._fleet.protocol
-            await self._fleet.call_all(lambda s: ask(s, protocol.wake()), "wake")
-        return self._asleep
+        """Wake the servers if they sleep, without resuming generation, and return whether they slept."""
+        if self._is_sleeping:
+            call, protocol = self._transport.call_until_evicted, self._all_servers.protocol
+            await self._all_servers.call_all(lambda s: call(s, protocol.wake()), "wake")
+        return self._is_sleeping
 
     def end_lease(self) -> None:
-        """Renew the lease of a pause no more."""
-        if self._renewing is not None:
-            self._renewing.cancel()
+        """Stop renewing the lease of a pause."""
+        if self._lease_task is not None:
+            self._lease_task.cancel()
 
-    async def _renew(self, mode: str) -> None:
-        """Keep the servers paused as `mode` says for as long as this client lives; empty: no more. Returns when none of
-        the earlier kind is under way, so that it cannot come after a resume."""
-        async with self._leases:
+    async def _set_pause_renewal(self, mode: str) -> None:
+        """Start to renew the pause of all servers with `mode` regularly; an empty `mode` only stops the renewal.
+
+        Returns after all earlier renewals have ended, so that none of them follows a resume.
+        """
+        async with self._lease_lock:
             self.end_lease()
-            self._renewing = asyncio.create_task(self._renewals(mode), name="pause") if mode else None
+            self._lease_task = asyncio.create_task(self._renew_pauses(mode), name="pause") if mode else None
 
-    async def _renewals(self, mode: str) -> None:
-        transport, lease = self._transport, self._fleet.lease
+    async def _renew_pauses(self, mode: str) -> None:
+        transport, lease = self._transport, self._all_servers.lease
         while True:
             await self._router.clock.sleep(lease / 3)
-            async with self._leases:
-                asked = (
+            async with self._lease_lock:
+                calls = (
                     transport.call_until_evicted(
-                        s, transport.protocol.pause(mode, lease), transport.config.probe_timeout
+                        server, transport.protocol.pause(mode, lease), transport.config.probe_timeout
                     )
-                    for s in self._router.live
+                    for server in self._router.live
                 )
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*calls, return_exceptions=True)
 
     def _set_committed(self, version: int) -> None:
-        """`version` is what counts from now on."""
+        """Make `version` the committed version."""
         if self._staged is not None and self._staged.version == version:
             self._committed = self._staged
         self._staged = None
         self._router.version = max(self._router.version, version)
 
     def _committed_weights(self) -> CommittedWeights | None:
-        """What the committed version holds: as staged by this client, or as recorded by the trainer of another one.
-        Where no server is left to learn a later version from, the record tells that too; one from before this run
-        began does not count.
+        """Return the committed weights, as staged by this client or as recorded by the trainer of another client.
+
+        If no server is live and this run has already committed a version, a later version in the record counts as
+        committed.
 
         Raises:
-            InferenceError: the record cannot be read, which says nothing of any server.
+            InferenceError: the record cannot be read.
         """
-        found, router = self._committed, self._router
-        if (found is None or found.version != router.version) and self._spec.weights_dir:
+        weights, router = self._committed, self._router
+        if (weights is None or weights.version != router.version) and self._spec.weights_dir:
             try:
-                found = read_committed(self._spec.weights_dir)
+                weights = read_committed(self._spec.weights_dir)
             except WeightUpdateError as error:
                 raise InferenceError(str(error)) from error
-            if found is not None and not router.live and router.version > self._spec.version:
-                router.version = max(router.version, found.version)
-        return found if found is not None and found.version == router.version else None
+            if weights is not None and not router.live and router.version > self._spec.version:
+                router.version = max(router.version, weights.version)
+        return weights if weights is not None and weights.version == router.version else None
 
-    async def _load_committed(self, server: Server, known: CommittedWeights | None, found: str) -> None:
-        """Stage and commit the committed version on a server that came back with something else."""
+    async def _load_committed(self, server: Server, committed: CommittedWeights | None, served: str) -> None:
+        """Load the committed version on a server that returned with other weights.
+
+        Args:
+            server: server to load it on.
+            committed: committed weights, or None if unknown.
+            served: description of the weights that the server serves, for messages.
+
+        Raises:
+            InferenceError: another client publishes, or the weights can no longer be read.
+        """
         version = self._router.version
-        if known is None or known is not self._committed:  # another client publishes, and will bring it up
-            raise InferenceError(f"{server.address}: serves {found}, committed is {version}.")
-        if not known.readable:
+        if committed is None or committed is not self._committed:  # the client that publishes will load it
+            raise InferenceError(f"{server.address}: serves {served}, but version {version} is committed.")
+        if not committed.readable:
             raise InferenceError(
-                f"{server.address}: serves {found}, committed is {version}; route {known.meta.route} leaves "
-                "nothing to read, so it takes part again from the next update on."
+                f"{server.address}: serves {served}, but version {version} is committed. Route {committed.meta.route} "
+                "stores no weights to load, so the server rejoins with the next update."
             )
-        await self._loading.load_committed(server, known)
+        await self._loading.load_committed(server, committed)
 
     async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
-        brought up by an update: they are staged with the others, and take part from its commit on."""
+        """Stage a version on all live servers.
+
+        With a route that stores no weights, a server that returned can get weights only from an update. It is staged
+        with the others and rejoins at the commit.
+        """
         self._staged, self._joining = None, []
         await self._loading.prepare(meta)
         joining = [server for server in self._router.servers if not server.live and server.well and server.vetted]
@@ -334,28 +359,29 @@ class WeightUpdates:
         if meta.route in RENDEZVOUS_ROUTES:
             receipts = await self._stage_together(servers, meta)
         else:
-            receipts = await self._fleet.call_all(
+            receipts = await self._all_servers.call_all(
                 lambda s: self._stage(s, meta), f"stage version {meta.version}", servers
             )
         self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
         return receipts
 
     async def _stage_together(self, servers: list[Server], meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Stage on servers that wait for each other, each with a seat: where one fails, nobody can go on.
+        """Stage on servers that form a group, each with its own rank. If one fails, none can complete the transfer.
 
         Raises:
-            ReceiversLostError: some were lost, and are evicted; whoever is left can be sent the version again.
-            WeightUpdateError: one refused, or nobody is left.
+            ReceiversLostError: some servers were lost and evicted. The version can be sent again to the others.
+            WeightUpdateError: a server rejected the version, or no server is left.
         """
-        seats = [with_rank(meta, rank, len(servers) + 1) for rank in range(1, len(servers) + 1)]
-        tasks = [asyncio.create_task(self._stage(*pair)) for pair in zip(servers, seats, strict=True)]
+        metas = [with_rank(meta, rank, len(servers) + 1) for rank in range(1, len(servers) + 1)]
+        tasks = [asyncio.create_task(self._stage(*pair)) for pair in zip(servers, metas, strict=True)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.exception() if task.done() else None for task in tasks]
             if any(errors) and not any(isinstance(error, ServerLostError) for error in errors):
-                # The trainer broke off, for a reason that it told all of them; who does not pass it on is not there.
+                # The trainer canceled the transfer and sent the reason to all servers; one that does not report it is
+                # lost.
                 await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
-                errors = [task.exception() if task.done() else ServerLostError("did not answer") for task in tasks]
+                errors = [task.exception() if task.done() else ServerLostError("no response") for task in tasks]
             if not any(errors):
                 return [task.result() for task in tasks]
         finally:
@@ -365,7 +391,7 @@ class WeightUpdates:
         failed = failures(servers, errors)
         lost = [(server, error) for server, error in failed if isinstance(error, ServerLostError)]
         for server, error in lost:
-            server.well = False  # until it answers again
+            server.well = False  # until the next successful probe
             self._router.evict(server, f"could not stage version {meta.version}: {error}")
         reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
         if lost and (self._router.live or self._transport.config.rejoin_timeout):
@@ -373,12 +399,12 @@ class WeightUpdates:
         raise WeightUpdateError(f"route {meta.route}: no server could stage version {meta.version}: {reasons}.")
 
     async def _admit_joining(self, version: int) -> None:
-        """Let servers that were staged although they did not take part commit as well, and take part."""
+        """Commit the version on the servers that were staged while evicted, and readmit them."""
         joining, self._joining = self._joining, []
         for server in joining:
             try:
-                if self._held:
-                    await self._fleet.pause(server, "keep")
+                if self._is_paused:
+                    await self._all_servers.pause(server, "keep")
                 await self._loading.commit(server, version, "keep")
             except InferenceError as error:
                 server.last_error = f"could not commit version {version}: {error}"
@@ -389,19 +415,24 @@ class WeightUpdates:
         try:
             return await self._loading.stage(server, meta)
         except InferenceError as error:
-            server.well = False  # if it is out, or will be, it is not staged again before it has shown that it is well
+            server.well = False  # an evicted server is staged again only after a successful probe
             if server.live:
                 raise
-            raise ServerLostError(str(error)) from error  # nobody counts on it yet, whatever it refused
+            raise ServerLostError(str(error)) from error  # even a rejection by an evicted server fails no update
 
-    async def _resume_all(self, held: bool | None = None) -> list[float | None]:
-        """Let all live servers go on, unless their owner holds them paused (`held` False: even then).
+    async def _resume_all(self, stay_paused: bool | None = None) -> list[float | None]:
+        """Resume all live servers, unless `pause` holds them paused.
+
+        Args:
+            stay_paused: whether to leave them paused; None if `pause` holds them paused.
 
         Returns:
-            how long each stood still, in seconds; None where it does not say.
+            duration of each server's pause in seconds, or None if not reported.
         """
-        if self._held if held is None else held:
+        if self._is_paused if stay_paused is None else stay_paused:
             return []
-        await self._renew("")
+        await self._set_pause_renewal("")
         protocol = self._transport.protocol
-        return await self._fleet.call_all(lambda s: self._transport.call_until_evicted(s, protocol.resume()), "resume")
+        return await self._all_servers.call_all(
+            lambda s: self._transport.call_until_evicted(s, protocol.resume()), "resume"
+        )

@@ -1,7 +1,8 @@
-"""A small server that loads in place, with faults to plant: a table for a model, HTTP as the embedded server speaks it.
+"""Small inference servers for tests, with fault injection.
 
-The model: the logits after a sequence are the row of its last token plus the mean of the rows of all of its tokens; the
-mean is what a prefix cache holds. Weights are one tensor, `table` [V, V].
+The HTTP API follows the embedded server. The model is a table: the logits after a sequence are the row of its last
+token plus the mean of the rows of all its tokens. The prefix cache holds the mean. The weights are one tensor, `table`
+[V, V].
 """
 
 from __future__ import annotations
@@ -32,44 +33,55 @@ STEP = 0.002
 
 
 def logprobs_after(ids: list[int], table: np.ndarray, mean: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """[V]"""
+    """Return the log-probs of the token after `ids`, [V].
+
+    Args:
+        ids: tokens so far.
+        table: weights, [V, V].
+        mean: mean of the rows of `ids`, [V].
+        temperature: divisor of the logits.
+    """
     logits = (table[ids[-1]] + mean) / temperature
     return logits - np.log(np.exp(logits).sum())
 
 
 def scores_of(ids: list[int], table: np.ndarray) -> list[float]:
-    """What a right server says of given tokens."""
+    """Return the correct scores of `ids`."""
     means = table[ids].cumsum(0) / np.arange(1, len(ids) + 1)[:, None]
-    rows = [logprobs_after(ids[:n], table, means[n - 1])[ids[n]] for n in range(1, len(ids))]
-    return [0.0, *map(float, rows)]
+    scores = [logprobs_after(ids[:n], table, means[n - 1])[ids[n]] for n in range(1, len(ids))]
+    return [0.0, *map(float, scores)]
 
 
 @dataclass
 class TableServer:
-    """One server; faults are its attributes."""
+    """Server whose faults are attributes."""
 
     table: np.ndarray
     version: int = 0
     loads: bool = True
-    """False: it says that it loaded, and did not."""
+    """Whether a load or commit changes the weights; if False, it is only acknowledged."""
     flushes: bool = True
-    """False: its prefix cache outlives an update."""
+    """Whether a commit clears the prefix cache."""
     fails: bool = False
-    """It cannot load, and nothing works any more after it has tried."""
-    refuses: tuple[str, ...] = ()
-    """What it refuses: `sleep`, `wake`."""
+    """Whether a load fails and leaves a server that cannot generate."""
+    rejects: tuple[str, ...] = ()
+    """Names of the requests to reject: `sleep`, `wake`."""
     slow: float = 0.0
-    """Seconds for scores."""
+    """Seconds that a score takes."""
     broken: bool = False
-    beside: np.ndarray | None = None
-    """What was loaded beside what is served, to be committed."""
+    """Whether a load has failed."""
+    staged: np.ndarray | None = None
+    """Staged weights."""
     paused: str = ""
-    sums: dict[str, int] = field(default_factory=dict)
-    """Of what was loaded last."""
+    """Mode of the pause; empty while not paused."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Checksums of the weights that were staged last."""
     log: list[str] = field(default_factory=list)
-    """What it was told, in order; `generate` where an answer begins, with the number of its prompt's tokens."""
+    """Control requests in order, and `generate N` for each completion with a prompt of N tokens."""
     generated: int = 0
+    """Number of generated tokens."""
     running: int = 0
+    """Number of completions in generation."""
     address: str = ""
     _cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -77,8 +89,8 @@ class TableServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if self.broken:
             return web.json_response({"error": {"message": "no weights"}}, status=500)
-        asked = await request.json()
-        sampling, ids = asked["sampling_params"], list(asked["input_ids"])
+        body = await request.json()
+        sampling, ids = body["sampling_params"], list(body["input_ids"])
         if not ids:
             return web.json_response({"error": {"message": "no prompt"}}, status=400)
         self.log.append(f"generate {len(ids)}")
@@ -87,33 +99,33 @@ class TableServer:
         await response.prepare(request)
         stamps: list[int] = []
         try:
-            await self._answer(response, ids, sampling, rng, stamps)
+            await self._complete(response, ids, sampling, rng, stamps)
         finally:
             self.running -= bool(stamps)
         return response
 
-    async def _answer(
+    async def _complete(
         self, response: web.StreamResponse, ids: list[int], sampling: Any, rng: Any, stamps: list[int]
     ) -> None:
         prompt = len(ids)
         while True:
-            async with self._changed:  # what has begun goes on where the others wait for it
+            async with self._changed:  # with "wait" and "recompute", running completions are not held back
                 await self._changed.wait_for(lambda: not self.paused or (stamps and self.paused != "keep"))
             if self.paused == "recompute":
                 return await self._send(response, [], [], "abort", stamps)
             logprobs = logprobs_after(ids, self.table, self._mean(ids), sampling["temperature"] or 1.0)
-            held = len(stamps) < sampling["min_new_tokens"]
-            chances = np.exp(logprobs)
-            if held:
-                chances[sampling["stop_token_ids"]] = 0
+            below_minimum = len(stamps) < sampling["min_new_tokens"]
+            probabilities = np.exp(logprobs)
+            if below_minimum:
+                probabilities[sampling["stop_token_ids"]] = 0
             greedy = not sampling["temperature"]
-            token = int(chances.argmax() if greedy else rng.choice(VOCAB, p=chances / chances.sum()))
+            token = int(probabilities.argmax() if greedy else rng.choice(VOCAB, p=probabilities / probabilities.sum()))
             ids.append(token)
             self.running += not stamps
             stamps.append(self.version)
             self.generated += 1
             finish = "length" if len(ids) - prompt == sampling["max_new_tokens"] else None
-            finish = "stop" if token in sampling["stop_token_ids"] and not held else finish
+            finish = "stop" if token in sampling["stop_token_ids"] and not below_minimum else finish
             await self._send(response, [token], [float(logprobs[token])], finish, stamps)
             if finish:
                 return None
@@ -122,15 +134,15 @@ class TableServer:
     async def _send(
         self, response: web.StreamResponse, ids: list[int], logprobs: list[float], finish: str | None, stamps: list[int]
     ) -> None:
-        told = {"ids": ids, "logprobs": logprobs, "finish": finish, "stamps": stamps if finish else None}
-        await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+        message = {"ids": ids, "logprobs": logprobs, "finish": finish, "stamps": stamps if finish else None}
+        await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
     def _mean(self, ids: list[int]) -> np.ndarray:
         key = tuple(ids)
         if key not in self._cache:
-            before = self._cache.get(key[:-1])
-            sums = self.table[ids].sum(0) if before is None else before * (len(ids) - 1) + self.table[ids[-1]]
-            self._cache[key] = sums / len(ids)
+            cached = self._cache.get(key[:-1])
+            row_sum = self.table[ids].sum(0) if cached is None else cached * (len(ids) - 1) + self.table[ids[-1]]
+            self._cache[key] = row_sum / len(ids)
         return self._cache[key]
 
     async def score(self, request: web.Request) -> web.Response:
@@ -143,21 +155,21 @@ class TableServer:
         return web.json_response({"version": self.version, "open": self.running})
 
     async def stats(self, _: web.Request) -> web.Response:
-        figures = {"version": self.version, "paused": bool(self.paused), "running": self.running, "waiting": 0}
-        return web.json_response({**figures, "generated_tokens": self.generated, "busy_seconds": self.generated * STEP})
+        metrics = {"version": self.version, "paused": bool(self.paused), "running": self.running, "waiting": 0}
+        return web.json_response({**metrics, "generated_tokens": self.generated, "busy_seconds": self.generated * STEP})
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = (await request.json())["mode"]
         self.log.append(f"pause {mode}")
         self.paused = mode
-        await self._tell()
+        await self._notify()
         while mode != "keep" and self.running:  # noqa: ASYNC110 - one loop, no event for it
             await asyncio.sleep(STEP)
         self.paused = "keep"
         return web.json_response({"paused": True})
 
     async def load(self, request: web.Request) -> web.Response:
-        assert self.paused, "weights were loaded while it generated"
+        assert self.paused, "weights must not be loaded during generation"
         self.log.append("load")
         files = sorted(Path((await request.json())["path"]).glob("*.safetensors"))
         if self.fails:
@@ -171,21 +183,21 @@ class TableServer:
     async def stage(self, request: web.Request) -> web.Response:
         self.log.append("stage")
         (table,) = (load_file(Path(part) / "model.safetensors")["table"] for part in (await request.json())["parts"])
-        self.beside = table.astype(np.float64)
-        self.sums = {"table": checksum(torch.from_numpy(table))}
+        self.staged = table.astype(np.float64)
+        self.checksums = {"table": checksum(torch.from_numpy(table))}
         return self._receipt()
 
     def _receipt(self) -> web.Response:
-        return web.json_response({"holder": self.address, "version": self.version, "checksums": self.sums})
+        return web.json_response({"holder": self.address, "version": self.version, "checksums": self.checksums})
 
     async def receipt(self, _: web.Request) -> web.Response:
-        if not self.sums:
+        if not self.checksums:
             return web.json_response({"error": {"message": "no update was loaded"}}, status=400)
         return self._receipt()
 
     async def commit(self, request: web.Request) -> web.Response:
-        if self.beside is not None and self.loads:
-            self.table = self.beside
+        if self.staged is not None and self.loads:
+            self.table = self.staged
         self.version = (await request.json())["version"]
         self.log.append(f"commit {self.version}")
         if self.flushes:
@@ -195,30 +207,30 @@ class TableServer:
     async def resume(self, _: web.Request) -> web.Response:
         self.log.append("resume")
         self.paused = ""
-        await self._tell()
+        await self._notify()
         return web.json_response({})
 
     async def sleep(self, _: web.Request) -> web.Response:
         assert self.paused
         assert not self.running
         self.log.append("sleep")
-        if "sleep" in self.refuses:
+        if "sleep" in self.rejects:
             return web.json_response({"error": {"message": "cannot sleep"}}, status=400)
         return web.json_response({})
 
     async def wake(self, _: web.Request) -> web.Response:
         self.log.append("wake")
-        if "wake" in self.refuses:
+        if "wake" in self.rejects:
             return web.json_response({"error": {"message": "cannot wake"}}, status=400)
         return web.json_response({})
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[TableServer]:
-        """Serve on loopback."""
+        """Serve on the loopback interface."""
         app = web.Application()
         posts = {
             "/generate": self.generate,
@@ -247,6 +259,8 @@ class TableServer:
 
 
 class TableProtocol(EmbeddedProtocol):
+    """Protocol of servers that load in place."""
+
     capabilities = Capabilities(
         routes=("disk",),
         staged_load=False,
@@ -279,12 +293,12 @@ class TableProtocol(EmbeddedProtocol):
 def _chunk(line: bytes) -> GenerationChunk | None:
     if not line.startswith(b"data:"):
         return None
-    told = json.loads(line[5:])
-    return GenerationChunk(told["ids"], told["logprobs"], [], told["finish"], stamps=told["stamps"])
+    message = json.loads(line[5:])
+    return GenerationChunk(message["ids"], message["logprobs"], [], message["finish"], stamps=message["stamps"])
 
 
-class BesideProtocol(TableProtocol):
-    """Servers that load beside what they serve, and yet give no checksums."""
+class StagedProtocol(TableProtocol):
+    """Protocol of servers with staged loads but without checksums."""
 
     capabilities = replace(TableProtocol.capabilities, staged_load=True, sleeps=True)
 
@@ -300,10 +314,10 @@ class BesideProtocol(TableProtocol):
         yield Call("/wake", ignored, {})
 
 
-class SummedProtocol(BesideProtocol):
-    """Servers that load beside, with checksums of what was loaded."""
+class ChecksumProtocol(StagedProtocol):
+    """Protocol of servers with staged loads and checksums."""
 
-    capabilities = replace(BesideProtocol.capabilities, checksums=True)
+    capabilities = replace(StagedProtocol.capabilities, checksums=True)
 
     def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
         return (yield Call("/stage", _receipt_of, {"parts": [part.location for part in meta.parts]}))
@@ -316,14 +330,14 @@ def _receipt_of(body: bytes) -> WeightReceipt:
     return WeightReceipt(**json.loads(body))
 
 
-class SummedEngine(EmbeddedEngine):
+class ChecksumEngine(EmbeddedEngine):
     def make_protocol(self) -> ServerProtocol:
-        return SummedProtocol()
+        return ChecksumProtocol()
 
 
-class BesideEngine(EmbeddedEngine):
+class StagedEngine(EmbeddedEngine):
     def make_protocol(self) -> ServerProtocol:
-        return BesideProtocol()
+        return StagedProtocol()
 
 
 class TableEngine(EmbeddedEngine):

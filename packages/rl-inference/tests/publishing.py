@@ -1,4 +1,4 @@
-"""A trainer that publishes as a real one does, and clients of real servers, for tests of who serves what."""
+"""Publisher of weights and clients of real servers, for tests of the version that each server serves."""
 
 from __future__ import annotations
 
@@ -31,29 +31,31 @@ QUICK = {
     "progress_timeout": 1.5,
     "rejoin_timeout": 60.0,
 }
-SPOILED = """
+CORRUPTING_SERVER = """
 import sys
 from rl_inference.embedded_server.weights import ServedWeights
 commit = ServedWeights.commit
-def spoil(self, version):
+def corrupt(self, version):
     commit(self, version)
     self._live["model.norm.weight"].data[3] += 1.0
-ServedWeights.commit = spoil
+ServedWeights.commit = corrupt
 from rl_inference.embedded_server.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
-"""A server whose tensors are not what it was sent, once they are served."""
+"""Program of a server that changes a tensor at each commit, so that it does not serve the weights that it received."""
 
 
 @dataclass
 class Trainer:
-    """Publishes as a trainer does: each version is the model times a factor of its own, and leaves a record."""
+    """Publisher of weights. Each version is the initial weights times a different factor."""
 
     model: Any
     directory: Path
     version: int = 0
     sent: dict[int, WeightReceipt] = field(default_factory=dict)
+    """Receipts of all versions so far."""
     record: bool = True
+    """Whether to write a record of each commit."""
 
     def put(self, version: int) -> WeightUpdateMeta:
         factor = 1 + version / 500
@@ -77,14 +79,14 @@ class Trainer:
         await self.commit(engine, await self.stage(engine), interrupt)
         return self.version
 
-    def check(self, answer: ModelResponse) -> None:
-        """The log-probs of an answer of one version are those of that version's weights."""
-        (version,) = set(answer.versions)
+    def check(self, completion: ModelResponse) -> None:
+        """Assert that the log-probs of a completion with one version are those of that version's weights."""
+        (version,) = set(completion.versions)
         model = reference_model(Path(self.model.name_or_path))
         for parameter in model.parameters():
             parameter.data *= 1 + version / 500
-        expected = reference_logprobs(model, answer.input_ids, answer.output_ids)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+        expected = reference_logprobs(model, completion.input_ids, completion.output_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 @contextlib.asynccontextmanager
@@ -120,17 +122,17 @@ async def until_live(engine: EmbeddedEngine, count: int) -> None:
 
 
 async def until_running(servers: list[ServerProcess]) -> None:
-    """Wait until each server works on something."""
+    """Wait until each server generates at least one completion."""
     for server in servers:
         async with client([server], probe_interval=0, rejoin_timeout=0) as probe, asyncio.timeout(30):
             while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
 
 
-async def both_serve(engine: EmbeddedEngine, trainer: Trainer, version: int) -> None:
-    """Both servers answer, at `version`, with its weights."""
-    answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(6)))
-    assert len({answer.server for answer in answers}) == 2
-    for answer in answers:
-        assert answer.versions == [version] * 12
-        trainer.check(answer)
+async def assert_both_serve(engine: EmbeddedEngine, trainer: Trainer, version: int) -> None:
+    """Assert that both servers generate at `version`, with its weights."""
+    completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(6)))
+    assert len({completion.server for completion in completions}) == 2
+    for completion in completions:
+        assert completion.versions == [version] * 12
+        trainer.check(completion)

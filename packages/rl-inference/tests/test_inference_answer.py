@@ -1,5 +1,7 @@
-"""What the client does itself where servers cannot: seeds, stop strings, stamps, refusals, silence. The servers are the
-embedded one's protocol with fewer capabilities, over small scripts."""
+"""Tests of features that the client adds for servers with fewer capabilities: seeds, stop strings, versions, probes.
+
+The servers are small scripts with the protocol of the embedded server.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,25 @@ def tiny_tokenizer(model_path: Path) -> Any:
     return tokenizer_of(str(model_path))
 
 
-class Limited(EmbeddedProtocol):
-    """The embedded protocol with other capabilities, and stamps in the last message where they come there."""
+class LimitedProtocol(EmbeddedProtocol):
+    """Protocol of the embedded server with other capabilities. Versions may come in the last message."""
 
-    def __init__(self, **able: Any) -> None:
-        self.capabilities = replace(Capabilities(), **able)
+    def __init__(self, **capabilities: Any) -> None:
+        self.capabilities = replace(Capabilities(), **capabilities)
 
     def generate(self, *arguments: Any, **named: Any) -> Call[GenerationChunk | None]:
         call = super().generate(*arguments, **named)
-        return replace(call, parse=_at_end(call.parse)) if self.capabilities.version_stamps_at_end else call
+        return (
+            replace(call, parse=_move_versions_to_end(call.parse)) if self.capabilities.version_stamps_at_end else call
+        )
 
     def abort(self, rid: str) -> Exchange[None]:
         yield Call("/abort_request", ignored, {"rid": rid})
 
 
-def _at_end(parse: Callable[[bytes], GenerationChunk | None]) -> Callable[[bytes], GenerationChunk | None]:
+def _move_versions_to_end(
+    parse: Callable[[bytes], GenerationChunk | None],
+) -> Callable[[bytes], GenerationChunk | None]:
     stamps: list[int] = []
 
     def read(line: bytes) -> GenerationChunk | None:
@@ -60,24 +66,24 @@ def _at_end(parse: Callable[[bytes], GenerationChunk | None]) -> Callable[[bytes
 
 
 class LimitedEngine(EmbeddedEngine):
-    able: dict[str, Any] = {}  # noqa: RUF012 - set by `client` before it is read
+    capability_values: dict[str, Any] = {}  # noqa: RUF012 - set by `client` before it is read
 
     def make_protocol(self) -> ServerProtocol:
-        return Limited(**self.able)
+        return LimitedProtocol(**self.capability_values)
 
 
 @contextlib.asynccontextmanager
 async def client(
-    routes: dict[str, Handler], able: dict[str, Any], model: Path | None = None, **config: float
+    routes: dict[str, Handler], capabilities: dict[str, Any], model: Path | None = None, **config: float
 ) -> AsyncIterator[LimitedEngine]:
-    """A client of one server with these handlers."""
+    """Run a server with a handler for each path, and yield a client of it."""
     app = web.Application()
     for path, handler in routes.items():
         app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    kind = type("Engine", (LimitedEngine,), {"able": able})
+    kind = type("Engine", (LimitedEngine,), {"capability_values": capabilities})
     engine = kind(spec=ServeSpec(str(model or "")), client=ClientConfig(**{"progress_timeout": 5.0, **config}))
     engine.initialize([f"http://127.0.0.1:{runner.addresses[0][1]}"])
     try:
@@ -100,41 +106,43 @@ async def healthy(request: web.Request) -> web.Response:
     return web.json_response({"version": 0, "open": 0})
 
 
-def asked(**generation: Any) -> ModelRequest:
-    return ModelRequest([1, 2], GenerationConfig(**{"max_new_tokens": 8, **generation}), request_id="mine", seed=7)
+def make_request(**generation: Any) -> ModelRequest:
+    return ModelRequest([1, 2], GenerationConfig(**{"max_new_tokens": 8, **generation}), request_id="r", seed=7)
 
 
-# ---- refusals
+# ---- rejected requests
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1.0}])
-def test_next_call_what_would_change_the_log_probs_is_refused_by_name(setting: dict[str, Any]) -> None:
+def test_next_call_setting_that_changes_logprobs_raises_with_its_name(setting: dict[str, Any]) -> None:
     with pytest.raises(InferenceError, match=rf"found {next(iter(setting))}={next(iter(setting.values()))}\."):
-        PartialCompletion(asked(**setting), "mine").next_call(Limited(truncated_logprobs=True))
-    PartialCompletion(asked(**setting), "mine").next_call(Limited())
+        PartialCompletion(make_request(**setting), "r").next_call(LimitedProtocol(truncated_logprobs=True))
+    PartialCompletion(make_request(**setting), "r").next_call(LimitedProtocol())
 
 
-def test_next_call_penalties_of_servers_that_forget_them_are_refused() -> None:
+def test_next_call_penalties_without_resumed_state_raise() -> None:
     with pytest.raises(InferenceError, match=r"expected no penalties.*repetition_penalty=1\.2"):
-        PartialCompletion(asked(repetition_penalty=1.2), "mine").next_call(Limited(resumes_completions=False))
-    PartialCompletion(asked(top_k=5), "mine").next_call(Limited(resumes_completions=False))
+        PartialCompletion(make_request(repetition_penalty=1.2), "r").next_call(
+            LimitedProtocol(resumes_completions=False)
+        )
+    PartialCompletion(make_request(top_k=5), "r").next_call(LimitedProtocol(resumes_completions=False))
 
 
-def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() -> None:
-    request = replace(asked(), schema={"type": "boolean"})
+def test_next_call_with_schema_restarts_after_interruption() -> None:
+    request = replace(make_request(), schema={"type": "boolean"})
     with pytest.raises(InferenceError, match=r"schema.*allocation=vllm"):
-        PartialCompletion(request, "mine").next_call(Limited())
-    answer = PartialCompletion(request, "mine")
+        PartialCompletion(request, "r").next_call(LimitedProtocol())
+    completion = PartialCompletion(request, "r")
     for _ in range(2):
-        body = answer.next_call(Limited(schemas=True)).body
+        body = completion.next_call(LimitedProtocol(schemas=True)).body
         assert body is not None
         assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == ([1, 2], 8)
-        answer.add(GenerationChunk([5, 6, 7], [-1.0] * 3, [0] * 3, "abort"))
+        completion.add(GenerationChunk([5, 6, 7], [-1.0] * 3, [0] * 3, "abort"))
 
-    assert (answer.output_ids, answer.versions) == ([5, 6, 7], [0] * 3)
+    assert (completion.output_ids, completion.versions) == ([5, 6, 7], [0] * 3)
 
 
-async def test_score_at_another_temperature_than_servers_can_is_refused_before_they_are_asked() -> None:
+async def test_score_unsupported_raises_before_any_request() -> None:
     async with client({"/health": healthy}, {"any_score_temperature": False}) as engine:
         with pytest.raises(InferenceError, match=r"temperature=0\.7"):
             await engine.score([1, 2, 3], 0.7)
@@ -142,58 +150,60 @@ async def test_score_at_another_temperature_than_servers_can_is_refused_before_t
             await engine.score_previous_weights([1, 2, 3])
 
 
-# ---- seeds, stamps
+# ---- seeds and versions
 
 
-def test_next_call_seed_of_a_later_attempt_is_another_where_numbers_begin_anew() -> None:
+def test_next_call_seed_changes_with_each_attempt_if_not_by_position() -> None:
     def seeds(protocol: ServerProtocol) -> list[int]:
-        answer, found = PartialCompletion(asked(), "mine"), []
+        completion, sampling_seeds = PartialCompletion(make_request(), "r"), []
         for _ in range(3):
-            body = answer.next_call(protocol).body
+            body = completion.next_call(protocol).body
             assert body is not None
-            found.append(body["sampling_params"]["sampling_seed"])
-            answer.add(GenerationChunk([5], [-1.0], [0], "abort"))
-        return found
+            sampling_seeds.append(body["sampling_params"]["sampling_seed"])
+            completion.add(GenerationChunk([5], [-1.0], [0], "abort"))
+        return sampling_seeds
 
-    anew = seeds(Limited(seeds_by_position=False))
+    attempt_seeds = seeds(LimitedProtocol(seeds_by_position=False))
 
-    assert seeds(Limited()) == [7, 7, 7]
-    assert anew[0] == 7
-    assert len(set(anew)) == 3
-    assert anew == seeds(Limited(seeds_by_position=False))
-
-
-def test_next_call_attempt_that_brought_no_token_leaves_the_seed_as_it_was() -> None:
-    protocol, answer = Limited(seeds_by_position=False), PartialCompletion(asked(), "mine")
-
-    found = [answer.next_call(protocol).body for _ in range(3)]  # the first two were busy
-
-    assert [body and body["sampling_params"]["sampling_seed"] for body in found] == [7, 7, 7]
+    assert seeds(LimitedProtocol()) == [7, 7, 7]
+    assert attempt_seeds[0] == 7
+    assert len(set(attempt_seeds)) == 3
+    assert attempt_seeds == seeds(LimitedProtocol(seeds_by_position=False))
 
 
-def test_attempt_id_begins_no_other() -> None:
+def test_next_call_seed_unchanged_after_attempt_without_tokens() -> None:
+    protocol, completion = LimitedProtocol(seeds_by_position=False), PartialCompletion(make_request(), "r")
+
+    bodies = [completion.next_call(protocol).body for _ in range(3)]  # the first two servers were busy
+
+    assert [body and body["sampling_params"]["sampling_seed"] for body in bodies] == [7, 7, 7]
+
+
+def test_attempt_id_is_no_prefix_of_another() -> None:
     ids = []
     for rid in ("train-7-0-1", "train-7-0-10", "train-7-0"):
-        answer = PartialCompletion(asked(), rid)
+        completion = PartialCompletion(make_request(), rid)
         for _ in range(12):
-            answer.next_call(Limited())
-            ids.append(answer.attempt_id)
+            completion.next_call(LimitedProtocol())
+            ids.append(completion.attempt_id)
 
     assert not [(one, other) for one in set(ids) for other in set(ids) if one != other and other.startswith(one)]
 
 
-def test_add_stamps_in_the_last_message_replace_the_oldest_possible_version() -> None:
-    answer = PartialCompletion(asked(), "mine")
-    answer.next_call(Limited(version_stamps_at_end=True))
-    answer.add(GenerationChunk([5, 6], [-1.0, -1.0], [], None), 3)
-    answer.next_call(Limited(version_stamps_at_end=True))  # lost: what it had made counts as old as it can be
-    answer.add(GenerationChunk([7], [-1.0], [], None), 4)
-    answer.add(GenerationChunk([8, 9], [-1.0, -1.0], [], "length", stamps=[4, 5, 5]), 4)
+def test_add_versions_in_last_message_replace_oldest_possible_version() -> None:
+    completion = PartialCompletion(make_request(), "r")
+    completion.next_call(LimitedProtocol(version_stamps_at_end=True))
+    completion.add(GenerationChunk([5, 6], [-1.0, -1.0], [], None), 3)
+    completion.next_call(
+        LimitedProtocol(version_stamps_at_end=True)
+    )  # the server was lost, so its tokens keep the oldest possible version
+    completion.add(GenerationChunk([7], [-1.0], [], None), 4)
+    completion.add(GenerationChunk([8, 9], [-1.0, -1.0], [], "length", stamps=[4, 5, 5]), 4)
 
-    assert answer.versions == [3, 3, 4, 5, 5]
+    assert completion.versions == [3, 3, 4, 5, 5]
 
 
-def test_expand_spans_give_a_version_per_token_and_default_is_the_first() -> None:
+def test_expand_spans_returns_version_per_token_with_default() -> None:
     spans = [{"version": "default", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
 
     assert expand(spans, 1) == [1, 1, 4]
@@ -202,26 +212,26 @@ def test_expand_spans_give_a_version_per_token_and_default_is_the_first() -> Non
 # ---- stop strings
 
 
-def test_completed_agrees_with_a_search_of_the_whole_text(tiny_tokenizer: Any) -> None:
-    ids = tiny_tokenizer.encode("a long answer, and then STOP it goes on")
+def test_completed_matches_search_in_whole_text(tiny_tokenizer: Any) -> None:
+    ids = tiny_tokenizer.encode("a long text, and then STOP and more words")
 
-    found = [n for n in range(1, len(ids) + 1) if completed(["STOP", "zz"], ids[:n], tiny_tokenizer)]
+    matching_lengths = [n for n in range(1, len(ids) + 1) if completed(["STOP", "zz"], ids[:n], tiny_tokenizer)]
 
-    assert [tiny_tokenizer.decode(ids[:n])[-4:] for n in found] == ["STOP"]
+    assert [tiny_tokenizer.decode(ids[:n])[-4:] for n in matching_lengths] == ["STOP"]
 
 
-def test_look_minimum_length_leaves_an_earlier_string_where_it_is(tiny_tokenizer: Any) -> None:
+def test_update_stop_string_before_minimum_length_is_ignored(tiny_tokenizer: Any) -> None:
     ids = tiny_tokenizer.encode("xx ab cd ab")
 
-    first, held = (StopStrings(["ab"], least, tiny_tokenizer) for least in (0, 8))
+    without_minimum, with_minimum = (StopStrings(["ab"], minimum, tiny_tokenizer) for minimum in (0, 8))
 
-    assert first.update(ids)
-    assert held.update(ids)
-    assert (first.end, held.end) == (5, len(ids))
+    assert without_minimum.update(ids)
+    assert with_minimum.update(ids)
+    assert (without_minimum.end, with_minimum.end) == (5, len(ids))
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
+async def test_agenerate_stop_string_across_interruption_ends_completion(
     model_path: Path, tiny_tokenizer: Any, at_end: bool
 ) -> None:
     ids = tiny_tokenizer.encode("say STOP now, and never more")
@@ -237,7 +247,7 @@ async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
                 await response.write(message([], "abort"))
                 return response
             await response.write(message(ids[6:12], version=1))  # "OP now"
-            await aborted.wait()  # it would go on
+            await aborted.wait()  # it would continue
             await response.write(message(ids[12:14], "abort", version=1))
             return response
         finally:
@@ -245,43 +255,43 @@ async def test_agenerate_stop_string_over_an_interruption_ends_the_answer(
                 ended.set()
 
     async def abort(request: web.Request) -> web.Response:
-        assert (await request.json())["rid"] == bodies[1]["rid"] == "mine-1/"
+        assert (await request.json())["rid"] == bodies[1]["rid"] == "r-1/"
         aborted.set()
         return web.json_response({})
 
     routes = {"/generate": generate, "/health": healthy, "/abort_request": abort}
-    able = {"resumes_completions": False, "version_stamps_at_end": at_end}
-    async with client(routes, able, model_path) as engine, asyncio.timeout(30):
-        answer = await engine.agenerate(asked(max_new_tokens=20, stop=["STOP"]))
+    capabilities = {"resumes_completions": False, "version_stamps_at_end": at_end}
+    async with client(routes, capabilities, model_path) as engine, asyncio.timeout(30):
+        completion = await engine.agenerate(make_request(max_new_tokens=20, stop=["STOP"]))
 
-    assert tiny_tokenizer.decode(answer.output_ids) == "say STOP"
-    assert answer.stop_reason == "stop"
-    assert answer.versions == [0] * 6 + [1] * 2
-    assert len(answer.logprobs) == 8
+    assert tiny_tokenizer.decode(completion.output_ids) == "say STOP"
+    assert completion.stop_reason == "stop"
+    assert completion.versions == [0] * 6 + [1] * 2
+    assert len(completion.logprobs) == 8
     assert aborted.is_set() == at_end
     assert all(body["sampling_params"]["stop"] == [] for body in bodies)
     assert bodies[1]["input_ids"] == [1, 2, *ids[:6]]
 
 
-async def test_agenerate_stop_string_without_a_tokenizer_is_refused() -> None:
+async def test_agenerate_stop_string_without_tokenizer_raises() -> None:
     async with client({"/health": healthy}, {"resumes_completions": False}) as engine:
         with pytest.raises(InferenceError, match=r"ServeSpec\.model_path"):
-            await engine.agenerate(asked(stop=["STOP"]))
+            await engine.agenerate(make_request(stop=["STOP"]))
 
 
-# ---- silence, business
+# ---- silent and busy servers
 
 
-async def test_agenerate_silent_server_that_is_well_keeps_its_requests() -> None:
-    asked_health, calls = asyncio.Event(), []
+async def test_agenerate_silent_but_healthy_server_keeps_request() -> None:
+    probed, calls = asyncio.Event(), []
 
     async def health(request: web.Request) -> web.Response:
-        asked_health.set()
+        probed.set()
         return await healthy(request)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         calls.append(None)
-        await asked_health.wait()  # paused: not even headers come
+        await probed.wait()  # paused: the server does not even send headers
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(message([5, 6], "length"))
@@ -290,21 +300,21 @@ async def test_agenerate_silent_server_that_is_well_keeps_its_requests() -> None
     routes = {"/generate": generate, "/health": health}
     async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
         async with asyncio.timeout(30):
-            answer = await engine.agenerate(asked(max_new_tokens=2))
+            completion = await engine.agenerate(make_request(max_new_tokens=2))
 
-    assert answer.output_ids == [5, 6]
+    assert completion.output_ids == [5, 6]
     assert len(calls) == 1
 
 
 @pytest.mark.slow
-async def test_agenerate_queued_request_outlives_one_slow_look() -> None:
-    looks, queued = [], asyncio.Event()
+async def test_agenerate_queued_request_survives_one_slow_probe() -> None:
+    probes, queued = [], asyncio.Event()
 
     async def health(request: web.Request) -> web.Response:
-        looks.append(None)
-        if len(looks) == 5:
+        probes.append(None)
+        if len(probes) == 5:
             queued.set()
-        if len(looks) == 3:
+        if len(probes) == 3:
             await asyncio.Event().wait()
         return await healthy(request)
 
@@ -319,28 +329,28 @@ async def test_agenerate_queued_request_outlives_one_slow_look() -> None:
         return response
 
     routes = {"/generate": generate, "/health": health}
-    able = {"heartbeats": False}
-    async with client(routes, able, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
-        answer = await asyncio.wait_for(engine.agenerate(asked(max_new_tokens=2)), 30)
+    capabilities = {"heartbeats": False}
+    async with client(routes, capabilities, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
+        completion = await asyncio.wait_for(engine.agenerate(make_request(max_new_tokens=2)), 30)
 
-    assert answer.output_ids == [5, 6]
+    assert completion.output_ids == [5, 6]
     assert len(calls) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paused", [False, True])
-async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
+async def test_agenerate_healthy_server_without_new_tokens_is_lost(
     paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Limited, "counts_tokens", True)
-    looks, resumed = [], asyncio.Event()
+    monkeypatch.setattr(LimitedProtocol, "counts_tokens", True)
+    polls, resumed = [], asyncio.Event()
 
     async def stats(_: web.Request) -> web.Response:
-        looks.append(None)
-        if len(looks) == 8 and paused:
+        polls.append(None)
+        if len(polls) == 8 and paused:
             resumed.set()
-        figures = {"running": 0, "waiting": 1, "generated_tokens": 5, "busy_seconds": 0}
-        return web.json_response({"version": 0, "paused": paused, **figures})
+        metrics = {"running": 0, "waiting": 1, "generated_tokens": 5, "busy_seconds": 0}
+        return web.json_response({"version": 0, "paused": paused, **metrics})
 
     async def hung(request: web.Request) -> web.StreamResponse:
         await resumed.wait()
@@ -351,29 +361,29 @@ async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
 
     routes = {"/generate": hung, "/health": healthy, "/stats": stats}
     async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
-        asking = asyncio.wait_for(engine.agenerate(asked(max_new_tokens=2)), 30)
+        completing = asyncio.wait_for(engine.agenerate(make_request(max_new_tokens=2)), 30)
         if paused:
-            assert (await asking).output_ids == [5, 6]
+            assert (await completing).output_ids == [5, 6]
         else:
             with pytest.raises(InferenceError, match="no token for 1 s"):
-                await asking
+                await completing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("able", [{}, {"heartbeats": False}])
-async def test_agenerate_silent_server_that_is_not_well_is_given_up(able: dict[str, Any]) -> None:
+@pytest.mark.parametrize("capabilities", [{}, {"heartbeats": False}])
+async def test_agenerate_silent_unhealthy_server_raises(capabilities: dict[str, Any]) -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
 
     routes = {"/generate": silent, "/health": silent}
-    async with client(routes, able, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
+    async with client(routes, capabilities, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
         with pytest.raises(InferenceError, match="no server continues it"):
-            await asyncio.wait_for(engine.agenerate(asked()), 30)
+            await asyncio.wait_for(engine.agenerate(make_request()), 30)
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_agenerate_busy_server_is_asked_again(status: int) -> None:
+async def test_agenerate_busy_server_gets_request_again(status: int) -> None:
     calls = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -386,16 +396,16 @@ async def test_agenerate_busy_server_is_asked_again(status: int) -> None:
         return response
 
     async with client({"/generate": generate, "/health": healthy}, {}) as engine, asyncio.timeout(30):
-        answer = await engine.agenerate(asked(max_new_tokens=1))
+        completion = await engine.agenerate(make_request(max_new_tokens=1))
 
-    assert answer.output_ids == [5]
+    assert completion.output_ids == [5]
     assert len(calls) == 2
 
 
 # ---- calls
 
 
-def test_call_query_and_method() -> None:
+def test_call_has_target_and_method() -> None:
     pause = Call("/pause", ignored, query={"mode": "keep"}, method="POST")
 
     assert (pause.verb, pause.target) == ("POST", "/pause?mode=keep")

@@ -1,4 +1,4 @@
-"""What the client does when a server fails at the worst moment; the servers are small scripts that do exactly that."""
+"""Tests of the client with scripted servers that fail at critical moments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @contextlib.asynccontextmanager
 async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
-    """A server with these handlers by path; its address."""
+    """Run a server with a handler for each path, and yield its address."""
     app = web.Application()
     for path, handler in routes.items():
         app.router.add_route("*", path, handler)
@@ -63,46 +63,46 @@ async def healthy(request: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_there(
+async def test_agenerate_server_lost_after_last_token_returns_completion(
     monkeypatch: pytest.MonkeyPatch, finish: str
 ) -> None:
-    asked, complete = [], asyncio.Event()
+    prompts, complete = [], asyncio.Event()
 
-    def add(answer: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
-        original(answer, chunk, version)
-        if answer.done:
+    def add(completion: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
+        original(completion, chunk, version)
+        if completion.done:
             complete.set()
 
     original = PartialCompletion.add
     monkeypatch.setattr(PartialCompletion, "add", add)
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        asked.append((await request.json())["input_ids"])
+        prompts.append((await request.json())["input_ids"])
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(event([7, 8], None))
         await response.write(event([9], finish))
-        await complete.wait()  # it has arrived, and then the connection breaks instead of ending
+        await complete.wait()  # break the connection after the client received everything
         assert request.transport is not None
         request.transport.abort()
         return response
 
     async with serving({"/generate": generate, "/health": healthy}) as address, client(address) as engine:
         async with asyncio.timeout(20):
-            answer = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
+            completion = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
 
-    assert answer.output_ids == [7, 8, 9]
-    assert answer.stop_reason == finish
-    assert asked == [[1, 2]], "a complete answer must not be continued"
+    assert completion.output_ids == [7, 8, 9]
+    assert completion.stop_reason == finish
+    assert prompts == [[1, 2]], "a finished completion must not be resumed"
 
 
-async def test_agenerate_of_a_server_that_ended_goes_on_elsewhere_with_the_tokens_that_had_come(
+async def test_agenerate_server_ended_resumes_elsewhere_with_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, arrived = [], asyncio.Event()
+    requests, arrived = [], asyncio.Event()
 
-    def add(answer: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
-        original(answer, chunk, version)
+    def add(completion: PartialCompletion, chunk: GenerationChunk, version: int) -> None:
+        original(completion, chunk, version)
         arrived.set()
 
     original = PartialCompletion.add
@@ -110,37 +110,37 @@ async def test_agenerate_of_a_server_that_ended_goes_on_elsewhere_with_the_token
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        asked.append((body["input_ids"], body["sampling_params"]["max_new_tokens"]))
+        requests.append((body["input_ids"], body["sampling_params"]["max_new_tokens"]))
         response = web.StreamResponse()
         await response.prepare(request)
-        await response.write(event([7, 8] if len(asked) == 1 else [9], None if len(asked) == 1 else "length"))
-        if len(asked) == 1:
+        await response.write(event([7, 8] if len(requests) == 1 else [9], None if len(requests) == 1 else "length"))
+        if len(requests) == 1:
             await arrived.wait()
             assert request.transport is not None
             request.transport.abort()
         return response
 
     routes: dict[str, Handler] = {"/generate": generate, "/health": healthy}
-    async with serving(routes) as one, serving(routes) as other, client(one, other) as engine:
+    async with serving(routes) as first, serving(routes) as second, client(first, second) as engine:
         async with asyncio.timeout(20):
-            answer = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
+            completion = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
 
-    assert asked == [([1, 2], 3), ([1, 2, 7, 8], 1)]
-    assert (answer.output_ids, answer.resubmissions) == ([7, 8, 9], 1)
+    assert requests == [([1, 2], 3), ([1, 2, 7, 8], 1)]
+    assert (completion.output_ids, completion.resubmissions) == ([7, 8, 9], 1)
 
 
-async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_room() -> None:
-    refused, answered = [], []
+async def test_agenerate_busy_server_gets_few_requests_while_another_is_free() -> None:
+    rejected, completed = [], []
 
     async def full(request: web.Request) -> web.Response:
-        refused.append(None)
+        rejected.append(None)
         return web.json_response({"error": {"message": "full"}}, status=503)
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        answered.append(None)
+        completed.append(None)
         response = web.StreamResponse()
         await response.prepare(request)
-        await asyncio.sleep(0.3)  # so that it has more open requests than the one that refuses all
+        await asyncio.sleep(0.3)  # gives it more open requests than the busy server
         await response.write(event([5], "length"))
         await response.write_eof()
         return response
@@ -152,15 +152,15 @@ async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_ro
     ):
         requests = [ModelRequest([1], GenerationConfig(max_new_tokens=1), seed=i) for i in range(16)]
         async with asyncio.timeout(20):
-            answers = await asyncio.gather(*(engine.agenerate(request) for request in requests))
+            responses = await asyncio.gather(*(engine.agenerate(request) for request in requests))
 
-    assert len(answers) == len(answered) == 16
-    assert len(refused) <= 2 * 16, "each request may learn once or twice that the server is full"
+    assert len(responses) == len(completed) == 16
+    assert len(rejected) <= 2 * 16, "each request may be rejected at most twice"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
-async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
+async def test_stage_waits_briefly_for_rejoining_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     monkeypatch.setattr("rl_inference.client.weight_update._REJOIN_SECONDS", 0.5 if hangs else 10.0)
@@ -182,7 +182,7 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
         return WeightUpdateMeta("disk", version)
 
     def good() -> dict[str, Handler]:
-        """A server that says which version it committed last."""
+        """Return the handlers of a server that reports the version that it committed last."""
         committed = [0]
 
         async def health(request: web.Request) -> web.Response:
@@ -192,18 +192,18 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
             committed[0] = (await request.json())["version"]
             return await control(request)
 
-        parts = {"/stage_weights": stage, "/health": health, "/weight_receipt": receipt, "/commit_weights": commit}
-        return parts | dict.fromkeys(("/pause_generation", "/continue_generation", "/wake"), control)
+        handlers = {"/stage_weights": stage, "/health": health, "/weight_receipt": receipt, "/commit_weights": commit}
+        return handlers | dict.fromkeys(("/pause_generation", "/continue_generation", "/wake"), control)
 
     async with (
         serving(good()) as first,
         serving(good() | {"/stage_weights": stage_slowly}) as second,
         client(first, second, update_timeout=30.0, rejoin_timeout=60.0) as engine,
     ):
-        engine._router.evict(engine._router.servers[1], "was planted to be lost")
+        engine._router.evict(engine._router.servers[1], "was evicted by the test")
         async with asyncio.timeout(20):
             await engine.stage_weights(meta(1))
-            await engine.commit_weights(1)  # from now on the lost one has to be brought to version 1
+            await engine.commit_weights(1)  # the evicted server must now load version 1 to rejoin
             await returning.wait()
 
         async with asyncio.timeout(5):
@@ -212,11 +212,11 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     assert [receipt.version for receipt in receipts] == ([2] if hangs else [2, 2])
 
 
-async def test_stage_names_the_deadline_of_the_client() -> None:
-    asked: list[object] = []
+async def test_stage_sends_update_timeout() -> None:
+    timeouts: list[object] = []
 
     async def stage(request: web.Request) -> web.Response:
-        asked.append((await request.json())["timeout"])
+        timeouts.append((await request.json())["timeout"])
         return web.json_response({"holder": "good", "version": 1, "checksums": {}})
 
     async with (
@@ -226,14 +226,14 @@ async def test_stage_names_the_deadline_of_the_client() -> None:
     ):
         await engine.stage_weights(WeightUpdateMeta("disk", 1))
 
-    assert asked == [7.5]
+    assert timeouts == [7.5]
 
 
 async def control(request: web.Request) -> web.Response:
     return web.json_response({"paused": True, "generated_tokens": 0, "paused_seconds": 0.0, "version": 1})
 
 
-async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(tmp_path: Path) -> None:
+async def test_commit_single_server_lost_at_resume_waits_for_rejoin(tmp_path: Path) -> None:
     version, lost = 0, 0
 
     async def receipt(request: web.Request) -> web.Response:
@@ -249,7 +249,7 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
 
     async def resume(request: web.Request) -> web.Response:
         nonlocal lost
-        if lost < 2:  # a broken connection is tried once more
+        if lost < 2:  # the client retries once after a broken connection
             lost += 1
             assert request.transport is not None
             request.transport.abort()
@@ -271,12 +271,12 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
         assert (lost, engine.version, len(engine._router.live)) == (2, 1, 1)
 
 
-async def test_probe_learns_how_many_requests_of_others_a_server_works_on() -> None:
-    asked = asyncio.Event()
+async def test_probe_records_open_requests_of_other_clients() -> None:
+    recorded = asyncio.Event()
 
     async def health(request: web.Request) -> web.Response:
         if server.others:
-            asked.set()
+            recorded.set()
         return web.json_response({"version": 0, "status": "ready", "open": 5})
 
     async with serving({"/health": health}) as address, client(address, probe_interval=0.05) as engine:
@@ -284,68 +284,68 @@ async def test_probe_learns_how_many_requests_of_others_a_server_works_on() -> N
         server.open = 2
         engine._monitor.start()
         async with asyncio.timeout(30):
-            await asked.wait()
+            await recorded.wait()
 
         assert (server.others, server.load) == (3, 5)
 
 
-async def test_server_that_is_away_is_asked_several_times_as_often_as_one_that_is_well() -> None:
-    asked, enough = {"well": 0, "away": 0}, asyncio.Event()
+async def test_monitor_probes_evicted_server_several_times_as_often() -> None:
+    probes, enough = {"live": 0, "evicted": 0}, asyncio.Event()
 
-    async def well(request: web.Request) -> web.Response:
-        asked["well"] += 1
+    async def live(request: web.Request) -> web.Response:
+        probes["live"] += 1
         return await healthy(request)
 
-    async def away(request: web.Request) -> web.Response:
-        asked["away"] += 1
-        if asked["away"] == 24:
+    async def evicted(request: web.Request) -> web.Response:
+        probes["evicted"] += 1
+        if probes["evicted"] == 24:
             enough.set()
         return web.json_response({"error": {"message": "the model is being loaded"}}, status=503)
 
     async with (
-        serving({"/health": well}) as one,
-        serving({"/health": away}) as other,
-        client(one, other, probe_interval=0.2) as engine,
+        serving({"/health": live}) as live_address,
+        serving({"/health": evicted}) as evicted_address,
+        client(live_address, evicted_address, probe_interval=0.2) as engine,
     ):
-        lost = next(server for server in engine._router.servers if server.address == other)
-        engine._router.evict(lost, "planted")
+        evicted_server = next(server for server in engine._router.servers if server.address == evicted_address)
+        engine._router.evict(evicted_server, "was evicted by the test")
         engine._monitor.start()
         async with asyncio.timeout(30):
             await enough.wait()
 
-    assert 3 <= asked["well"] <= 8  # a quarter of them are 6; each hurry asks everybody
+    assert 3 <= probes["live"] <= 8  # a quarter of 24 is 6; `check_now` probes all servers
 
 
 @pytest.mark.slow
-async def test_probes_of_many_clients_are_together_about_as_many_as_those_of_one() -> None:
+async def test_shared_by_many_clients_probe_as_often_as_one() -> None:
     async def seconds_for_probes(count: int, clients: int) -> float:
-        seen, enough = [], asyncio.Event()
+        probes, enough = [], asyncio.Event()
 
         async def health(request: web.Request) -> web.Response:
-            seen.append(None)
-            if len(seen) == count:
+            probes.append(None)
+            if len(probes) == count:
                 enough.set()
             return await healthy(request)
 
         config = ClientConfig(probe_interval=0.1, progress_timeout=60.0).shared_by(clients)
         async with serving({"/health": health}) as address, contextlib.AsyncExitStack() as stack:
-            begin = time.monotonic()
+            start = time.monotonic()
             for _ in range(clients):
                 (await stack.enter_async_context(client(address, **vars(config))))._monitor.start()
             async with asyncio.timeout(60):
                 await enough.wait()
-            return time.monotonic() - begin
+            return time.monotonic() - start
 
-    # 20 at one per 0.1 s take 2 s, and twelve clients that each asked so often would need 0.2 s
+    # 20 probes at one per 0.1 s take 2 s; twelve clients without longer intervals would take 0.2 s
     assert await seconds_for_probes(20, clients=12) > 1.0
     assert await seconds_for_probes(20, clients=1) > 1.0
 
 
-async def test_probes_come_from_one_place_and_a_client_that_nobody_asks_opens_no_connection() -> None:
+async def test_monitor_starts_once_and_only_with_the_first_request() -> None:
     probed, generating, enough, end = [], [], asyncio.Event(), asyncio.Event()
 
-    def count(seen: list[None]) -> None:
-        seen.append(None)
+    def count(calls: list[None]) -> None:
+        calls.append(None)
         if len(probed) >= 3 and len(generating) == 30:
             enough.set()
 
@@ -369,52 +369,53 @@ async def test_probes_come_from_one_place_and_a_client_that_nobody_asks_opens_no
         assert (engine.servers, engine.version) == ([address], 0)
         assert monitors() == 0
         assert engine._transport._session is None
-        answers = [asyncio.create_task(engine.agenerate(ModelRequest([1], GenerationConfig()))) for _ in range(30)]
+        tasks = [asyncio.create_task(engine.agenerate(ModelRequest([1], GenerationConfig()))) for _ in range(30)]
         await enough.wait()
         assert monitors() == 1
         end.set()
-        await asyncio.wait(answers)
+        await asyncio.wait(tasks)
 
 
-@pytest.mark.parametrize(("told", "asked"), [("nothing, they end", 2), ("abort, as those told to end do", 4)])
-async def test_request_whose_servers_each_give_a_token_and_end_is_given_up_at_the_second_death(
-    monkeypatch: pytest.MonkeyPatch, told: str, asked: int
+@pytest.mark.parametrize(("outcome", "calls"), [("crash", 2), ("abort", 4)])
+async def test_agenerate_is_abandoned_after_second_server_crash_not_after_aborts(
+    monkeypatch: pytest.MonkeyPatch, outcome: str, calls: int
 ) -> None:
+    """Each server returns one token and then crashes, or aborts the stream as after SIGTERM."""
     addresses = [f"http://127.0.0.1:{port}" for port in range(1, 5)]
-    seen: list[str] = []
+    called: list[str] = []
 
     async def stream(server: Server, call: object) -> AsyncIterator[GenerationChunk]:
-        seen.append(server.address)
-        finish = "length" if len(seen) == 4 else "abort" if told.startswith("abort") else None
+        called.append(server.address)
+        finish = "length" if len(called) == 4 else "abort" if outcome.startswith("abort") else None
         yield GenerationChunk([7], [-1.0], [0], finish)
         if finish is None:
-            raise ServerEndedError("planted")
+            raise ServerEndedError("injected")
 
     async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
         monkeypatch.setattr(engine._transport, "stream", stream)
-        asking = engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
-        if asked == 4:
-            assert (await asking).output_ids == [7] * 4
+        completing = engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
+        if calls == 4:
+            assert (await completing).output_ids == [7] * 4
         else:
-            with pytest.raises(InferenceError, match=r"2 servers ended.*planted"):
-                await asking
+            with pytest.raises(InferenceError, match=r"2 servers ended.*injected"):
+                await completing
 
-    assert len(seen) == asked
+    assert len(called) == calls
 
 
-@pytest.mark.parametrize("stamped", ["by the token", "at the end"])
-async def test_agenerate_server_behind_the_one_before_is_out_and_its_tokens_do_not_count(
+@pytest.mark.parametrize("stamped", ["per token", "at the end"])
+async def test_agenerate_server_with_older_version_is_evicted_and_tokens_dropped(
     monkeypatch: pytest.MonkeyPatch, stamped: str
 ) -> None:
-    """Another client published version 2 without the second server, which this one knew already."""
+    """Another client published version 2, but did not know the second server."""
     addresses = [f"http://127.0.0.1:{port}" for port in range(1, 4)]
-    served, asked = [2, 1, 2], list[str]()
+    served, called = [2, 1, 2], list[str]()
 
     async def stream(server: Server, call: object) -> AsyncIterator[GenerationChunk]:
-        version = served[len(asked)]
-        asked.append(server.address)
-        finish, ids = ("abort" if len(asked) == 1 else "length"), [len(asked)] * 2
-        if stamped == "by the token":
+        version = served[len(called)]
+        called.append(server.address)
+        finish, ids = ("abort" if len(called) == 1 else "length"), [len(called)] * 2
+        if stamped == "per token":
             yield GenerationChunk(ids, [-1.0] * 2, [version] * 2, finish)
         else:
             yield GenerationChunk(ids, [-1.0] * 2)
@@ -422,27 +423,29 @@ async def test_agenerate_server_behind_the_one_before_is_out_and_its_tokens_do_n
 
     async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
         monkeypatch.setattr(engine._transport, "stream", stream)
-        monkeypatch.setattr(engine._router, "choose", lambda group: engine._router.servers[len(asked)])
+        monkeypatch.setattr(engine._router, "choose", lambda group: engine._router.servers[len(called)])
         for server in engine._router.servers:
             server.version = 1
 
-        answer = await engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
+        completion = await engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
 
-        assert (answer.output_ids, answer.versions) == ([1, 1, 3, 3], [2, 2, 2, 2])
+        assert (completion.output_ids, completion.versions) == ([1, 1, 3, 3], [2, 2, 2, 2])
         assert engine.servers == [addresses[0], addresses[2]]
         assert "serves version 1, but earlier tokens have version 2" in str(engine._router.servers[1].evicted)
 
 
-@pytest.mark.parametrize(("lives", "deaths"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])
-async def test_hold_against_counts_each_life_of_a_server_once(lives: tuple[str, str], deaths: int) -> None:
-    """A life whose name the client never learned is nobody else's."""
-    server, ended = Server("http://a", version=0), list[tuple[str, str]]()
-    engine, error = EmbeddedEngine(), ServerEndedError("planted")
-    given_up = pytest.raises(InferenceError, match="a request is abandoned: 2 servers ended")
+@pytest.mark.parametrize(("instances", "count"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])
+async def test_record_failure_counts_each_server_process_once(instances: tuple[str, str], count: int) -> None:
+    """Processes with an unknown id count as different ones."""
+    server, recorded = Server("http://a", version=0), list[tuple[str, str]]()
+    engine, error = EmbeddedEngine(), ServerEndedError("injected")
+    abandoned = pytest.raises(InferenceError, match="a request is abandoned: 2 servers ended")
 
-    for life, expected in zip(lives, (contextlib.nullcontext(), given_up if deaths == 2 else None), strict=True):
-        server.instance = life
+    for instance, expected in zip(
+        instances, (contextlib.nullcontext(), abandoned if count == 2 else None), strict=True
+    ):
+        server.instance = instance
         with expected or contextlib.nullcontext():
-            await engine._record_failure("a request", ended, server, server.life, error)
+            await engine._record_failure("a request", recorded, server, server.life, error)
 
-    assert len(ended) == deaths
+    assert len(recorded) == count

@@ -1,4 +1,4 @@
-"""Which servers a client has, after any readings of a source."""
+"""Tests of service discovery: the servers of a client after readings of a source."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ADDRESSES = [f"http://s{number}" for number in range(6)]
 FIRST = dict(zip(NAMES[:2], ADDRESSES[:2], strict=True))
 
 
-def following(source: Callable[[], dict[str, str]] = dict) -> tuple[Router, Discovery]:
-    """Two servers that take part, and what follows a source."""
+def create_discovery(source: Callable[[], dict[str, str]] = dict) -> tuple[Router, Discovery]:
+    """Return a router with two live servers, and the discovery of its source."""
     router = Router([Server(address, 0) for address in FIRST.values()], SystemClock(), slack=4)
     return router, Discovery(source, router, ClientConfig(discover_interval=0.01, probe_timeout=0.05))
 
@@ -31,8 +31,8 @@ def addresses(router: Router) -> list[str]:
     return [server.address for server in router.servers]
 
 
-def test_take_new_name_is_added_and_out_until_it_is_readmitted() -> None:
-    router, discovery = following()
+def test_apply_new_server_is_added_but_evicted_until_readmitted() -> None:
+    router, discovery = create_discovery()
 
     assert discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
@@ -41,28 +41,28 @@ def test_take_new_name_is_added_and_out_until_it_is_readmitted() -> None:
     assert {router.choose().address for _ in range(20)} == set(FIRST.values())  # type: ignore[union-attr]
     router.readmit(new, 3)
     assert len(router.live) == 3
-    assert router.rejoins == 0, "it was never lost"
+    assert router.rejoins == 0, "a first join is not a rejoin"
     assert not discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
 
-def test_take_name_that_is_gone_twice_in_a_row_is_let_go_and_forgotten() -> None:
-    router, discovery = following()
+def test_apply_server_missing_twice_in_a_row_is_removed() -> None:
+    router, discovery = create_discovery()
     second = {NAMES[1]: ADDRESSES[1]}
-    for found in (FIRST, second, FIRST, second):  # a flapping name
-        discovery.apply(found)
+    for reading in (FIRST, second, FIRST, second):  # a name that is missing in every other reading
+        discovery.apply(reading)
     assert addresses(router) == list(FIRST.values())
-    gone = router.servers[0]
+    removed = router.servers[0]
 
     discovery.apply(second)
 
     assert addresses(router) == [ADDRESSES[1]]
-    assert (gone.live, gone.failures) == (False, 0)
-    router.readmit(gone, 1)  # whoever was about to
-    assert not gone.live
+    assert (removed.live, removed.failures) == (False, 0)
+    router.readmit(removed, 1)  # a rejoin that was in progress has no effect
+    assert not removed.live
 
 
-def test_take_name_with_another_address_forgets_the_old_one_at_once_and_counts_as_a_rejoin() -> None:
-    router, discovery = following()
+def test_apply_moved_server_replaces_old_address_and_counts_as_rejoin() -> None:
+    router, discovery = create_discovery()
     discovery.apply(FIRST)
 
     discovery.apply(FIRST | {NAMES[0]: ADDRESSES[4]})
@@ -72,8 +72,8 @@ def test_take_name_with_another_address_forgets_the_old_one_at_once_and_counts_a
     assert router.rejoins == 1
 
 
-def test_take_servers_that_exchange_their_addresses_stay() -> None:
-    router, discovery = following()
+def test_apply_servers_that_swap_addresses_are_kept() -> None:
+    router, discovery = create_discovery()
     before = list(router.servers)
 
     discovery.apply({NAMES[0]: ADDRESSES[1], NAMES[1]: ADDRESSES[0]})
@@ -82,16 +82,16 @@ def test_take_servers_that_exchange_their_addresses_stay() -> None:
     assert [server.name for server in before] == [NAMES[1], NAMES[0]]
 
 
-def test_take_last_live_server_stays_until_another_takes_part() -> None:
-    router, discovery = following()
+def test_apply_last_live_server_is_kept_until_another_is_live() -> None:
+    router, discovery = create_discovery()
     router.evict(router.servers[1], "is gone")
-    found = {NAMES[2]: ADDRESSES[2]}
+    reading = {NAMES[2]: ADDRESSES[2]}
     for _ in range(5):
-        discovery.apply(found)
+        discovery.apply(reading)
 
-    assert addresses(router) == [ADDRESSES[0], ADDRESSES[2]], "the lost one is forgotten, the last one is not"
+    assert addresses(router) == [ADDRESSES[0], ADDRESSES[2]], "only the lost server may be removed"
     router.readmit(router.servers[1], 0)
-    discovery.apply(found)
+    discovery.apply(reading)
     assert addresses(router) == [ADDRESSES[2]]
 
 
@@ -99,24 +99,24 @@ READINGS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(ADDRESSES), m
 
 
 @given(st.lists(st.tuples(READINGS, st.sets(st.sampled_from(ADDRESSES)), st.booleans()), max_size=12), READINGS)
-def test_take_any_readings_keep_a_live_server_and_end_at_what_is_named(
+def test_apply_random_readings_keep_live_server_and_follow_source(
     steps: list[tuple[dict[str, str], set[str], bool]], last: dict[str, str]
 ) -> None:
-    """Servers join at any moment, unless they are among the ill; the source says what it likes."""
-    router, discovery = following()
-    for found, ill, joins in steps:
+    """Apply random readings. After each, servers may join, except those at the unhealthy addresses."""
+    router, discovery = create_discovery()
+    for reading, unhealthy, may_join in steps:
         before = {server.address: server.name for server in router.live}
-        discovery.apply(found)
-        known = addresses(router)
-        assert len(known) == len(set(known))
-        assert set(found.values()) <= set(known)
-        moved = {address for address, name in before.items() if name in found and address not in found.values()}
+        discovery.apply(reading)
+        current = addresses(router)
+        assert len(current) == len(set(current))
+        assert set(reading.values()) <= set(current)
+        moved = {address for address, name in before.items() if name in reading and address not in reading.values()}
         if set(before) - moved:
-            assert router.live, "only servers that are elsewhere now may leave nobody"
-        if not found:
+            assert router.live, "not all live servers moved, so one must stay live"
+        if not reading:
             assert {server.address for server in router.live} == set(before)
-        for server in router.servers if joins else ():
-            if not server.live and server.address not in ill:
+        for server in router.servers if may_join else ():
+            if not server.live and server.address not in unhealthy:
                 router.readmit(server, 0)
     for _ in range(3):
         for server in router.servers:
@@ -129,33 +129,33 @@ def test_take_any_readings_keep_a_live_server_and_end_at_what_is_named(
 
 
 @pytest.mark.slow
-async def test_remove_answers_end_at_once_and_steps_of_an_update_get_a_moment() -> None:
-    router, _ = following()
+async def test_remove_cancels_requests_now_and_update_steps_later() -> None:
+    router, _ = create_discovery()
     server = router.servers[0]
-    answer = asyncio.create_task(server.run(asyncio.sleep(60)))
+    request = asyncio.create_task(server.run(asyncio.sleep(60)))
     step = asyncio.create_task(server.run(asyncio.sleep(0.05, "staged"), step=True))
-    hangs = asyncio.create_task(server.run(asyncio.sleep(60), step=True))
+    hanging_step = asyncio.create_task(server.run(asyncio.sleep(60), step=True))
     await asyncio.sleep(0)
 
-    router.remove(server, "was let go", patience=2.0)
+    router.remove(server, "was removed", patience=2.0)
 
-    with pytest.raises(ServerLostError, match="was let go"):
-        await answer
+    with pytest.raises(ServerLostError, match="was removed"):
+        await request
     assert await step == "staged"
-    with pytest.raises(ServerLostError, match="was let go"):
-        await asyncio.wait_for(hangs, 10)
+    with pytest.raises(ServerLostError, match="was removed"):
+        await asyncio.wait_for(hanging_step, 10)
 
 
-def test_add_up_figures_never_go_down_and_count_nothing_twice() -> None:
-    router, discovery = following()
+def test_update_counters_sums_never_decrease_or_count_twice() -> None:
+    router, discovery = create_discovery()
     first, second = router.servers
     router.update_counters(first, {"tokens": 10.0})
     router.update_counters(second, {"tokens": 5.0})
-    router.update_counters(second, {"tokens": 2.0})  # it was started anew
+    router.update_counters(second, {"tokens": 2.0})  # after a restart
     assert router.sums["tokens"] == 17
     discovery.apply({NAMES[1]: ADDRESSES[1], NAMES[2]: ADDRESSES[2]})
     new = router.servers[-1]
-    router.update_counters(new, {"tokens": 1000.0})  # made for whoever had it before
+    router.update_counters(new, {"tokens": 1000.0})  # generated before this client knew the server
     router.update_counters(new, {"tokens": 1003.0})
     for _ in range(2):
         discovery.apply({NAMES[1]: ADDRESSES[1]})
@@ -163,11 +163,11 @@ def test_add_up_figures_never_go_down_and_count_nothing_twice() -> None:
     assert router.sums["tokens"] == 20
 
 
-async def test_watch_source_that_raises_or_is_empty_or_hangs_changes_nothing_and_says_so_once(
+async def test_watch_faulty_source_changes_nothing_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told, hang = FIRST | {NAMES[2]: ADDRESSES[2]}, threading.Event()
-    readings = [told, OSError("stale file handle"), OSError("stale file handle"), {NAMES[0]: "s0:80"}, {}, None]
+    listed, hang = FIRST | {NAMES[2]: ADDRESSES[2]}, threading.Event()
+    readings = [listed, OSError("stale file handle"), OSError("stale file handle"), {NAMES[0]: "s0:80"}, {}, None]
     read = 0
 
     def source() -> dict[str, str]:
@@ -180,15 +180,15 @@ async def test_watch_source_that_raises_or_is_empty_or_hangs_changes_nothing_and
             hang.wait(60)
         return reading or {}
 
-    router, discovery = following(source)
+    router, discovery = create_discovery(source)
     added = asyncio.Event()
     watching = asyncio.create_task(discovery.watch(added.set))
     try:
         async with asyncio.timeout(30):
             await added.wait()
-            while "client.probe_timeout" not in caplog.text:  # noqa: ASYNC110 - a thread
+            while "client.probe_timeout" not in caplog.text:  # noqa: ASYNC110 - the log has no event
                 await asyncio.sleep(0.01)
-        assert addresses(router) == list(told.values())
+        assert addresses(router) == list(listed.values())
     finally:
         hang.set()
         watching.cancel()

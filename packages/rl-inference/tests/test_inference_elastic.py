@@ -1,4 +1,4 @@
-"""Servers that are added, taken away and moved while they are used: nothing lost, nothing mixed, nobody unchecked."""
+"""Tests that add, remove and move servers during use: no lost token, no mixed versions, no unchecked server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from publishing import SPOILED, TOKENS, Trainer, both_serve, client, request, until, until_live, until_running
+from publishing import (
+    CORRUPTING_SERVER,
+    TOKENS,
+    Trainer,
+    assert_both_serve,
+    client,
+    request,
+    until,
+    until_live,
+    until_running,
+)
 
 from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_model, tiny_model
 
-pytestmark = pytest.mark.slow  # each test starts servers of its own
+pytestmark = pytest.mark.slow  # each test starts its own servers
 
 Start = Callable[..., ServerProcess]
 
@@ -27,7 +37,7 @@ def trainer(model_path: Path, tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def start(model_path: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a server, and ends it after the test."""
+    """Return a function that starts a server, which is stopped after the test."""
     started: list[ServerProcess] = []
 
     def start(model: Path = model_path, command: tuple[str, ...] | None = None) -> ServerProcess:
@@ -45,57 +55,58 @@ def named(*servers: ServerProcess) -> dict[str, str]:
     return {f"servers/rollout/{number}": server.address for number, server in enumerate(servers)}
 
 
-def whole(engine_version: int, answers: list, tokens: int = TOKENS) -> None:
-    for answer in answers:
-        assert len(answer.output_ids) == len(answer.logprobs) == len(answer.versions) == tokens
-        assert answer.versions == sorted(answer.versions)
-        assert answer.versions[-1] <= engine_version
+def assert_complete(engine_version: int, completions: list, tokens: int = TOKENS) -> None:
+    """Assert that completions have all tokens, in the order of their versions, none newer than the engine's."""
+    for completion in completions:
+        assert len(completion.output_ids) == len(completion.logprobs) == len(completion.versions) == tokens
+        assert completion.versions == sorted(completion.versions)
+        assert completion.versions[-1] <= engine_version
 
 
-async def test_add_while_generating_joins_at_the_committed_version_and_is_used(start: Start, trainer: Trainer) -> None:
+async def test_add_server_joins_at_committed_version_and_generates(start: Start, trainer: Trainer) -> None:
     first = start().wait_ready()
     names = named(first)
     async with client([first], names=lambda: dict(names)) as engine:
         version = await trainer.publish(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
         await until_running([first])
-        second = start()  # named before it is ready
+        second = start()  # listed before it is ready
         names.update(named(first, second))
 
         await until_live(engine, 2)
-        finished = await asyncio.gather(*answers)
+        finished = await asyncio.gather(*completions)
 
-        assert all(answer.versions == [version] * TOKENS for answer in finished)
+        assert all(completion.versions == [version] * TOKENS for completion in finished)
         assert engine.servers == [first.address, second.address]
-        await both_serve(engine, trainer, version)
+        await assert_both_serve(engine, trainer, version)
         assert (await engine.stats())["rejoins"] == 0
         assert len(await engine.live_receipts(second.address)) == 1
-        await both_serve(engine, trainer, await trainer.publish(engine))
+        await assert_both_serve(engine, trainer, await trainer.publish(engine))
 
 
-async def test_remove_while_generating_answers_go_on_elsewhere_and_it_is_no_failure(
+async def test_remove_server_resumes_elsewhere_and_is_no_failure(
     start: Start, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = [start(), start()]
     for server in pair:
         server.wait_ready()
     names = named(*pair)
-    # let go long before the first answer ends
+    # removed long before the first completion ends
     async with client(pair, names=lambda: dict(names), discover_interval=0.02) as engine:
         version = await trainer.publish(engine)
         alone = [await engine.agenerate(request(seed)) for seed in range(6)]
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
         await until_running(pair)
         before = await engine.stats()
 
         del names["servers/rollout/0"]
         await until(lambda: engine.servers == [pair[1].address])
         pair[0].stop()
-        finished = await asyncio.gather(*answers)
+        finished = await asyncio.gather(*completions)
 
-        assert {answer.server for answer in finished} == {pair[1].address}
-        assert sum(answer.resubmissions for answer in finished) >= 1
-        assert [answer.output_ids for answer in finished] == [answer.output_ids for answer in alone]
+        assert {completion.server for completion in finished} == {pair[1].address}
+        assert sum(completion.resubmissions for completion in finished) >= 1
+        assert [completion.output_ids for completion in finished] == [completion.output_ids for completion in alone]
         assert "is evicted" not in caplog.text
         after = await engine.stats()
         assert after["servers"] == 1
@@ -106,50 +117,50 @@ async def test_remove_while_generating_answers_go_on_elsewhere_and_it_is_no_fail
 
 
 @pytest.mark.nightly
-async def test_move_only_server_is_found_elsewhere_and_goes_on(start: Start, trainer: Trainer) -> None:
+async def test_move_single_server_requests_continue_at_new_address(start: Start, trainer: Trainer) -> None:
     old = start().wait_ready()
     names = named(old)
     async with client([old], names=lambda: dict(names)) as engine:
         version = await trainer.publish(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
         await until_running([old])
         old.stop()
         new = start()
         names.update(named(new))
 
-        finished = await asyncio.wait_for(asyncio.gather(*answers), 120)
+        finished = await asyncio.wait_for(asyncio.gather(*completions), 120)
 
-        assert all(answer.versions == [version] * TOKENS for answer in finished)
-        assert {answer.server for answer in finished} == {new.address}
+        assert all(completion.versions == [version] * TOKENS for completion in finished)
+        assert {completion.server for completion in finished} == {new.address}
         assert [server.address for server in engine._router.servers] == [new.address]
         assert (await engine.stats())["rejoins"] == 1
 
 
 @pytest.mark.nightly
-async def test_update_servers_join_after_its_commit_and_may_leave_before(start: Start, trainer: Trainer) -> None:
-    stays, leaves = start().wait_ready(), start().wait_ready()
-    names = named(stays, leaves)
-    async with client([stays, leaves], names=lambda: dict(names)) as engine:
+async def test_update_servers_may_leave_but_join_only_after_commit(start: Start, trainer: Trainer) -> None:
+    remaining, removed = start().wait_ready(), start().wait_ready()
+    names = named(remaining, removed)
+    async with client([remaining, removed], names=lambda: dict(names)) as engine:
         await trainer.publish(engine)
         meta = await trainer.stage(engine)
-        joins = start().wait_ready()
+        added = start().wait_ready()
         del names["servers/rollout/1"]
-        names["servers/rollout/2"] = joins.address
-        await until(lambda: any(server.address == joins.address and server.well for server in engine._router.servers))
-        await until(lambda: engine.servers == [stays.address])
+        names["servers/rollout/2"] = added.address
+        await until(lambda: any(server.address == added.address and server.well for server in engine._router.servers))
+        await until(lambda: engine.servers == [remaining.address])
         during = await engine.agenerate(request(1, 12))
 
         await trainer.commit(engine, meta)
-        assert engine.servers == [stays.address], "nobody joins before it holds what is committed"
+        assert engine.servers == [remaining.address], "a server must load the committed version before it joins"
         await until_live(engine, 2)
 
         assert during.versions == [1] * 12
-        await both_serve(engine, trainer, 2)
-        await both_serve(engine, trainer, await trainer.publish(engine))
+        await assert_both_serve(engine, trainer, 2)
+        await assert_both_serve(engine, trainer, await trainer.publish(engine))
 
 
 @pytest.mark.nightly
-async def test_pause_server_that_joins_meanwhile_generates_after_resume(start: Start, trainer: Trainer) -> None:
+async def test_pause_server_joining_meanwhile_generates_after_resume(start: Start, trainer: Trainer) -> None:
     first = start().wait_ready()
     names = named(first)
     async with client([first], names=lambda: dict(names)) as engine:
@@ -157,39 +168,39 @@ async def test_pause_server_that_joins_meanwhile_generates_after_resume(start: S
         await engine.pause()
         names.update(named(first, start()))
         await until_live(engine, 2)
-        answers = [asyncio.create_task(engine.agenerate(request(seed, 12))) for seed in range(6)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed, 12))) for seed in range(6)]
         await until(lambda: sum(server.open for server in engine._router.servers) == 6)
         assert (await engine.stats())["generated_tokens"] == 0
 
         await engine.resume()
 
-        assert len({answer.server for answer in await asyncio.gather(*answers)}) == 2
+        assert len({completion.server for completion in await asyncio.gather(*completions)}) == 2
 
 
-@pytest.mark.nightly  # as a return with wrong weights, test_inference_rejoin.py
-async def test_join_with_wrong_weights_stays_out_and_is_named(
+@pytest.mark.nightly  # test_inference_rejoin.py tests the same on a rejoin
+async def test_join_with_wrong_weights_names_server_and_keeps_it_evicted(
     start: Start, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = start().wait_ready()
     names = named(first)
     async with client([first], names=lambda: dict(names)) as engine:
         version = await trainer.publish(engine)
-        wrong = start(command=(sys.executable, "-c", SPOILED))
+        wrong = start(command=(sys.executable, "-c", CORRUPTING_SERVER))
         names.update(named(first, wrong))
 
         await until(lambda: f"{wrong.address} responds but cannot rejoin" in caplog.text, 120)
 
         assert "parameter 'model.norm.weight' differs" in caplog.text
-        answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
-        assert {answer.server for answer in answers} == {first.address}
+        completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+        assert {completion.server for completion in completions} == {first.address}
         right = start()
         names.update(named(first, right))
         await until_live(engine, 2)
-        await both_serve(engine, trainer, version)
+        await assert_both_serve(engine, trainer, version)
 
 
 @pytest.mark.nightly
-async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_without_it(
+async def test_join_of_another_model_is_rejected_and_updates_continue(
     start: Start, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start().wait_ready()
@@ -197,12 +208,12 @@ async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_with
     async with client([first], names=lambda: dict(names)) as engine:
         object.__setattr__(engine.spec, "model_path", str(trainer.model.name_or_path))
         await trainer.publish(engine)
-        trainer.directory.joinpath("committed.json").unlink()  # which it would not survive itself
+        trainer.directory.joinpath("committed.json").unlink()  # the other model could not start with this record
         other = start(tiny_model(tmp_path / "other", hidden_size=48))
         names.update(named(first, other))
 
         await until(lambda: f"it serves the model {tmp_path / 'other'}" in caplog.text, 60)
-        # as over a route that leaves nothing to read, where servers come in with the update
+        # as with a route without files, where servers join with an update
         monkeypatch.setattr("rl_inference.client.weight_update.STORED_ROUTES", ())
         await trainer.publish(engine)
 
@@ -210,93 +221,92 @@ async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_with
 
 
 @pytest.mark.nightly
-async def test_heads_that_see_a_server_earlier_or_later_use_it_at_the_committed_version_only(
-    start: Start, trainer: Trainer
-) -> None:
+async def test_clients_with_different_views_use_only_committed_version(start: Start, trainer: Trainer) -> None:
     first = start().wait_ready()
-    early, late = named(first), named(first)
+    reader_names, publisher_names = named(first), named(first)
     directory = str(trainer.directory)
     async with (
-        client([first], names=lambda: dict(late)) as publisher,
-        client([first], directory, names=lambda: dict(early)) as head,
+        client([first], names=lambda: dict(publisher_names)) as publisher,
+        client([first], directory, names=lambda: dict(reader_names)) as reader,
     ):
         await trainer.publish(publisher)
-        await head.stats()
+        await reader.stats()
         second = start()
-        early.update(named(first, second))
-        await head.agenerate(request(0, 4))  # it looks after its servers from here on
-        await until_live(head, 2)
-        answers = [asyncio.create_task(head.agenerate(request(seed))) for seed in range(6)]
+        reader_names.update(named(first, second))
+        await reader.agenerate(request(0, 4))  # starts its server monitor
+        await until_live(reader, 2)
+        completions = [asyncio.create_task(reader.agenerate(request(seed))) for seed in range(6)]
         await until_running([first, second])
-        await trainer.publish(publisher)  # which knows nothing of the second
-        early.pop("servers/rollout/0")  # what has tokens of version 2 goes on at one of version 1, if it may
-        await until(lambda: head._router.servers[0].address == second.address)
-        late.update(named(first, second))
+        await trainer.publish(publisher)  # the publisher does not know the second server
+        # completions with tokens of version 2 must not resume on the server at version 1
+        reader_names.pop("servers/rollout/0")
+        await until(lambda: reader._router.servers[0].address == second.address)
+        publisher_names.update(named(first, second))
         await until_live(publisher, 2)
 
-        finished = await asyncio.wait_for(asyncio.gather(*answers), 120)
+        finished = await asyncio.wait_for(asyncio.gather(*completions), 120)
 
-        whole(2, finished)
-        await head.stats()
-        assert head.version == publisher.version == 2
-        early.update(named(first, second))
-        await until_live(head, 2)
-        await both_serve(head, trainer, 2)
-        await both_serve(publisher, trainer, 2)
+        assert_complete(2, finished)
+        await reader.stats()
+        assert reader.version == publisher.version == 2
+        reader_names.update(named(first, second))
+        await until_live(reader, 2)
+        await assert_both_serve(reader, trainer, 2)
+        await assert_both_serve(publisher, trainer, 2)
 
 
-async def keep_asking(engine: EmbeddedEngine, until_set: asyncio.Event, answers: list) -> None:
+async def send_requests(engine: EmbeddedEngine, until_set: asyncio.Event, completions: list) -> None:
     while not until_set.is_set():
-        answers.append(await engine.agenerate(request(random.randrange(1000), 60)))
+        completions.append(await engine.agenerate(request(random.randrange(1000), 60)))
 
 
-async def until_each_answered(asking: list[asyncio.Task], answers: list[list]) -> None:
-    """Wait for one more answer of each, so that no request meets a second kill, which would end it for good."""
-    have = [len(one) for one in answers]
+async def until_each_completed(tasks: list[asyncio.Task], completions: list[list]) -> None:
+    """Wait for one more completion of each task, so that no request meets two kills and is abandoned."""
+    previous = [len(each) for each in completions]
     await until(
         lambda: (
-            any(task.done() for task in asking)
-            or all(len(one) > before for one, before in zip(answers, have, strict=True))
+            any(task.done() for task in tasks)
+            or all(len(each) > count for each, count in zip(completions, previous, strict=True))
         ),
         120,
     )
-    for task in asking:
+    for task in tasks:
         if task.done():
             task.result()
-    assert not any(task.done() for task in asking)
+    assert not any(task.done() for task in tasks)
 
 
-async def test_churn_every_request_has_one_whole_answer_whoever_comes_and_goes(start: Start, trainer: Trainer) -> None:
-    """Servers come, go, die and move in random order while versions are published."""
+async def test_random_server_changes_every_request_completes_once(start: Start, trainer: Trainer) -> None:
+    """Add, remove, kill and move servers in random order while versions are published."""
     random.seed(7)
     servers = [start().wait_ready() for _ in range(3)]
     names = named(*servers)
     async with client(servers, str(trainer.directory), names=lambda: dict(names)) as engine:
         await trainer.publish(engine)
-        ended, answers = asyncio.Event(), [[] for _ in range(9)]
-        asking = [asyncio.create_task(keep_asking(engine, ended, one)) for one in answers]
+        ended, completions = asyncio.Event(), [[] for _ in range(9)]
+        tasks = [asyncio.create_task(send_requests(engine, ended, each)) for each in completions]
         for _ in range(12):
-            what = random.choice(["take", "give", "kill", "publish", "publish"])
+            action = random.choice(["remove", "restore", "kill", "publish", "publish"])
             name = random.choice(list(names))
-            if what == "take" and len(names) > 1:
+            if action == "remove" and len(names) > 1:
                 del names[name]
-            elif what == "give":
+            elif action == "restore":
                 names.update(named(*servers))
-            elif what == "kill":  # it comes back at another address
+            elif action == "kill":  # it restarts at another address
                 number = int(name[-1])
                 servers[number].stop()
                 servers[number] = start()
                 names[name] = servers[number].address
             else:
                 await asyncio.wait_for(trainer.publish(engine, random.choice(["keep", "recompute"])), 60)
-            await until_each_answered(asking, answers)
+            await until_each_completed(tasks, completions)
         names.update(named(*servers))
         await until_live(engine, 3)
         ended.set()
-        await asyncio.wait_for(asyncio.gather(*asking), 60)
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
-        whole(trainer.version, [answer for one in answers for answer in one], 60)
-        # a reading that began before all names were back may still remove a server, which then joins again
+        assert_complete(trainer.version, [completion for each in completions for completion in each], 60)
+        # a reading that started before all names were restored may still remove a server, which then joins again
         await until(lambda: {server.address for server in servers} == {*engine.servers})
-        late = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(12)))
-        assert all(answer.versions == [trainer.version] * 12 for answer in late)
+        final = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(12)))
+        assert all(completion.versions == [trainer.version] * 12 for completion in final)

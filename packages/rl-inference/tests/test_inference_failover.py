@@ -1,4 +1,4 @@
-"""Servers that die, freeze, come back or refuse: answers go on elsewhere, versions never mix."""
+"""Tests of failover: servers that die, freeze, restart or reject a request. Versions must never mix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = 480
 
 @pytest.fixture(scope="module")
 def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two servers; whichever a test killed is started again under the same address by `alive`."""
+    """Start two servers. `ready_servers` restarts those that a test killed, at the same address."""
     scratch = tmp_path_factory.mktemp("servers")
     options = {"slots": 8, "weights_dir": scratch / "weights"}
     pair = [ServerProcess(model_path, scratch / f"server-{i}.log", options=dict(options)) for i in range(2)]
@@ -43,8 +43,8 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-async def alive(servers: list[ServerProcess], model_path: Path) -> list[ServerProcess]:
-    """Both, at the same version (a test may have left them apart)."""
+async def ready_servers(servers: list[ServerProcess], model_path: Path) -> list[ServerProcess]:
+    """Return both servers, running and at the same version, whatever earlier tests did."""
     for server in servers:
         if server.exit_code is not None:
             server.start()
@@ -77,55 +77,53 @@ def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
     return ModelRequest(list(PROMPT), generation, seed=seed)
 
 
-async def both_running(servers: list[ServerProcess]) -> None:
-    """Wait until each server works on something."""
+async def until_both_running(servers: list[ServerProcess]) -> None:
+    """Wait until each server generates at least one completion."""
     for server in servers:
         async with client([server.address]) as probe, asyncio.timeout(30):
             while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
 
 
-async def test_agenerate_server_killed_mid_answer_continues_elsewhere(
-    alive: list[ServerProcess], model_path: Path
-) -> None:
+async def test_agenerate_server_killed_resumes_elsewhere(ready_servers: list[ServerProcess], model_path: Path) -> None:
     model = reference_model(model_path)
-    async with client([server.address for server in alive]) as engine:
+    async with client([server.address for server in ready_servers]) as engine:
         alone = [await engine.agenerate(request(seed)) for seed in range(2)]
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
-        await both_running(alive)
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_both_running(ready_servers)
 
-        alive[0].stop()
-        finished = await asyncio.gather(*answers)
+        ready_servers[0].stop()
+        finished = await asyncio.gather(*completions)
 
-    assert sum(answer.resubmissions for answer in finished) >= 3
-    assert {answer.server for answer in finished if answer.resubmissions} == {alive[1].address}
-    assert [answer.output_ids for answer in finished[:2]] == [answer.output_ids for answer in alone]
-    for answer in finished:
-        assert len(answer.output_ids) == len(answer.versions) == TOKENS
-        expected = reference_logprobs(model, PROMPT, answer.output_ids)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+    assert sum(completion.resubmissions for completion in finished) >= 3
+    assert {completion.server for completion in finished if completion.resubmissions} == {ready_servers[1].address}
+    assert [completion.output_ids for completion in finished[:2]] == [completion.output_ids for completion in alone]
+    for completion in finished:
+        assert len(completion.output_ids) == len(completion.versions) == TOKENS
+        expected = reference_logprobs(model, PROMPT, completion.output_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.nightly
-async def test_agenerate_server_frozen_continues_elsewhere_after_the_deadline(
-    alive: list[ServerProcess],
+async def test_agenerate_server_frozen_resumes_elsewhere_after_deadline(
+    ready_servers: list[ServerProcess],
 ) -> None:
-    async with client([server.address for server in alive], progress_timeout=2.0) as engine:
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
-        await both_running(alive)
-        alive[0].signal(signal.SIGSTOP)
+    async with client([server.address for server in ready_servers], progress_timeout=2.0) as engine:
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_both_running(ready_servers)
+        ready_servers[0].signal(signal.SIGSTOP)
         started = time.monotonic()
         try:
-            finished = await asyncio.gather(*answers)
+            finished = await asyncio.gather(*completions)
         finally:
-            alive[0].signal(signal.SIGCONT)
+            ready_servers[0].signal(signal.SIGCONT)
 
-    assert all(len(answer.output_ids) == TOKENS for answer in finished)
-    assert sum(answer.resubmissions for answer in finished) >= 3
+    assert all(len(completion.output_ids) == TOKENS for completion in finished)
+    assert sum(completion.resubmissions for completion in finished) >= 3
     assert time.monotonic() - started > 1.5
 
 
-async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None:
+async def test_agenerate_no_server_left_raises_with_last_error_of_each() -> None:
     addresses = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     async with client(addresses, progress_timeout=1.0) as engine:
         with pytest.raises(InferenceError, match="Connect call failed") as caught:
@@ -139,39 +137,39 @@ async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None
 
 
 @pytest.mark.nightly
-async def test_commit_frozen_server_is_evicted_and_its_answers_continue_on_the_new_version(
-    alive: list[ServerProcess], model_path: Path
+async def test_commit_frozen_server_is_evicted_and_requests_get_new_version(
+    ready_servers: list[ServerProcess], model_path: Path
 ) -> None:
-    version = served_version(alive[0]) + 1
-    meta = staged(alive[0], model_path, version)
-    async with client([server.address for server in alive], progress_timeout=2.0) as engine:
+    version = served_version(ready_servers[0]) + 1
+    meta = staged(ready_servers[0], model_path, version)
+    async with client([server.address for server in ready_servers], progress_timeout=2.0) as engine:
         await engine.stage_weights(meta)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
-        await both_running(alive)
-        alive[0].signal(signal.SIGSTOP)
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_both_running(ready_servers)
+        ready_servers[0].signal(signal.SIGSTOP)
 
         try:
             await engine.commit_weights(version, "recompute")
-            finished = await asyncio.gather(*answers)
+            finished = await asyncio.gather(*completions)
         finally:
-            alive[0].signal(signal.SIGCONT)
+            ready_servers[0].signal(signal.SIGCONT)
 
         assert engine.version == version
         assert (await engine.stats())["servers"] == 1
-        for answer in finished:
-            assert len(answer.output_ids) == TOKENS
-            assert answer.versions == sorted(answer.versions)
-            assert answer.versions[-1] == version
+        for completion in finished:
+            assert len(completion.output_ids) == TOKENS
+            assert completion.versions == sorted(completion.versions)
+            assert completion.versions[-1] == version
 
 
 @pytest.mark.slow
-async def test_stage_server_that_cannot_is_evicted_and_the_others_go_on(
-    alive: list[ServerProcess], model_path: Path
+async def test_stage_unreachable_server_is_evicted_others_continue(
+    ready_servers: list[ServerProcess], model_path: Path
 ) -> None:
-    gone = f"http://127.0.0.1:{free_port()}"
-    version = served_version(alive[0]) + 1
-    meta = staged(alive[0], model_path, version)
-    async with client([alive[0].address, gone]) as engine:
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    version = served_version(ready_servers[0]) + 1
+    meta = staged(ready_servers[0], model_path, version)
+    async with client([ready_servers[0].address, unreachable]) as engine:
         receipts = await engine.stage_weights(meta)
         await engine.commit_weights(version)
 
@@ -181,37 +179,37 @@ async def test_stage_server_that_cannot_is_evicted_and_the_others_go_on(
 
 
 @pytest.mark.slow
-async def test_agenerate_server_restarted_with_old_weights_is_evicted_not_believed(
-    alive: list[ServerProcess], model_path: Path
+async def test_agenerate_server_restarted_with_old_weights_is_evicted(
+    ready_servers: list[ServerProcess], model_path: Path
 ) -> None:
-    version = served_version(alive[0]) + 1
-    meta = staged(alive[0], model_path, version)
-    async with client([server.address for server in alive], probe_interval=0) as engine:
+    version = served_version(ready_servers[0]) + 1
+    meta = staged(ready_servers[0], model_path, version)
+    async with client([server.address for server in ready_servers], probe_interval=0) as engine:
         await engine.stage_weights(meta)
         await engine.commit_weights(version)
-        alive[0].stop()
-        alive[0].start().wait_ready()
+        ready_servers[0].stop()
+        ready_servers[0].start().wait_ready()
 
-        answers = await asyncio.gather(*(engine.agenerate(request(seed, 10)) for seed in range(4)))
+        completions = await asyncio.gather(*(engine.agenerate(request(seed, 10)) for seed in range(4)))
 
-        assert all(answer.versions == [version] * 10 for answer in answers)
+        assert all(completion.versions == [version] * 10 for completion in completions)
         assert (await engine.stats())["servers"] == 1
 
 
 def staged(server: ServerProcess, model_path: Path, version: int) -> WeightUpdateMeta:
-    """The served model's own weights, published as `version`."""
+    """Publish the initial weights of the served model as `version`."""
     model = reference_model(model_path)
     tensors = [(name, p.detach()) for name, p in model.named_parameters()]
     return put_weights(server.options["weights_dir"], version, tensors)[0]
 
 
 @pytest.mark.parametrize("addresses", [[], ["localhost:8000"], ["http://"]])
-def test_initialize_bad_addresses_are_refused(addresses: list[str]) -> None:
+def test_initialize_invalid_addresses_raise(addresses: list[str]) -> None:
     with pytest.raises(ConfigError, match="inference servers"):
         EmbeddedEngine().initialize(addresses)
 
 
-def test_server_spec_is_a_startable_job(model_path: Path, tmp_path: Path) -> None:
+def test_server_spec_command_contains_all_settings(model_path: Path, tmp_path: Path) -> None:
     run = ServeSpec(str(model_path), ParallelStrategy(data=2), str(tmp_path), version=3, cpus=2, device="cpu")
     config = EmbeddedEngineConfig(slots=5, dtype="bfloat16", stuck_seconds=7, max_request_bytes=1 << 20)
 
@@ -220,19 +218,19 @@ def test_server_spec_is_a_startable_job(model_path: Path, tmp_path: Path) -> Non
     assert (spec.count, spec.cpus, spec.gpus) == (2, 2, 0)
     assert spec.needs_port
     assert spec.ready_path == "/health"
-    given = parse([text.format(host="127.0.0.1", port=1, index=0) for text in spec.command[3:]])
-    assert given.config == config, "every setting of the server's own reaches it"
-    assert given.spec == replace(run, strategy=ParallelStrategy()), "and what it must know of the run"
-    assert (given.host, given.port, given.name) == ("127.0.0.1", 1, "rollout-0")
-    assert given.sharing == 2, "both have the machine's memory"
+    arguments = parse([text.format(host="127.0.0.1", port=1, index=0) for text in spec.command[3:]])
+    assert arguments.config == config, "all server settings must be passed"
+    assert arguments.spec == replace(run, strategy=ParallelStrategy()), "all settings of the run must be passed"
+    assert (arguments.host, arguments.port, arguments.name) == ("127.0.0.1", 1, "rollout-0")
+    assert arguments.sharing == 2, "both servers share the machine's memory"
     alone = EmbeddedEngine.server_spec(config, replace(run, gpus=1)).command
-    assert alone[alone.index("--sharing") + 1] == "1", "each has a GPU's memory"
+    assert alone[alone.index("--sharing") + 1] == "1", "each server has its own GPU"
     with pytest.raises(ConfigError, match="model_path"):
         EmbeddedEngine.server_spec(config, replace(run, model_path=""))
 
 
 @pytest.mark.parametrize("split", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2, "expert": 2}])
-def test_check_split_model_is_refused_with_what_can_be_had(split: dict[str, int]) -> None:
+def test_check_split_model_raises_with_supported_allocation(split: dict[str, int]) -> None:
     spec = ServeSpec("m", ParallelStrategy(**split))
 
     with pytest.raises(ConfigError, match=rf"expected embedded:d{split.get('data', 1)} .*one process per replica"):
@@ -241,7 +239,7 @@ def test_check_split_model_is_refused_with_what_can_be_had(split: dict[str, int]
         EmbeddedEngine.server_spec(EmbeddedEngineConfig(), spec)
 
 
-def test_help_says_meaning_and_default_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_help_shows_meaning_and_default_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
 

@@ -1,4 +1,4 @@
-"""Servers that are killed or frozen and come back: no token lost, no version mixed, nobody used unchecked."""
+"""Tests with servers that are killed or frozen and return: no lost token, no mixed versions, no unchecked server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from publishing import (
+    CORRUPTING_SERVER,
     PROMPT,
-    SPOILED,
     TOKENS,
     Trainer,
-    both_serve,
+    assert_both_serve,
     client,
     request,
     served_version,
@@ -27,7 +27,7 @@ from publishing import (
 from rl_contracts.errors import InferenceError, NoServersError, WeightUpdateError
 from rl_inference.testing import ServerProcess, reference_model
 
-pytestmark = pytest.mark.slow  # each test starts servers of its own
+pytestmark = pytest.mark.slow  # each test starts its own servers
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def trainer(model_path: Path, tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
-    """Two servers of version 0, the second one started on demand."""
+    """Start two servers at version 0."""
     options = {"slots": 8, "weights_dir": tmp_path / "weights"}
     pair = [ServerProcess(model_path, tmp_path / f"server-{i}.log", options=dict(options)) for i in range(2)]
     try:
@@ -50,39 +50,39 @@ def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
                 server.stop()
 
 
-async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(
+async def test_agenerate_server_killed_resumes_elsewhere_and_server_rejoins(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers) as engine:
         version = await trainer.publish(engine)
         alone = [await engine.agenerate(request(seed)) for seed in range(2)]
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
         await until_running(servers)
 
         servers[0].stop()
-        finished = await asyncio.gather(*answers)
+        finished = await asyncio.gather(*completions)
         assert len(engine._router.live) == 1
         servers[0].start().wait_ready()
-        assert served_version(servers[0]) == version, "it restored what was committed by itself"
+        assert served_version(servers[0]) == version, "the server must restore the committed version"
         await until_live(engine, 2)
 
-        assert [answer.output_ids for answer in finished[:2]] == [answer.output_ids for answer in alone]
-        assert {answer.server for answer in finished if answer.resubmissions} == {servers[1].address}
-        for answer in finished:
-            assert answer.versions == [version] * TOKENS
-            trainer.check(answer)
-        await both_serve(engine, trainer, version)
+        assert [completion.output_ids for completion in finished[:2]] == [completion.output_ids for completion in alone]
+        assert {completion.server for completion in finished if completion.resubmissions} == {servers[1].address}
+        for completion in finished:
+            assert completion.versions == [version] * TOKENS
+            trainer.check(completion)
+        await assert_both_serve(engine, trainer, version)
         assert (await engine.stats())["rejoins"] == 1
-        await both_serve(engine, trainer, await trainer.publish(engine))
+        await assert_both_serve(engine, trainer, await trainer.publish(engine))
 
 
 @pytest.mark.nightly
-async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the_new_version(
+async def test_stage_server_killed_is_evicted_and_rejoins_at_new_version(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers, progress_timeout=20.0) as engine:
         await trainer.publish(engine)
-        servers[0].signal(signal.SIGSTOP)  # so that it is certainly asked, and certainly has not answered
+        servers[0].signal(signal.SIGSTOP)  # guarantees that it is killed between the request and its response
         staging = asyncio.create_task(trainer.stage(engine))
         await until(lambda: bool(engine._router.servers[0].tasks))
 
@@ -94,40 +94,40 @@ async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the
         await trainer.commit(engine, meta)
         await until_live(engine, 2)
 
-        await both_serve(engine, trainer, 2)
+        await assert_both_serve(engine, trainer, 2)
 
 
-async def test_commit_server_killed_between_stage_and_commit_rejoins_at_the_committed_version(
+async def test_commit_server_killed_after_stage_rejoins_at_committed_version(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers) as engine:
         await trainer.publish(engine)
         meta = await trainer.stage(engine)
         servers[0].stop()
-        servers[0].start().wait_ready()  # back before anybody noticed, at version 1
+        servers[0].start().wait_ready()  # at version 1, before the client noticed its loss
 
         await trainer.commit(engine, meta)
         assert engine.version == 2
         await until_live(engine, 2)
 
-        await both_serve(engine, trainer, 2)
+        await assert_both_serve(engine, trainer, 2)
 
 
 @pytest.mark.nightly
-async def test_commit_server_frozen_is_out_until_it_has_caught_up(
+async def test_commit_server_frozen_is_evicted_until_it_catches_up(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers) as engine:
         await trainer.publish(engine)
         meta = await trainer.stage(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
         await until_running(servers)
         servers[0].signal(signal.SIGSTOP)
 
         await trainer.commit(engine, meta, "recompute")
         assert [server.address for server in engine._router.live] == [servers[1].address]
-        finished = await asyncio.gather(*answers)
-        meta = await trainer.stage(engine)  # nobody rejoins between a stage and its commit
+        finished = await asyncio.gather(*completions)
+        meta = await trainer.stage(engine)  # no server rejoins between a stage and its commit
         servers[0].signal(signal.SIGCONT)
         assert served_version(servers[0]) == 1
         during = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
@@ -135,100 +135,98 @@ async def test_commit_server_frozen_is_out_until_it_has_caught_up(
         await trainer.commit(engine, meta)
         await until_live(engine, 2)
 
-        for answer in finished:
-            assert len(answer.output_ids) == TOKENS
-            assert answer.versions == sorted(answer.versions)
-            assert answer.versions[-1] == 2
-        assert all(answer.versions == [2] * 12 for answer in during)
-        await both_serve(engine, trainer, 3)
+        for completion in finished:
+            assert len(completion.output_ids) == TOKENS
+            assert completion.versions == sorted(completion.versions)
+            assert completion.versions[-1] == 2
+        assert all(completion.versions == [2] * 12 for completion in during)
+        await assert_both_serve(engine, trainer, 3)
 
 
 @pytest.mark.nightly
-async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_used_again(
+async def test_agenerate_server_frozen_resumes_elsewhere_and_server_rejoins(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers) as engine:
         version = await trainer.publish(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
         await until_running(servers)
 
         servers[0].signal(signal.SIGSTOP)
-        finished = await asyncio.gather(*answers)
+        finished = await asyncio.gather(*completions)
         await until_live(engine, 1)
         servers[0].signal(signal.SIGCONT)
         await until_live(engine, 2)
 
-        assert all(answer.versions == [version] * TOKENS for answer in finished)
-        assert {answer.server for answer in finished if answer.resubmissions} == {servers[1].address}
-        await both_serve(engine, trainer, version)
+        assert all(completion.versions == [version] * TOKENS for completion in finished)
+        assert {completion.server for completion in finished if completion.resubmissions} == {servers[1].address}
+        await assert_both_serve(engine, trainer, version)
 
 
 @pytest.mark.nightly
-async def test_stage_server_that_answers_late_is_evicted_and_its_late_answer_changes_nothing(
-    servers: list[ServerProcess], trainer: Trainer
-) -> None:
+async def test_stage_late_response_evicts_server_and_is_ignored(servers: list[ServerProcess], trainer: Trainer) -> None:
     async with client(servers, update_timeout=4.0, progress_timeout=20.0) as engine:
         await trainer.publish(engine)
         servers[0].signal(signal.SIGSTOP)
         meta = await trainer.stage(engine)
         assert "no response within 4 s" in str(engine._router.servers[0].evicted)
 
-        servers[0].signal(signal.SIGCONT)  # it stages now, and nobody listens
+        servers[0].signal(signal.SIGCONT)  # it stages now; the client ignores the response
         await trainer.commit(engine, meta)
         await until_live(engine, 2)
 
-        await both_serve(engine, trainer, 2)
+        await assert_both_serve(engine, trainer, 2)
 
 
-async def test_rejoin_one_wrong_tensor_stays_out_with_its_name_until_it_holds_what_was_committed(
+async def test_rejoin_wrong_tensor_is_named_and_server_stays_evicted(
     servers: list[ServerProcess], trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client(servers) as engine:
         version = await trainer.publish(engine)
         servers[0].stop()
-        servers[0].command = (sys.executable, "-c", SPOILED)
+        servers[0].command = (sys.executable, "-c", CORRUPTING_SERVER)
         servers[0].start().wait_ready()
 
         await until(lambda: "cannot rejoin: " in caplog.text)
-        answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+        completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
         assert "parameter 'model.norm.weight' differs" in caplog.text
-        assert caplog.text.count("cannot rejoin: ") == 1, "it is asked once, not at every round"
-        assert {answer.server for answer in answers} == {servers[1].address}
+        assert caplog.text.count("cannot rejoin: ") == 1, "the client must try once, not at every probe"
+        assert {completion.server for completion in completions} == {servers[1].address}
 
         servers[0].stop()
         servers[0].command = None
         servers[0].start().wait_ready()
         await until_live(engine, 2)
-        await both_serve(engine, trainer, version)
+        await assert_both_serve(engine, trainer, version)
 
 
-async def test_only_server_dies_everything_waits_for_it_to_come_back(
+async def test_single_server_killed_all_requests_wait_for_its_return(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
-    only = servers[:1]
-    async with client(only) as engine:
+    single = servers[:1]
+    async with client(single) as engine:
         await trainer.publish(engine)
         meta = await trainer.stage(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(3)]
-        await until_running(only)
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(3)]
+        await until_running(single)
 
-        only[0].stop()
+        single[0].stop()
         commit = asyncio.create_task(trainer.commit(engine, meta))
         score = asyncio.create_task(engine.score(PROMPT))
         await until_live(engine, 0)
-        assert not any(task.done() for task in [*answers, commit, score])
-        only[0].start()
+        assert not any(task.done() for task in [*completions, commit, score])
+        single[0].start()
         await commit
 
         assert engine.version == 2
         assert len(await score) == len(PROMPT)
-        for answer in await asyncio.gather(*answers):
-            assert answer.versions == sorted(answer.versions)
-            assert len(answer.versions) == TOKENS
-            assert answer.versions[-1] == 2
+        for completion in await asyncio.gather(*completions):
+            assert completion.versions == sorted(completion.versions)
+            assert len(completion.versions) == TOKENS
+            assert completion.versions[-1] == 2
         meta = await trainer.stage(engine)
-        only[0].stop()
-        only[0].start().wait_ready()  # back before anybody noticed, without what was staged
+        single[0].stop()
+        single[0].start().wait_ready()  # without the staged version, before the client noticed its loss
         await trainer.commit(engine, meta)
         after = await engine.agenerate(request(1, 12))
         assert after.versions == [3] * 12
@@ -236,19 +234,19 @@ async def test_only_server_dies_everything_waits_for_it_to_come_back(
 
 
 @pytest.mark.nightly
-async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_with_each_reason(
+async def test_all_servers_lost_requests_fail_at_deadline_with_each_reason(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers, rejoin_timeout=1.0) as engine:
         await trainer.publish(engine)
-        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
+        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
         await until_running(servers)
         for server in servers:
             server.stop()
 
-        for result in await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 15):
+        for result in await asyncio.wait_for(asyncio.gather(*completions, return_exceptions=True), 15):
             assert isinstance(result, InferenceError)
-            for server in servers:  # gone before it could carry the request on, or ended while it did
+            for server in servers:  # the server ended before or during the request
                 assert f"{server.address}: " in str(result)
         with pytest.raises(WeightUpdateError, match=r"no live server could stage version 2: .*is gone"):
             await trainer.stage(engine)
@@ -256,7 +254,7 @@ async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_w
 
 
 @pytest.mark.nightly
-async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_one(
+async def test_stop_waiting_for_servers_fails_waiting_updates_and_scores(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
     async with client(servers, rejoin_timeout=600.0, progress_timeout=600.0) as engine:
@@ -265,7 +263,7 @@ async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_on
             server.stop()
         waiting = [asyncio.create_task(trainer.stage(engine)), asyncio.create_task(engine.score(PROMPT))]
         done, _ = await asyncio.wait(waiting, timeout=2.0)
-        assert not done, "somebody may start them"
+        assert not done, "the servers may still be restarted"
 
         engine.stop_waiting_for_servers()
 
@@ -276,7 +274,9 @@ async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_on
             await asyncio.wait_for(trainer.stage(engine), 1)
 
 
-async def test_all_servers_gone_without_restarts_fails_at_once(servers: list[ServerProcess], trainer: Trainer) -> None:
+async def test_all_servers_lost_without_restarts_fails_immediately(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
     async with client(servers, rejoin_timeout=0.0, progress_timeout=60.0) as engine:
         await trainer.publish(engine)
         for server in servers:
@@ -288,11 +288,11 @@ async def test_all_servers_gone_without_restarts_fails_at_once(servers: list[Ser
             await asyncio.wait_for(engine.agenerate(request(1)), 10)
 
 
-async def test_monitor_dies_requests_fail_with_its_death(
+async def test_monitor_fails_requests_fail_with_its_error(
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(self: Any, server: Any) -> None:
-        raise ZeroDivisionError("planted")
+        raise ZeroDivisionError("injected")
 
     async with client(servers[:1]) as engine:
         await trainer.publish(engine)
@@ -304,29 +304,29 @@ async def test_monitor_dies_requests_fail_with_its_death(
 
 
 @pytest.mark.nightly
-async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_back(
+async def test_stats_non_publishing_client_evicts_lagging_server_until_rejoin(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
-    async with client(servers) as publisher, client(servers, weights_dir=str(trainer.directory)) as other:
+    async with client(servers) as publisher, client(servers, weights_dir=str(trainer.directory)) as reader:
         await trainer.publish(publisher)
-        await other.stats()
-        assert other.version == 1
+        await reader.stats()
+        assert reader.version == 1
         meta = await trainer.stage(publisher)
         servers[0].signal(signal.SIGSTOP)
         await trainer.commit(publisher, meta)
 
-        await other.stats()
-        assert other.version == 2
-        assert [server.address for server in other._router.live] == [servers[1].address]
-        assert (await other.agenerate(request(0, 12))).versions == [2] * 12
+        await reader.stats()
+        assert reader.version == 2
+        assert [server.address for server in reader._router.live] == [servers[1].address]
+        assert (await reader.agenerate(request(0, 12))).versions == [2] * 12
         servers[0].signal(signal.SIGCONT)
-        await until_live(other, 2)
+        await until_live(reader, 2)
 
-        await both_serve(other, trainer, 2)
+        await assert_both_serve(reader, trainer, 2)
 
 
 @pytest.mark.nightly
-async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next_update_on(
+async def test_rejoin_with_route_without_files_happens_at_next_update(
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("rl_contracts.weights.committed_record", "rl_inference.client.weight_update"):
@@ -338,14 +338,14 @@ async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next
         servers[0].start().wait_ready()
         assert served_version(servers[0]) == 0
         await until(lambda: "rejoins with the next update" in engine._router.servers[0].last_error)
-        answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+        completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
 
-        assert {answer.server for answer in answers} == {servers[1].address}
+        assert {completion.server for completion in completions} == {servers[1].address}
         servers[0].signal(signal.SIGSTOP)
-        await trainer.publish(engine)  # one that cannot come along holds nobody up
+        await trainer.publish(engine)  # the frozen server does not delay the update
         assert [server.address for server in engine._router.live] == [servers[1].address]
         servers[0].signal(signal.SIGCONT)
         await until(lambda: engine._router.servers[0].well)
         await trainer.publish(engine)
         assert len(engine._router.live) == 2
-        await both_serve(engine, trainer, 3)
+        await assert_both_serve(engine, trainer, 3)

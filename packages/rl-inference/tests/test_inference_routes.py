@@ -1,4 +1,4 @@
-"""Routes on which trainer and servers must be there at once, with real servers, and with either side dying."""
+"""Tests of weight routes with real servers, including the loss of a server or trainer during a transfer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from rl_inference.testing import ServerProcess, reference_logprobs, reference_mo
 
 PROMPT = [5, 17, 40, 33, 21, 90]
 STEP = 4.0
-"""Seconds that a step of a transfer may take in these tests."""
+"""Timeout in seconds of a step of a transfer."""
 DEADLINE = 30.0
-"""Seconds within which every failure must have been noticed."""
+"""Seconds within which every failure must be detected."""
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -51,7 +51,7 @@ def specs_of(tensors: Tensors) -> tuple[ParamSpec, ...]:
 
 
 class Trainer:
-    """What a trainer does with its end of the route, and a client of the servers in a thread."""
+    """Sender of a weight route, with a client of the servers that runs in a thread."""
 
     def __init__(self, addresses: list[str], route: str, location: str) -> None:
         self.loop = LoopThread("test")
@@ -61,23 +61,23 @@ class Trainer:
         self.receipts: Any = None
 
     def send(self, version: int, tensors: Any, specs: tuple[ParamSpec, ...]) -> WeightReceipt:
-        """Send and stage; the trainer's receipt. Errors are the trainer's own."""
+        """Send and stage a version, and return the trainer's receipt. Errors of the servers are in `receipts`."""
         meta = self.sender.begin(version, specs)
         if meta.route in RENDEZVOUS_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
-        mine = WeightReceipt("trainer", version, self.sender.send(iter(tensors)))
+        trainer_receipt = WeightReceipt("trainer", version, self.sender.send(iter(tensors)))
         if meta.route not in RENDEZVOUS_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
-        return mine
+        return trainer_receipt
 
     def publish(self, version: int, tensors: Tensors) -> WeightReceipt:
-        mine = self.send(version, tensors, specs_of(tensors))
+        trainer_receipt = self.send(version, tensors, specs_of(tensors))
         for receipt in self.receipts.result(DEADLINE):
-            verify_receipt(mine, receipt, "test")
+            verify_receipt(trainer_receipt, receipt, "test")
         self.loop.run(self.engine.commit_weights(version), DEADLINE)
-        return mine
+        return trainer_receipt
 
-    def answer(self, tokens: int = 5) -> Any:
+    def generate(self, tokens: int = 5) -> Any:
         generation = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
         return self.loop.run(self.engine.agenerate(ModelRequest(list(PROMPT), generation, seed=1)), DEADLINE)
 
@@ -104,7 +104,7 @@ def serving(model: Path, folder: Path, count: int) -> Iterator[list[ServerProces
 
 @pytest.fixture
 def start(model_path: Path, tmp_path: Path) -> Iterator[Any]:
-    """`start(number of servers, route)`: a trainer and its servers."""
+    """Return a function `start(count, route, step)` that returns a trainer and its servers."""
     with ExitStack() as stack:
 
         def start(count: int, route: str = "broadcast", step: float = STEP) -> tuple[Trainer, list[ServerProcess]]:
@@ -118,7 +118,7 @@ def start(model_path: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_again(
+def test_broadcast_reaches_generating_servers_and_reuses_its_group(
     start: Any, model_path: Path, new_model_path: Path
 ) -> None:
     trainer, servers = start(2)
@@ -136,15 +136,15 @@ def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_ag
 
     assert trainer.sender._group is group  # type: ignore[attr-defined]
     assert set(running.result(DEADLINE).versions) >= {0}
-    answers = [trainer.answer(20) for _ in servers]
-    for answer in answers:
-        assert answer.versions == [3] * 20
-        expected = reference_logprobs(reference_model(new_model_path), PROMPT, answer.output_ids)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+    completions = [trainer.generate(20) for _ in servers]
+    for completion in completions:
+        assert completion.versions == [3] * 20
+        expected = reference_logprobs(reference_model(new_model_path), PROMPT, completion.output_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow
-def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_nothing_is_committed(
+def test_broadcast_corrupted_names_route_version_and_parameter(
     start: Any, new_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = start(1)
@@ -157,22 +157,22 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
         return put(self, piece, landings)
 
     monkeypatch.setattr(broadcast._Group, "put", corrupt)
-    mine = trainer.send(1, new, specs_of(new))
+    trainer_receipt = trainer.send(1, new, specs_of(new))
     (receipt,) = trainer.receipts.result(DEADLINE)
 
     with pytest.raises(WeightUpdateError, match=f"route broadcast, version 1.*parameter '{new[-1][0]}' differs"):
-        verify_receipt(mine, receipt, "broadcast")
-    assert trainer.answer().versions == [0] * 5
+        verify_receipt(trainer_receipt, receipt, "broadcast")
+    assert trainer.generate().versions == [0] * 5
     monkeypatch.undo()
     trainer.publish(2, new)
-    assert trainer.answer().versions == [2] * 5
+    assert trainer.generate().versions == [2] * 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "route", ["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
 )
-def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, new_model_path: Path, route: str) -> None:
+def test_version_sent_by_two_ranks_is_served_completely(start: Any, new_model_path: Path, route: str) -> None:
     trainer, _ = start(2, route)
     new = parameters(new_model_path)
     senders = [trainer.sender, open_sender(route, trainer.sender.location, rank=1)]
@@ -182,24 +182,22 @@ def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, ne
         meta = WeightUpdateMeta(route, version, tuple(part for each in metas for part in each.parts))
         staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if route in RENDEZVOUS_ROUTES else None
         with ThreadPoolExecutor(2) as pool:
-            sent = list(pool.map(lambda pair: pair[0].send(iter(pair[1])), zip(senders, halves, strict=True)))
+            checksums = list(pool.map(lambda pair: pair[0].send(iter(pair[1])), zip(senders, halves, strict=True)))
         staging = staging or trainer.loop.submit(trainer.engine.stage_weights(meta))
 
         for receipt in staging.result(DEADLINE):
-            verify_receipt(WeightReceipt("trainer", version, sent[0] | sent[1]), receipt, route)
+            verify_receipt(WeightReceipt("trainer", version, checksums[0] | checksums[1]), receipt, route)
         trainer.loop.run(trainer.engine.commit_weights(version), DEADLINE)
 
-    answer = trainer.answer(20)
-    expected = reference_logprobs(reference_model(new_model_path), PROMPT, answer.output_ids)
-    assert answer.versions == [2] * 20
-    assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+    completion = trainer.generate(20)
+    expected = reference_logprobs(reference_model(new_model_path), PROMPT, completion.output_ids)
+    assert completion.versions == [2] * 20
+    assert completion.logprobs == pytest.approx(expected, abs=1e-5)
     senders[1].close()
 
 
 @pytest.mark.slow
-def test_broadcast_of_what_the_model_is_not_is_refused_by_name_before_anything_moves(
-    start: Any, new_model_path: Path
-) -> None:
+def test_broadcast_wrong_parameters_raises_with_name_before_transfer(start: Any, new_model_path: Path) -> None:
     trainer, _ = start(2)
     new = parameters(new_model_path)
     name = "model.norm.weight"
@@ -214,13 +212,13 @@ def test_broadcast_of_what_the_model_is_not_is_refused_by_name_before_anything_m
         with pytest.raises(WeightUpdateError, match=match):
             trainer.receipts.result(DEADLINE)
 
-    assert trainer.answer().versions == [0] * 5
+    assert trainer.generate().versions == [0] * 5
     trainer.publish(1, new)
-    assert trainer.answer().versions == [1] * 5
+    assert trainer.generate().versions == [1] * 5
 
 
-def dying(tensors: Tensors, server: ServerProcess, signum: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters; a signal goes to the server before the last."""
+def signal_before_last(tensors: Tensors, server: ServerProcess, signum: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, and send a signal to the server before the last one."""
     for index, pair in enumerate(tensors):
         if index == len(tensors) - 1:
             server.signal(signum)
@@ -233,28 +231,28 @@ def dying(tensors: Tensors, server: ServerProcess, signum: int) -> Iterator[tupl
     [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)],
     ids=["killed", "frozen"],
 )
-def test_broadcast_server_lost_in_the_middle_is_evicted_and_the_others_get_it_again(
+def test_broadcast_server_lost_midway_is_evicted_and_resend_works(
     start: Any, new_model_path: Path, signum: int
 ) -> None:
     trainer, servers = start(2)
     new = parameters(new_model_path)
     trainer.publish(1, new)
 
-    with suppress(WeightUpdateError):  # what is small may have left before the death is seen
-        trainer.send(2, dying(new, servers[0], signum), specs_of(new))
+    with suppress(WeightUpdateError):  # a small parameter may be sent before the loss is detected
+        trainer.send(2, signal_before_last(new, servers[0], signum), specs_of(new))
     with pytest.raises(ReceiversLostError, match=servers[0].address):
         trainer.receipts.result(DEADLINE)
 
-    assert trainer.answer().versions == [1] * 5  # the other one, which does not serve a half
+    assert trainer.generate().versions == [1] * 5  # the other server, which must not serve a partial version
     begin = time.monotonic()
     trainer.publish(2, new)
-    assert time.monotonic() - begin < STEP  # nobody still waits in the group of before
-    assert trainer.answer().versions == [2] * 5
+    assert time.monotonic() - begin < STEP  # no process still waits in the previous group
+    assert trainer.generate().versions == [2] * 5
     assert trainer.loop.run(trainer.engine.stats(), DEADLINE)["servers"] == 1
 
 
 @pytest.mark.nightly
-def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(start: Any, new_model_path: Path) -> None:
+def test_broadcast_server_that_does_not_join_is_evicted_in_time(start: Any, new_model_path: Path) -> None:
     trainer, servers = start(2)
     new = parameters(new_model_path)
     servers[1].signal(signal.SIGSTOP)
@@ -265,11 +263,11 @@ def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(st
         trainer.receipts.result(DEADLINE)
 
     trainer.publish(1, new)
-    assert trainer.answer().versions == [1] * 5
+    assert trainer.generate().versions == [1] * 5
 
 
 @pytest.mark.slow
-def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_the_next(
+def test_broadcast_servers_added_or_removed_between_updates_get_ranks(
     start: Any, model_path: Path, new_model_path: Path
 ) -> None:
     trainer, servers = start(3)
@@ -284,16 +282,18 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
     del names["2"]
     wait_until(lambda: engine.servers == [first, second])
     trainer.publish(2, old)
-    assert served_version(servers[2]) == 1, "nobody sends it anything"
+    assert served_version(servers[2]) == 1, "a removed server must not receive the version"
     names["3"] = third
-    wait_until(lambda: any(s.address == third and s.well and s.vetted for s in engine._router.servers))
-    assert engine.servers == [first, second], "nothing is left to read, so it comes in with the next update"
+    wait_until(
+        lambda: any(server.address == third and server.well and server.vetted for server in engine._router.servers)
+    )
+    assert engine.servers == [first, second], "without stored weights, it joins with the next update"
     trainer.publish(3, new)
     assert engine.servers == [first, second, third]
 
-    mine = trainer.send(4, old, specs_of(old))
+    trainer_receipt = trainer.send(4, old, specs_of(old))
     for receipt in trainer.receipts.result(DEADLINE):
-        verify_receipt(mine, receipt, "broadcast")
+        verify_receipt(trainer_receipt, receipt, "broadcast")
     del names["0"]
     wait_until(lambda: engine.servers == [second, third])
     servers[0].stop()
@@ -304,7 +304,7 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
     for address in (second, third):
         scores = trainer.loop.run(engine.score(PROMPT, server=address), DEADLINE)
         assert scores[1:] == pytest.approx(expected, abs=1e-5)
-    assert trainer.answer().versions == [5] * 5
+    assert trainer.generate().versions == [5] * 5
 
 
 def served_version(server: ServerProcess) -> int:
@@ -313,39 +313,39 @@ def served_version(server: ServerProcess) -> int:
 
 
 @pytest.mark.slow
-def test_shm_server_killed_while_it_stages_is_evicted_and_the_update_goes_on(start: Any, new_model_path: Path) -> None:
+def test_shm_server_killed_during_stage_is_evicted_update_continues(start: Any, new_model_path: Path) -> None:
     trainer, servers = start(2, "shm")
     new = parameters(new_model_path)
     servers[0].signal(signal.SIGSTOP)
-    mine = trainer.send(1, new, specs_of(new))
-    servers[0].signal(signal.SIGKILL)  # it never answers
+    trainer_receipt = trainer.send(1, new, specs_of(new))
+    servers[0].signal(signal.SIGKILL)  # it never responds
 
     (receipt,) = trainer.receipts.result(DEADLINE)
-    verify_receipt(mine, receipt, "shm")
+    verify_receipt(trainer_receipt, receipt, "shm")
     trainer.loop.run(trainer.engine.commit_weights(1), DEADLINE)
 
-    assert trainer.answer().versions == [1] * 5
+    assert trainer.generate().versions == [1] * 5
 
 
 @pytest.mark.slow
-def test_shm_stale_buffer_differs_from_what_was_sent(start: Any, model_path: Path, new_model_path: Path) -> None:
-    """A server that stages what lay there from an earlier version, under the new number."""
+def test_shm_stale_buffer_fails_receipt_check(start: Any, model_path: Path, new_model_path: Path) -> None:
+    """Stage the buffer of an earlier version under the number of the new one."""
     trainer, _ = start(1, "shm")
     old, new = parameters(model_path), parameters(new_model_path)
     trainer.publish(1, old)
-    mine = trainer.send(2, new, specs_of(new))
+    trainer_receipt = trainer.send(2, new, specs_of(new))
     trainer.receipts.result(DEADLINE)
     stale = replace(trainer.sender.begin(1, specs_of(new)), version=2)
 
     (receipt,) = trainer.loop.run(trainer.engine.stage_weights(stale), DEADLINE)
 
     with pytest.raises(WeightUpdateError, match=rf"route shm, version 2.*'{new[0][0]}' differs"):
-        verify_receipt(mine, receipt, "shm")
-    assert trainer.answer().versions == [1] * 5
+        verify_receipt(trainer_receipt, receipt, "shm")
+    assert trainer.generate().versions == [1] * 5
 
 
-def _die_in_the_middle(route: str, location: str, addresses: list[str], tensors: Tensors) -> None:
-    """A trainer that is killed before its last parameter."""
+def _send_and_die(route: str, location: str, addresses: list[str], tensors: Tensors) -> None:
+    """Run a trainer that kills itself before the last parameter."""
     trainer = Trainer(addresses, route, location)
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
@@ -359,7 +359,7 @@ def _die_in_the_middle(route: str, location: str, addresses: list[str], tensors:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ["broadcast", pytest.param("shm", marks=pytest.mark.nightly)])
-def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
+def test_trainer_killed_midway_servers_continue_and_new_trainer_publishes(
     start: Any,
     model_path: Path,
     new_model_path: Path,
@@ -368,30 +368,30 @@ def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
     monkeypatch: pytest.MonkeyPatch,
     pytestconfig: pytest.Config,
 ) -> None:
-    monkeypatch.syspath_prepend(str(pytestconfig.rootpath))  # the new process finds this module there
-    # servers that are still with the trainer that died come later, at the end of its own time
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath))  # lets the new process import this module
+    # a long timeout, because servers join only after the timeout of the killed trainer
     trainer, servers = start(2, route, step=10 * STEP)
     new = parameters(new_model_path)
     trainer.publish(1, parameters(model_path))
     location = "tcp://127.0.0.1:0?timeout=4" if route == "broadcast" else str(tmp_path / "weights")
     addresses = [server.address for server in servers]
     process = multiprocessing.get_context("spawn").Process(
-        target=_die_in_the_middle, args=(route, location, addresses, [(n, t.clone()) for n, t in new]), daemon=True
+        target=_send_and_die, args=(route, location, addresses, [(n, t.clone()) for n, t in new]), daemon=True
     )
 
     process.start()
     process.join(60)
 
     assert process.exitcode == -signal.SIGKILL
-    assert trainer.answer().versions == [1] * 5
+    assert trainer.generate().versions == [1] * 5
     for server in servers:
         assert served_version(server) == 1
     trainer.publish(2, new)
-    assert trainer.answer().versions == [2] * 5
+    assert trainer.generate().versions == [2] * 5
 
 
 @pytest.mark.gpu
-def test_ipc_server_on_the_same_gpu_holds_what_was_sent(model_path: Path, new_model_path: Path, tmp_path: Path) -> None:
+def test_ipc_server_on_same_gpu_serves_sent_weights(model_path: Path, new_model_path: Path, tmp_path: Path) -> None:
     new = [(name, tensor.cuda()) for name, tensor in parameters(new_model_path)]
     options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
@@ -399,18 +399,18 @@ def test_ipc_server_on_the_same_gpu_holds_what_was_sent(model_path: Path, new_mo
         trainer.sender = open_sender("ipc", "", device="cuda")
         for version in (1, 2):
             trainer.publish(version, new)
-        assert trainer.answer().versions == [2] * 5
+        assert trainer.generate().versions == [2] * 5
         trainer.close()
 
 
 @pytest.mark.gpu
-def test_broadcast_over_nccl_server_on_the_next_gpu_holds_what_was_sent(
+def test_broadcast_nccl_server_on_next_gpu_serves_sent_weights(
     model_path: Path, new_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs: nccl joins no two ranks on one")
+        pytest.skip("needs two GPUs, because NCCL supports one rank per GPU")
     new = [(name, tensor.to("cuda:0")) for name, tensor in parameters(new_model_path)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the server: here CUDA has begun
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # only for the server: CUDA is already initialized in this process
     options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
     command = (sys.executable, "-m", "rl_inference.embedded_server")
     with ServerProcess(model_path, tmp_path / "server.log", options=options, command=command) as server:
@@ -418,5 +418,5 @@ def test_broadcast_over_nccl_server_on_the_next_gpu_holds_what_was_sent(
         trainer.sender = open_sender("broadcast", f"tcp://127.0.0.1:0?timeout={DEADLINE}", device="cuda:0")
         for version in (1, 2):
             trainer.publish(version, new)
-        assert trainer.answer().versions == [2] * 5
+        assert trainer.generate().versions == [2] * 5
         trainer.close()

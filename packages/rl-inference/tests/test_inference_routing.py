@@ -1,4 +1,4 @@
-"""Which server gets a request."""
+"""Tests of the router: choice of a server, eviction, waiting for a live server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_inference.client.transport import Server, ServerLostError
 
 
 class Clock(SystemClock):
-    """A clock that stands still."""
+    """Clock that only moves when a test sets it."""
 
     time = 100.0
 
@@ -27,39 +27,39 @@ def router() -> Router:
     return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock(), slack=4)
 
 
-def test_choose_without_group_takes_the_least_busy(router: Router) -> None:
+def test_choose_without_group_returns_least_busy_server(router: Router) -> None:
     router.servers[0].open, router.servers[1].open, router.servers[2].open = 3, 1, 2
 
     assert router.choose() is router.servers[1]
 
 
-def test_by_load_the_least_busy_comes_first_and_ties_are_spread(router: Router) -> None:
+def test_sorted_by_load_least_busy_first_ties_random(router: Router) -> None:
     router.servers[1].open = 2
 
-    firsts = {router.sorted_by_load()[0].address for _ in range(60)}
+    first_addresses = {router.sorted_by_load()[0].address for _ in range(60)}
 
-    assert firsts == {"http://s0", "http://s2"}
+    assert first_addresses == {"http://s0", "http://s2"}
     assert router.sorted_by_load()[-1] is router.servers[1]
 
 
-def test_choose_heads_that_know_nothing_of_each_other_use_all_servers() -> None:
-    """8 heads with 4 groups of 8 each over 16 servers: with ties to the first, they used four of them."""
+def test_choose_independent_clients_use_most_servers() -> None:
+    """Simulate 8 clients with 4 groups of 8 requests on 16 servers. Without random ties they would use 4 servers."""
     random.seed(0)
-    used = set()
-    for head in range(8):
+    used_addresses = set()
+    for client in range(8):
         router = Router([Server(f"http://s{i}", 0) for i in range(16)], Clock(), slack=4)
         for name in range(4):
-            group = router.group(f"{head}-{name}")
+            group = router.group(f"{client}-{name}")
             for _ in range(8):
                 server = router.choose(group)
                 assert server is not None
                 server.open += 1
-                used.add(server.address)
+                used_addresses.add(server.address)
 
-    assert len(used) >= 13  # 14.4 on average
+    assert len(used_addresses) >= 13  # the mean is 14.4
 
 
-def test_choose_looks_at_what_other_clients_ask_of_a_server(router: Router) -> None:
+def test_choose_counts_requests_of_other_clients(router: Router) -> None:
     router.servers[0].others, router.servers[1].others = 8, 3
 
     assert router.choose() is router.servers[2]
@@ -67,7 +67,7 @@ def test_choose_looks_at_what_other_clients_ask_of_a_server(router: Router) -> N
     assert router.choose() is router.servers[1]
 
 
-def test_named_finds_live_servers_only(router: Router) -> None:
+def test_named_returns_only_live_servers(router: Router) -> None:
     router.evict(router.servers[1], "is gone")
 
     assert router.named("http://s2") is router.servers[2]
@@ -75,7 +75,7 @@ def test_named_finds_live_servers_only(router: Router) -> None:
         router.named("http://s1")
 
 
-def test_choose_group_members_follow_the_first_unless_it_is_much_busier(router: Router) -> None:
+def test_choose_group_keeps_its_server_within_slack(router: Router) -> None:
     group = router.group("g")
     first = router.choose(group)
     assert first is not None
@@ -83,13 +83,13 @@ def test_choose_group_members_follow_the_first_unless_it_is_much_busier(router: 
     assert router.choose(router.group("g")) is first
 
     first.open = 5
-    moved = router.choose(group)
+    other = router.choose(group)
 
-    assert moved is not first
-    assert router.choose(router.group("g")) is moved
+    assert other is not first
+    assert router.choose(router.group("g")) is other
 
 
-def test_group_last_member_gone_is_forgotten(router: Router) -> None:
+def test_group_without_references_is_forgotten(router: Router) -> None:
     first, second = router.group("g"), router.group("g")
     chosen = router.choose(first)
     assert chosen is not None
@@ -103,33 +103,33 @@ def test_group_last_member_gone_is_forgotten(router: Router) -> None:
     assert router.choose(router.group("g")) is not chosen
 
 
-def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> None:
-    bad = router.servers[0]
-    router.failed(bad, "gone")
-    assert router.choose() is not bad
+def test_choose_failed_server_is_avoided_during_cooldown(router: Router) -> None:
+    failed_server = router.servers[0]
+    router.failed(failed_server, "gone")
+    assert router.choose() is not failed_server
 
     for server in router.servers[1:]:
         server.open = 9
-    assert router.choose() is not bad
+    assert router.choose() is not failed_server
     assert isinstance(router.clock, Clock)
     router.clock.time += 1.0
 
-    assert router.choose() is bad
+    assert router.choose() is failed_server
 
 
-def test_choose_busy_server_is_left_alone_for_a_moment(router: Router) -> None:
-    full, other = router.servers[0], router.servers[1]
+def test_choose_busy_server_is_avoided_briefly(router: Router) -> None:
+    busy_server, other = router.servers[0], router.servers[1]
     other.open, router.servers[2].open = 40, 41
-    assert router.choose() is full
+    assert router.choose() is busy_server
 
-    router.busy(full)
+    router.busy(busy_server)
 
-    assert router.choose() is other, "whoever has no room must not be asked again at once"
+    assert router.choose() is other, "a busy server must not get the next request"
     router.clock.time += 1.0  # type: ignore[attr-defined]
-    assert router.choose() is full
+    assert router.choose() is busy_server
 
 
-def test_choose_all_failed_takes_the_one_whose_cooldown_ends_first(router: Router) -> None:
+def test_choose_all_failed_returns_server_with_earliest_cooldown_end(router: Router) -> None:
     for server in (
         router.servers[1],
         router.servers[0],
@@ -142,7 +142,7 @@ def test_choose_all_failed_takes_the_one_whose_cooldown_ends_first(router: Route
     assert router.choose() is router.servers[1]
 
 
-def test_evict_server_is_never_chosen_again(router: Router) -> None:
+def test_evict_server_is_not_chosen(router: Router) -> None:
     for server in router.servers[:2]:
         router.evict(server, "did not acknowledge")
     assert router.choose() is router.servers[2]
@@ -152,7 +152,7 @@ def test_evict_server_is_never_chosen_again(router: Router) -> None:
     assert router.choose() is None
 
 
-async def test_wait_live_returns_when_a_server_is_back_or_the_time_is_over(router: Router) -> None:
+async def test_wait_live_returns_after_readmit_or_timeout(router: Router) -> None:
     clock = router.clock
     assert isinstance(clock, Clock)
     for server in router.servers:
@@ -173,19 +173,19 @@ async def test_wait_live_returns_when_a_server_is_back_or_the_time_is_over(route
     clock.time += 11
     router.give_up_after(10.0)
     assert await asyncio.gather(*waiting) == [False] * 3
-    assert not await router.wait_live(10.0), "those who come later need not wait again"
+    assert not await router.wait_live(10.0), "later calls must not wait again"
     assert not await router.wait_live(0.0)
 
 
-async def test_evict_cancels_what_the_server_was_asked_and_readmit_begins_anew(router: Router) -> None:
+async def test_evict_cancels_requests_and_readmit_resets_failures(router: Router) -> None:
     server = router.servers[0]
     router.failed(server, "slow")
-    asked = asyncio.create_task(server.run(asyncio.sleep(60)))
+    task = asyncio.create_task(server.run(asyncio.sleep(60)))
     await asyncio.sleep(0)
 
     router.evict(server, "does not answer")
     with pytest.raises(ServerLostError, match="does not answer"):
-        await asked
+        await task
     assert not server.tasks
 
     router.readmit(server, 4)
@@ -195,7 +195,7 @@ async def test_evict_cancels_what_the_server_was_asked_and_readmit_begins_anew(r
     assert router.choose() is server
 
 
-async def test_run_caller_cancelled_is_a_cancellation_and_ends_the_work(router: Router) -> None:
+async def test_run_canceled_caller_cancels_work(router: Router) -> None:
     ended = asyncio.Event()
 
     async def work() -> None:
@@ -204,12 +204,12 @@ async def test_run_caller_cancelled_is_a_cancellation_and_ends_the_work(router: 
         finally:
             ended.set()
 
-    asked = asyncio.create_task(router.servers[0].run(work()))
+    task = asyncio.create_task(router.servers[0].run(work()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    asked.cancel()
+    task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await task
     assert ended.is_set()

@@ -77,7 +77,7 @@ async def test_pass_fails_by_one_request_and_that_one_alone_fails(model_path: Pa
             while (await engine.stats())["running"] < 6:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
 
-            with pytest.raises(InferenceError, match=r"given up.*RuntimeError: planted"):
+            with pytest.raises(InferenceError, match=r"abandoned.*RuntimeError: planted"):
                 await engine.agenerate(request([5, *POISON, 6], 0, 8))
             among = await asyncio.gather(*others)
 

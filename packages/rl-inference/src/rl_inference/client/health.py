@@ -24,9 +24,9 @@ CHECKS_BEFORE_EVICTION = 4
 class ServerMonitor:
     """Background task that probes all servers, from the first use of the client until it is closed.
 
-    A live server is evicted if its process ended, if it does not respond after a failed request, or if it does not
-    respond for the progress timeout. An evicted server that responds is passed to `WeightUpdates.rejoin`, which decides
-    whether to readmit it. If the task itself fails, all waits for a server end with its error.
+    A live server is evicted if its process ended, or if it does not respond after a failed request or for the progress
+    timeout. An evicted server that responds is passed to `WeightUpdates.rejoin`, which decides whether to readmit it.
+    If the task itself fails, all waits for a server end with its error.
     """
 
     def __init__(self, router: Router, transport: Transport, updates: WeightUpdates) -> None:

@@ -112,8 +112,8 @@ class ServerProtocol(ABC):
     counts_tokens: ClassVar[bool] = False
     """Whether `Stats.generated_tokens` grows with each token and not only with each finished completion.
 
-    If True, a server with open requests that generates no token within the progress timeout counts as lost, even if it
-    reports that it is healthy.
+    If True, a server with open requests that generates no token within the progress timeout counts as lost, even if its
+    health probes succeed.
     """
     life_header: ClassVar[str] = ""
     """Response header that identifies the process of the server, different after each restart; empty for none."""

@@ -1,5 +1,4 @@
-"""What is said to SGLang and read from its answers: against those of the real server, as they were recorded, and
-against made ones. `tests/servers/test_servers_sglang.py` asks the server itself."""
+"""SGLang's protocol against recorded and synthetic responses; `tests/servers/test_servers_sglang.py` has real ones."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ def protocol(tmp_path: Path) -> SGLangProtocol:
     return SGLangProtocol(ServeSpec(str(tmp_path), version=3))
 
 
-def recorded(scene: str, name: str, at: int = 0) -> dict[str, Any]:
+def recorded(scene: str, name: str, index: int = 0) -> dict[str, Any]:
     exchanges = json.loads((RECORDED / f"{scene}.json").read_text())["exchanges"]
-    found: dict[str, Any] = [exchange for exchange in exchanges if exchange["name"] == name][at]
-    return found
+    match: dict[str, Any] = [exchange for exchange in exchanges if exchange["name"] == name][index]
+    return match
 
 
 def read(call: Call[GenerationChunk | None], lines: list[str]) -> list[GenerationChunk]:
@@ -46,35 +45,35 @@ def read(call: Call[GenerationChunk | None], lines: list[str]) -> list[Generatio
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def drive(exchange: Exchange[Any], *answers: Any) -> tuple[list[Call[Any]], Any]:
-    """The calls of an exchange that gets these answers (JSON, or bytes), and what it returns."""
+def drive(exchange: Exchange[Any], *responses: Any) -> tuple[list[Call[Any]], Any]:
+    """Return the calls of an exchange with these responses (JSON, or bytes), and its result."""
     calls: list[Call[Any]] = []
-    found: Any = None
-    for answer in (*answers, None):
+    parsed: Any = None
+    for response in (*responses, None):
         try:
-            calls.append(exchange.send(found))
+            calls.append(exchange.send(parsed))
         except StopIteration as end:
             return calls, end.value
-        found = calls[-1].parse(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
-    raise AssertionError(f"one more call: {calls[-1]}")
+        parsed = calls[-1].parse(response if isinstance(response, bytes) else json.dumps(response).encode())
+    raise AssertionError(f"unexpected further call: {calls[-1]}")
 
 
 # ---- generation
 
 
-def test_generate_asks_what_was_recorded(protocol: SGLangProtocol) -> None:
-    asked = recorded("stream", "length")["request"]
+def test_generate_request_equals_recorded_request(protocol: SGLangProtocol) -> None:
+    request = recorded("stream", "length")["request"]
 
     call = protocol.generate("a", PROMPT, GenerationConfig(6, temperature=0.7, ignore_eos=True), 5, 0)
 
-    assert (call.verb, call.target) == (asked["method"], asked["path"])
-    assert call.body == {**asked["json"], "rid": "a"}
-    kept = protocol.generate("a", PROMPT, GenerationConfig(6), 5, 0, {"type": "boolean"}).body
-    assert kept is not None
-    assert json.loads(kept["sampling_params"]["json_schema"]) == {"type": "boolean"}
+    assert (call.verb, call.target) == (request["method"], request["path"])
+    assert call.body == {**request["json"], "rid": "a"}
+    with_schema = protocol.generate("a", PROMPT, GenerationConfig(6), 5, 0, {"type": "boolean"}).body
+    assert with_schema is not None
+    assert json.loads(with_schema["sampling_params"]["json_schema"]) == {"type": "boolean"}
 
 
-def test_generate_reads_each_token_once_and_the_versions_at_the_end(protocol: SGLangProtocol) -> None:
+def test_generate_stream_returns_each_token_once_and_versions_last(protocol: SGLangProtocol) -> None:
     lines = recorded("stream", "length")["response"]["lines"]
     last = json.loads(lines[-2].removeprefix("data:"))
 
@@ -85,10 +84,10 @@ def test_generate_reads_each_token_once_and_the_versions_at_the_end(protocol: SG
     entries = last["meta_info"]["output_token_logprobs"]
     assert [p for chunk in chunks for p in chunk.logprobs] == [entry[0] for entry in entries]
     assert all((chunk.finish, chunk.stamps, chunk.versions) == (None, None, []) for chunk in chunks[:-1])
-    assert (chunks[-1].finish, chunks[-1].stamps) == ("length", [3] * 6)  # `default` is what it was started with
+    assert (chunks[-1].finish, chunks[-1].stamps) == ("length", [3] * 6)  # `default` is the initial version
 
 
-def test_generate_stop_token_ends_the_answer(protocol: SGLangProtocol) -> None:
+def test_generate_stop_token_ends_completion(protocol: SGLangProtocol) -> None:
     exchange = recorded("stream", "stop token")
     stops = exchange["request"]["json"]["sampling_params"]["stop_token_ids"]
     call = protocol.generate("a", PROMPT, GenerationConfig(6, temperature=0.0, stop_token_ids=stops), None, 0)
@@ -99,9 +98,9 @@ def test_generate_stop_token_ends_the_answer(protocol: SGLangProtocol) -> None:
     assert [token for chunk in chunks for token in chunk.output_ids][-1:] == stops
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_generate_aborted_answer_keeps_its_tokens(protocol: SGLangProtocol, at: int) -> None:
-    lines = recorded("abort", "interrupted stream", at)["response"]["lines"]
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_generate_aborted_completion_keeps_its_tokens(protocol: SGLangProtocol, index: int) -> None:
+    lines = recorded("abort", "interrupted stream", index)["response"]["lines"]
 
     chunks = read(protocol.generate("a", PROMPT, GenerationConfig(24), None, 0), lines)
 
@@ -109,7 +108,7 @@ def test_generate_aborted_answer_keeps_its_tokens(protocol: SGLangProtocol, at: 
     assert chunks[-1].stamps == [3] * len([token for chunk in chunks for token in chunk.output_ids])
 
 
-def test_generate_over_an_update_has_the_version_of_each_token(protocol: SGLangProtocol) -> None:
+def test_generate_during_update_has_version_of_each_token(protocol: SGLangProtocol) -> None:
     exchange = recorded("update", "interrupted stream")
     spans = json.loads(exchange["response"]["lines"][-2].removeprefix("data:"))["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["default", "1"]
@@ -122,29 +121,31 @@ def test_generate_over_an_update_has_the_version_of_each_token(protocol: SGLangP
     assert last.stamps == [0] * spans[0]["end"] + [1] * (spans[1]["end"] - spans[1]["start"])
 
 
-def message(ids: list[int], total: int, reason: Any = None, **more: Any) -> bytes:
-    meta = {"completion_tokens": total, "finish_reason": reason, **more}
+def message(ids: list[int], total: int, reason: Any = None, **fields: Any) -> bytes:
+    meta = {"completion_tokens": total, "finish_reason": reason, **fields}
     meta.setdefault("output_token_logprobs", [[-token / 10, token, None] for token in ids])
     return b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode()
 
 
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=4), min_size=1), st.booleans(), st.data())
-def test_stream_in_any_pieces_gives_each_token_once(pieces: list[list[int]], whole: bool, data: st.DataObject) -> None:
+def test_stream_in_any_pieces_returns_each_token_once(
+    pieces: list[list[int]], cumulative: bool, data: st.DataObject
+) -> None:
     ids = [token for piece in pieces for token in piece]
-    cut = data.draw(st.integers(0, len(ids)))
-    spans = [{"version": "4", "start": 0, "end": cut}, {"version": "5", "start": cut, "end": len(ids)}]
-    stream, found, so_far = Stream(3, 100), [], list[int]()
+    split = data.draw(st.integers(0, len(ids)))
+    spans = [{"version": "4", "start": 0, "end": split}, {"version": "5", "start": split, "end": len(ids)}]
+    stream, results, received = Stream(3, 100), [], list[int]()
     for index, piece in enumerate(pieces):
-        so_far = so_far + piece
+        received = received + piece
         last = index == len(pieces) - 1
-        more = {"weight_versions": spans} if last else {}
-        line = message(so_far if whole else piece, len(so_far), {"type": "stop"} if last else None, **more)
-        found.append(stream.read(line))
+        fields = {"weight_versions": spans} if last else {}
+        line = message(received if cumulative else piece, len(received), {"type": "stop"} if last else None, **fields)
+        results.append(stream.read(line))
 
-    chunks = [chunk for chunk in found if chunk is not None]
+    chunks = [chunk for chunk in results if chunk is not None]
     assert [token for chunk in chunks for token in chunk.output_ids] == ids
     assert [p for chunk in chunks for p in chunk.logprobs] == [-token / 10 for token in ids]
-    assert chunks[-1].stamps == [4] * cut + [5] * (len(ids) - cut)
+    assert chunks[-1].stamps == [4] * split + [5] * (len(ids) - split)
 
 
 @pytest.mark.parametrize(
@@ -160,29 +161,29 @@ def test_stream_in_any_pieces_gives_each_token_once(pieces: list[list[int]], who
         message([1], 1, {"type": "stop"}),
         message([1], 1, {"type": "stop"}, weight_versions=[{"version": "new", "start": 0, "end": 1}]),
         message([1], 1, {"type": "stop"}, weight_versions=[{"version": "1", "start": 0, "end": 2}]),
-        message([1], 1, {"type": "tired"}, weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+        message([1], 1, {"type": "unknown"}, weight_versions=[{"version": "1", "start": 0, "end": 1}]),
     ],
 )
-def test_stream_of_another_protocol_is_no_answer(line: bytes) -> None:
+def test_stream_invalid_message_raises_value_key_or_type_error(line: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         Stream(0, 10).read(line)
 
 
-def test_stream_says_of_a_request_that_was_given_up_why() -> None:
-    refused = {"type": "abort", "message": "too long", "status_code": 400, "err_type": "BadRequestError"}
+def test_stream_failed_request_has_the_servers_message() -> None:
+    rejected = {"type": "abort", "message": "too long", "status_code": 400, "err_type": "BadRequestError"}
 
     with pytest.raises(InferenceError, match="too long"):
-        Stream(0, 10).read(message([], 0, refused))
+        Stream(0, 10).read(message([], 0, rejected))
     with pytest.raises(ServerBusyError, match="queue"):
-        Stream(0, 10).read(message([], 0, {**refused, "message": "the queue is full", "status_code": 503}))
+        Stream(0, 10).read(message([], 0, {**rejected, "message": "the queue is full", "status_code": 503}))
     with pytest.raises(InferenceError, match="longer than"):
         Stream(0, 10).read(b'data: {"error": {"message": "longer than", "code": 400}}')
-    failed = Stream(0, 10).read(message([], 0, {**refused, "message": "out of memory", "status_code": 500}))
+    failed = Stream(0, 10).read(message([], 0, {**rejected, "message": "out of memory", "status_code": 500}))
     assert failed is not None
     assert failed.error == "out of memory"
 
 
-def test_stop_tokens_with_ignored_end_tokens_go_on_after_an_end_token(protocol: SGLangProtocol) -> None:
+def test_generate_stop_tokens_with_ignore_eos_continue_after_end_token(protocol: SGLangProtocol) -> None:
     generation = GenerationConfig(3, stop_token_ids=[7], ignore_eos=True)
 
     def finish(ids: list[int], matched: int) -> str | None:
@@ -196,11 +197,11 @@ def test_stop_tokens_with_ignored_end_tokens_go_on_after_an_end_token(protocol: 
         return chunk.finish
 
     assert finish([5, 7], 7) == "stop"
-    assert finish([5, 2], 2) == "abort"  # so that the client asks for what comes after it
+    assert finish([5, 2], 2) == "abort"  # so that the client continues after the end token
     assert finish([5, 6, 2], 2) == "length"
 
 
-def test_sampling_params_leave_away_what_is_switched_off() -> None:
+def test_sampling_params_omit_disabled_settings() -> None:
     assert sampling_params(GenerationConfig(9)) == {"max_new_tokens": 9, "temperature": 1.0}
     assert sampling_params(GenerationConfig(9, top_p=0.5, top_k=3, min_p=0.1)) == {
         "max_new_tokens": 9,
@@ -211,71 +212,69 @@ def test_sampling_params_leave_away_what_is_switched_off() -> None:
     }
 
 
-def test_sampling_params_of_a_minimum_length() -> None:
-    whole = sampling_params(GenerationConfig(9, min_new_tokens=9, stop_token_ids=[7]))
+def test_sampling_params_minimum_length_is_sent_only_if_harmless() -> None:
+    fixed_length = sampling_params(GenerationConfig(9, min_new_tokens=9, stop_token_ids=[7]))
 
-    assert whole == {"max_new_tokens": 9, "temperature": 1.0, "ignore_eos": True}
+    assert fixed_length == {"max_new_tokens": 9, "temperature": 1.0, "ignore_eos": True}
     assert "min_new_tokens" not in sampling_params(GenerationConfig(9, min_new_tokens=3, ignore_eos=True))
-    with pytest.raises(InferenceError, match=r"min_new_tokens.*expected 0 or max_new_tokens.*found 3"):
+    with pytest.raises(InferenceError, match=r"generation\.min_new_tokens: .*found 3"):
         sampling_params(GenerationConfig(9, min_new_tokens=3))
 
 
 @pytest.mark.parametrize("ids", [[VOCABULARY], [5, -1]])
-def test_token_outside_of_the_vocabulary_is_not_sent(protocol: SGLangProtocol, ids: list[int]) -> None:
-    for ask in (
+def test_request_with_unknown_token_id_is_not_sent(protocol: SGLangProtocol, ids: list[int]) -> None:
+    for request in (
         lambda: protocol.generate("a", ids, GenerationConfig(), None, 0),
         lambda: protocol.generate("a", PROMPT, GenerationConfig(stop_token_ids=ids), None, 0),
         lambda: next(protocol.score(ids, 1.0)),
     ):
         with pytest.raises(InferenceError, match=f"from 0 to {VOCABULARY - 1}"):
-            ask()
+            request()
 
 
-def test_vocabulary_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_generate_without_vocab_size_is_rejected(tmp_path: Path) -> None:
     for spec in (ServeSpec(), ServeSpec(str(tmp_path))):
-        with pytest.raises(InferenceError, match=r"whose config\.json has vocab_size"):
+        with pytest.raises(InferenceError, match=r"config\.json.*vocab_size"):
             SGLangProtocol(spec).generate("a", PROMPT, GenerationConfig(), None, 0)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 200}}))
     SGLangProtocol(ServeSpec(str(tmp_path))).generate("a", PROMPT, GenerationConfig(), None, 0)
 
 
-def test_answer_ends_with_the_context_and_a_full_one_is_refused(protocol: SGLangProtocol) -> None:
-    narrow = SGLangProtocol(protocol._spec, len(PROMPT) + 2)
+def test_generate_beyond_context_is_shortened_or_rejected(protocol: SGLangProtocol) -> None:
+    short_context = SGLangProtocol(protocol._spec, len(PROMPT) + 2)
 
-    call = narrow.generate("a", PROMPT, GenerationConfig(9, min_new_tokens=5, ignore_eos=True), None, 0)
+    call = short_context.generate("a", PROMPT, GenerationConfig(9, min_new_tokens=5, ignore_eos=True), None, 0)
 
     assert call.body is not None
     assert call.body["sampling_params"]["max_new_tokens"] == 2
-    with pytest.raises(
-        InferenceError, match=r"expected at most 11 tokens .a context of 12 with one generated.*found 12"
-    ):
-        narrow.generate("a", [*PROMPT, 1, 2], GenerationConfig(9), None, 0)
+    with pytest.raises(InferenceError, match=r"input_ids: expected at most 11 tokens .*12.*found 12"):
+        short_context.generate("a", [*PROMPT, 1, 2], GenerationConfig(9), None, 0)
 
 
 # ---- control
 
 
-def test_score_is_that_of_the_prompt_at_temperature_1(protocol: SGLangProtocol) -> None:
+def test_score_returns_recorded_log_probs_at_temperature_1(protocol: SGLangProtocol) -> None:
     exchange = recorded("score", "T = 0.7, no token generated")
-    asked, answer = exchange["request"]["json"], exchange["response"]["json"]
+    request, response = exchange["request"]["json"], exchange["response"]["json"]
 
-    [call], scores = drive(protocol.score(PROMPT, 1.0), answer)
+    [call], scores = drive(protocol.score(PROMPT, 1.0), response)
 
     assert call.body is not None
-    assert {name: value for name, value in asked.items() if name != "sampling_params"}.items() <= call.body.items()
+    assert {name: value for name, value in request.items() if name != "sampling_params"}.items() <= call.body.items()
     assert call.body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
-    assert scores == [0.0, *(entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:])]
+    assert scores == [0.0, *(entry[0] for entry in response["meta_info"]["input_token_logprobs"][1:])]
 
 
-def test_score_of_other_tokens_is_no_answer(protocol: SGLangProtocol) -> None:
-    answer = recorded("score", "T = 1")["response"]["json"]
+def test_score_response_with_other_length_is_rejected(protocol: SGLangProtocol) -> None:
+    response = recorded("score", "T = 1")["response"]["json"]
 
-    with pytest.raises(ValueError, match="10 log-probs of 9"):
-        drive(protocol.score(PROMPT[1:], 1.0), answer)
+    with pytest.raises(ValueError, match="of 9 tokens, found 10"):
+        drive(protocol.score(PROMPT[1:], 1.0), response)
 
 
 @pytest.mark.parametrize(
-    ("ask", "sent", "answer", "found"),
+    ("call_method", "request_text", "response", "expected"),
     [
         (lambda p: p.health(), "GET /rl/health None", {"version": 8, "open": 2, "instance": "x"}, Health(8, 2)),
         (
@@ -320,16 +319,20 @@ def test_score_of_other_tokens_is_no_answer(protocol: SGLangProtocol) -> None:
         (lambda p: p.abort("a"), "POST /abort_request {'rid': 'a'}", {}, None),
     ],
 )
-def test_control_asks_our_routes(
-    protocol: SGLangProtocol, ask: Callable[[SGLangProtocol], Exchange[Any]], sent: str, answer: Any, found: Any
+def test_control_calls_send_request_and_parse_response(
+    protocol: SGLangProtocol,
+    call_method: Callable[[SGLangProtocol], Exchange[Any]],
+    request_text: str,
+    response: Any,
+    expected: Any,
 ) -> None:
-    [call], result = drive(ask(protocol), answer)
+    [call], result = drive(call_method(protocol), response)
 
-    assert f"{call.verb} {call.target} {call.body}" == sent
-    assert result == found
+    assert f"{call.verb} {call.target} {call.body}" == request_text
+    assert result == expected
 
 
-def test_load_sends_where_the_weights_are(protocol: SGLangProtocol) -> None:
+def test_load_sends_location_of_weights(protocol: SGLangProtocol) -> None:
     meta = WeightUpdateMeta("disk", 4, (WeightPart("/weights/slot-0", (ParamSpec("w", (2, 3), "float32"),)),))
 
     [call], receipt = drive(protocol.load(meta, 60.0), {"holder": "h", "version": 4, "checksums": {"w": "5"}})
@@ -341,35 +344,35 @@ def test_load_sends_where_the_weights_are(protocol: SGLangProtocol) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scene", "name", "sentence"),
+    ("scene", "name", "expected"),
     [
         ("errors", "too long", "longer than the model's context length"),
         ("errors", "wrong type", "expected i64"),
-        ("errors", "no such route", "expected SGLang with our routes"),
+        ("errors", "no such route", "expected SGLang with the control routes"),
         ("abort", "pause, unknown mode", "mode"),
         ("update", "update to what is not there", "Failed to get weights iterator"),
     ],
 )
-def test_error_message_is_the_sentence(protocol: SGLangProtocol, scene: str, name: str, sentence: str) -> None:
+def test_error_message_is_plain_text(protocol: SGLangProtocol, scene: str, name: str, expected: str) -> None:
     body = json.dumps(recorded(scene, name)["response"]["json"]).encode()
 
-    found = protocol.error_message(body)
+    text = protocol.error_message(body)
 
-    assert sentence in found
-    assert not found.startswith("{")
+    assert expected in text
+    assert not text.startswith("{")
     assert protocol.error_message(b'{"error": "Unauthorized"}') == "Unauthorized"
     assert protocol.error_message(b"<!DOCTYPE html><html>") == "a page of HTML, so this is another kind of server"
     assert protocol.error_message(b"Not here") == "Not here"
 
 
-# ---- how servers are started
+# ---- settings and command
 
 
-def test_job_has_the_settings_and_no_key() -> None:
+def test_server_job_has_settings_and_no_key() -> None:
     config = SGLangEngineConfig([], "bfloat16", "", 1024, max_sequences=8, python="/py", arguments=["--x", "1"])
-    split = ParallelStrategy(data=2, tensor=2)
+    strategy = ParallelStrategy(data=2, tensor=2)
 
-    job = server_job(config, ServeSpec("/models/0", split, "/weights", version=7, gpus=2, cpus=3))
+    job = server_job(config, ServeSpec("/models/0", strategy, "/weights", version=7, gpus=2, cpus=3))
 
     command = " ".join(job.command)
     assert job.command[:2] == ("/py", str(PROGRAM))
@@ -385,13 +388,13 @@ def test_job_has_the_settings_and_no_key() -> None:
     assert "--device" not in job.command
     assert "key" not in command
     assert (job.count, job.gpus, job.cpus, job.ready_path) == (2, 2, 3, "/health")
-    assert job.env["PYTHONPATH"] == ""  # the command's would come before what that Python has
-    told = {"RL_WEIGHTS_DIR": "/weights", "RL_WEIGHT_VERSION": "7", "RL_SERVER_NAME": "rollout-{index}"}
-    assert told.items() <= job.env.items()
+    assert job.env["PYTHONPATH"] == ""  # packages of the command must not hide those of the interpreter
+    variables = {"RL_WEIGHTS_DIR": "/weights", "RL_WEIGHT_VERSION": "7", "RL_SERVER_NAME": "rollout-{index}"}
+    assert variables.items() <= job.env.items()
     assert "SGLANG_USE_CPU_ENGINE" not in job.env
 
 
-def test_job_on_a_cpu_says_so(tmp_path: Path) -> None:
+def test_server_job_on_cpu_has_cpu_options(tmp_path: Path) -> None:
     job = server_job(SGLangEngineConfig(prefix_cache=False), ServeSpec(str(tmp_path), device="cpu"))
 
     assert job.command[0] == sys.executable
@@ -402,14 +405,14 @@ def test_job_on_a_cpu_says_so(tmp_path: Path) -> None:
     assert not Path(job.env["SGLANG_NCCL_SO_PATH"]).exists()
 
 
-def test_program_is_sglang_in_the_interpreter_that_starts_it() -> None:
+def test_program_requires_sglang_in_the_set_interpreter() -> None:
     program = SGLangEngineConfig(python="/py").program()
 
     assert (program.python, program.distributions, program.min_version) == ("/py", ("sglang",), "0.5.23")
 
 
 @pytest.mark.parametrize(
-    ("config", "spec", "named"),
+    ("config", "spec", "setting"),
     [
         ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation"),
         ({}, {"strategy": ParallelStrategy(data=2, expert=2)}, "allocation"),
@@ -423,11 +426,11 @@ def test_program_is_sglang_in_the_interpreter_that_starts_it() -> None:
         (
             {"quantization": "fp8", "dtype": "bfloat16"},
             {"device": "cuda", "gpus": 1, "weights_dir": "/weights"},
-            "server.quantization: expected none where weights are updated",
+            "server.quantization: expected none if weights are updated",
         ),
         ({}, {"device": "cuda", "gpus": 1}, "server.dtype: expected bfloat16 or float16 on GPUs"),
     ],
 )
-def test_check_refuses_what_sglang_cannot_do(config: dict[str, Any], spec: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_check_unsupported_setting_is_rejected(config: dict[str, Any], spec: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
         SGLangEngineConfig(**config).check(ServeSpec("/models/0", **spec))

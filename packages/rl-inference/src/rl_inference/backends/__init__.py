@@ -1,1 +1,1 @@
-"""Kinds of servers: settings, protocol and engine of each."""
+"""Supported inference servers: settings, protocol and engine of each."""

@@ -1,4 +1,4 @@
-"""Health, figures, pauses and staged weights, as our own server answers, and what runs inside others of ours."""
+"""Control protocol of the embedded server and of the plugins: health, metrics, pauses and staged weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_inference.client.protocol import Call, Exchange, Health, ServerProtocol,
 
 @dataclass(frozen=True)
 class ControlPaths:
-    """Where the routes are; by default those of `rl_inference/backends/plugins/rl_guard.py`."""
+    """Paths of the control routes; the defaults are those of `rl_inference/backends/plugins/rl_guard.py`."""
 
     health: str = "/rl/health"
     stats: str = "/rl/stats"
@@ -26,7 +26,7 @@ class ControlPaths:
 
 
 class ControlProtocol(ServerProtocol):
-    """Servers with these routes; how they generate and score is left to a subclass."""
+    """Protocol of servers with these control routes. Subclasses add generation and scores."""
 
     paths: ClassVar[ControlPaths] = ControlPaths()
     life_header: ClassVar[str] = "X-Server-Instance"
@@ -57,14 +57,14 @@ class ControlProtocol(ServerProtocol):
 
 
 def served_model(body: bytes) -> ServedModel:
-    """What a server says of itself.
+    """Parse a server's description of itself.
 
     Raises:
-        InferenceError: it is another program, which answers at the same place (SGLang has a `/model_info` too).
+        InferenceError: another program replied on the same path (SGLang has a `/model_info` too).
     """
     value = as_object(body)
     if "weights_dir" not in value:
-        raise InferenceError("it does not say where it looks for weights (weights_dir): it is another program")
+        raise InferenceError("it reports no weights_dir, so it is a different program")
     version = value["weight_version"] if "weight_version" in value else value["version"]
     program = str(value.get("server", ""))
     return ServedModel(str(value["model_path"]), int(version), str(value["weights_dir"]), program)
@@ -77,8 +77,8 @@ def _health(body: bytes) -> Health:
 
 def _stats(body: bytes) -> Stats:
     value = as_object(body)
-    figures = ("running", "waiting", "generated_tokens", "busy_seconds")
-    return Stats(int(value["version"]), bool(value["paused"]), *(float(value[name]) for name in figures))
+    names = ("running", "waiting", "generated_tokens", "busy_seconds")
+    return Stats(int(value["version"]), bool(value["paused"]), *(float(value[name]) for name in names))
 
 
 def _tokens_until_paused(body: bytes) -> float | None:

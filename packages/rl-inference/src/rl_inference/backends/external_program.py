@@ -1,4 +1,4 @@
-"""What the servers have in common that are programs of others: what they refuse, and the job that starts them."""
+"""Checks and start of servers that are third-party programs (vLLM, SGLang)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rl_contracts.scheduler import JobSpec
 
 
 def on_cpu(spec: ServeSpec) -> bool:
-    """Whether the servers of a run have no GPU."""
+    """Return whether the servers of a run have no GPU."""
     return spec.device == "cpu" or not spec.gpus
 
 
-def check_program(kind: str, config: Any, spec: ServeSpec, own: Sequence[str]) -> None:
-    """Refuse what none of these servers can do, or our way of updating them.
+def check_program(kind: str, config: Any, spec: ServeSpec, reserved: Sequence[str]) -> None:
+    """Reject settings that none of these servers supports, or that weight updates do not support.
 
     Args:
         kind: the backend in `allocation`.
         config: settings of the servers.
-        own: arguments that are set by other settings, or must be as they are.
+        reserved: options that other settings set, or that the run relies on.
 
     Raises:
         ConfigError: names the setting.
@@ -31,31 +31,31 @@ def check_program(kind: str, config: Any, spec: ServeSpec, own: Sequence[str]) -
     require(
         split.pipeline == split.context == split.expert == 1,
         "allocation",
-        f"{kind}:d{split.data}t{split.tensor} (one server is split by tensors alone)",
+        f"{kind}:d{split.data}t{split.tensor} (a server supports tensor parallelism only)",
         f"{kind}:{split}",
     )
-    embedded = "embedded servers, which give the same bits"
+    embedded = "false, or allocation=embedded:... (only embedded servers are deterministic)"
     require(not spec.deterministic, f"deterministic with allocation={kind}", embedded, True)
     require(not (config.quantization and on_cpu(spec)), "server.quantization", "none on CPUs", config.quantization)
-    taken = overridden_arguments(config.arguments, own)
+    overridden = overridden_arguments(config.arguments, reserved)
     require(
-        not taken,
+        not overridden,
         "server.arguments",
-        f"none of {', '.join(own)}: they follow from other settings, or the run relies on them",
-        ", ".join(taken),
+        f"none of {', '.join(reserved)}, which other settings determine or the run relies on",
+        ", ".join(overridden),
     )
 
 
 def program_job(config: Any, spec: ServeSpec, command: Sequence[str], environment: Mapping[str, str]) -> JobSpec:
-    """The servers of a run: role `rollout`, ready when the first tokens were made.
+    """Return the job of a run's servers: role `rollout`, ready after the first generated tokens.
 
     Args:
-        config: settings of the servers, which pass `ServerConfig.check`.
-        command: program and arguments; `config.arguments` come after them.
-        environment: beside what all of them are told.
+        config: settings of the servers; `config.check` is called.
+        command: program and arguments, to which `config.arguments` are appended.
+        environment: environment variables in addition to the common ones.
 
     Raises:
-        ConfigError: no model, or what these servers cannot do.
+        ConfigError: there is no model, or the servers do not support a setting.
     """
     config.check(spec)
     require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
@@ -77,19 +77,21 @@ def program_job(config: Any, spec: ServeSpec, command: Sequence[str], environmen
         ready_path="/health",
         ready_timeout=config.ready_timeout,
         remedy=(
-            f"Can it serve {spec.model_path} in {config.dtype} on this machine? Its log says why not. Choose another "
-            "model, other settings of rollout.server, or other servers (allocation=embedded:...)."
+            f"Read its log for the reason why it cannot serve {spec.model_path} in {config.dtype} on this machine. "
+            "Choose another model, other settings of rollout.server, or other servers (allocation=embedded:...)."
         ),
     )
 
 
-def overridden_arguments(arguments: Iterable[str], own: Iterable[str]) -> list[str]:
-    """Those of `arguments` that name one of `own`, as command lines are read: with `_` for `-`, with a value after `=`,
-    or cut short."""
-    own = tuple(own)
+def overridden_arguments(arguments: Iterable[str], reserved: Iterable[str]) -> list[str]:
+    """Return the arguments that name a reserved option.
 
-    def named(text: str) -> bool:
+    Names match as command-line parsers match them: with `_` for `-`, with a value after `=`, or abbreviated.
+    """
+    reserved = tuple(reserved)
+
+    def is_reserved(text: str) -> bool:
         name = text.partition("=")[0].replace("_", "-")
-        return name in own or (name.startswith("--") and any(each.startswith(name) for each in own))
+        return name in reserved or (name.startswith("--") and any(option.startswith(name) for option in reserved))
 
-    return [text for text in arguments if named(text)]
+    return [text for text in arguments if is_reserved(text)]

@@ -1,1 +1,1 @@
-"""The embedded server as its client sees it."""
+"""Client side of the embedded server."""

@@ -1,4 +1,4 @@
-"""Settings of the embedded server, and the command line that hands them to its process."""
+"""Settings of the embedded server, and the command line that passes them to its process."""
 
 from __future__ import annotations
 
@@ -17,91 +17,96 @@ from rl_contracts.scheduler import JobSpec
 
 @dataclass
 class EmbeddedEngineConfig(ServerConfig):
-    """The embedded server. Each field but `addresses`, `python` and `ready_timeout` is an option of
-    `python -m rl_inference.embedded_server`."""
+    """Settings of embedded servers.
+
+    Each field except `addresses`, `python` and `ready_timeout` is an option of
+    `python -m rl_inference.embedded_server`.
+    """
 
     setting: ClassVar[str] = "server"
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
-    """Dtype in which the weights are served: `float32`, `bfloat16` or `float16`."""
+    """Dtype of the served weights: `float32`, `bfloat16` or `float16`."""
     slots: int = bounded(64, "at least 1", lambda slots: slots >= 1)
-    """Sequences that one server generates at the same time."""
+    """Maximum number of sequences that one server generates at the same time."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
-    """Tokens of prompt and answer together at most; 0: what the model says, or what fits into `cache_gib`."""
+    """Maximum number of tokens of prompt and completion together. 0: the model's maximum, or as many as fit into
+    `cache_gib`."""
     cache_gib: float = bounded(0.0, "0 (by the free memory) or more", lambda size: size >= 0)
-    """GiB for keys and values at most; 0: a quarter of the memory that is free when the model is loaded, half of a
-    GPU's; servers of a run that share it take a part each. Sequences take of it what they need; what does not fit
-    waits, and the context is no longer than what fits."""
+    """Maximum size of the KV cache in GiB. 0: a quarter of the free memory after the model is loaded, or half of it on
+    a GPU. Servers of a run that share the memory get equal parts of that. Sequences use as much as they need, and
+    requests that do not fit wait. The size also limits the context length."""
     prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens of prompts, beside a token of each answer, or of a score that one pass reads at most; what is longer takes
-    several."""
+    """Maximum number of prompt or score tokens per forward pass, in addition to one token of each running completion.
+    Longer inputs take several passes."""
     max_waiting: int = bounded(4096, "0 or more", lambda requests: requests >= 0)
-    """Requests that may wait for a slot at one server; beyond, it answers 503 and the client backs off."""
+    """Maximum number of requests that wait for a decode slot at one server. It rejects further requests with status
+    503, and the client backs off."""
     max_request_bytes: int = bounded(0, "0 (from the context) or more", lambda size: size >= 0)
-    """Larger request bodies are refused with 413; 0: what eight prompts of the whole context take."""
+    """Maximum size of a request body in bytes; larger ones are rejected with status 413. 0: the size of eight prompts
+    of the maximum context length."""
     stuck_seconds: int = bounded(300, "at least 1", lambda seconds: seconds >= 1)
-    """Seconds without a turn of the decode thread after which `/health` answers 503."""
+    """Seconds without an iteration of the decode thread after which `/health` returns status 503."""
     compile: bool = False
-    """Compile the forward pass when the server starts: tokens come faster (1.2 to 1.5 times on a CPU with a small
-    model), the start takes tens of seconds longer (raise `ready_timeout` for a large model). Needs a C++ compiler on a
-    CPU. Not for deterministic runs."""
+    """Whether to compile the forward pass when the server starts. Generation becomes faster (1.2 to 1.5 times on a CPU
+    with a small model). The start takes tens of seconds longer; raise `ready_timeout` for a large model. On a CPU it
+    needs a C++ compiler. Deterministic runs do not support it."""
     python: str = ""
-    """Interpreter of the servers; empty: this one."""
+    """Path of the servers' Python interpreter. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(180.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds within which a started server must be ready."""
+    """Seconds that a server may take from its start until it is ready."""
 
     def program(self) -> ServerProgram | None:
-        """This package, where the servers have another interpreter than the command, which has it."""
+        """Return this package as a requirement of the servers' interpreter, or None if that is the command's."""
         if not self.python:
             return None
         remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."
         return ServerProgram(self.python, "rl_inference.embedded_server.__main__", ("rl-inference",), remedy)
 
     def max_concurrent_completions(self) -> int | None:
-        """See `ServerConfig.max_concurrent_completions`."""
+        """Return the number of decode slots; see `ServerConfig.max_concurrent_completions`."""
         return self.slots
 
     def cache_bytes(self, memory: float, weights: float) -> float:
-        """See `ServerConfig.cache_bytes`; half of what is free, unless `cache_gib` says it."""
+        """Return `cache_gib` in bytes, or half of the memory without weights; see `ServerConfig.cache_bytes`."""
         return self.cache_gib * 2**30 or max(memory - weights, 0.0) / 2
 
     def check(self, spec: ServeSpec) -> None:
-        """Refuse a model that is split, and compilation in a deterministic run."""
+        """Reject allocations that split the model, and compilation in deterministic runs."""
         split = spec.strategy
         require(
             split.world_size == split.data and split.expert == 1,
             "allocation",
-            f"embedded:d{split.data} (the embedded server is one process per replica, and splits no model)",
+            f"embedded:d{split.data} (the embedded server runs one process per replica and cannot split a model)",
             f"embedded:{split}",
         )
         require(
             not (self.compile and spec.deterministic),
             "server.compile with deterministic=true",
-            "false (a compiled pass rounds differently than a trainer's)",
+            "false (a compiled forward pass rounds differently from the trainer's)",
             self.compile,
         )
 
 
 @dataclass
 class ServerOptions:
-    """What `python -m rl_inference.embedded_server` is told: settings, what follows from the run, and where to
-    listen."""
+    """Parsed command line of `python -m rl_inference.embedded_server`: settings, values of the run, and address."""
 
     config: EmbeddedEngineConfig
     spec: ServeSpec
     port: int
-    """TCP port to listen on; 0 picks a free one."""
+    """TCP port to listen on; 0 picks a free port."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     name: str = ""
-    """Name in receipts; empty: `host:port`."""
+    """Name of the server in receipts. Empty: `host:port`."""
     sharing: int = 1
-    """Servers that share the memory this one has, itself included."""
+    """Number of servers that share this server's memory, including this one."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
         require(self.sharing >= 1, "server.sharing", "at least 1", self.sharing)
         self.config.check(self.spec)
-        if self.spec.deterministic:  # one sequence at a time, on one thread
+        if self.spec.deterministic:  # requires one sequence at a time, on one thread
             self.config, self.spec = replace(self.config, slots=1), replace(self.spec, cpus=1)
 
 
@@ -121,20 +126,20 @@ _OPTIONS: dict[type, dict[str, str]] = {
         if field.name not in ("addresses", "python", "ready_timeout")
     },
 }
-"""The options of the command line by the dataclass that describes them: option and field."""
+"""Command-line options by dataclass: option name to field name."""
 
 
 def server_job(config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
-    """The servers of a run: role `rollout`, ready when `/health` answers 200.
+    """Return the job of a run's servers: role `rollout`, ready when `/health` returns status 200.
 
     Raises:
-        ConfigError: no model, or what the server cannot do.
+        ConfigError: there is no model, or the server does not support a setting.
     """
     config.check(spec)
     require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
     if spec.weights_dir:
         spec = replace(spec, weights_dir=str(Path(spec.weights_dir).resolve()))
-    # those with GPUs of their own are taken to have a machine's memory each, too
+    # assume that servers with separate GPUs run on separate machines
     sharing = 1 if spec.gpus else spec.strategy.data
     values: dict[str, Any] = {"host": "{host}", "port": "{port}", "name": "rollout-{index}", "sharing": sharing}
     for owner in (spec, config):
@@ -152,43 +157,43 @@ def server_job(config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
 
 
 def to_arguments(options: dict[str, Any]) -> list[str]:
-    """Options as arguments of the command line; `parse` reads them."""
+    """Convert options to command-line arguments; the inverse of `parse`."""
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
     return [text for name, value in texts.items() for text in ("--" + name.replace("_", "-"), value)]
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
-    """Read the command line (None: of this process): an option per field, described by the field's docstring.
+    """Parse the command line, or that of this process if None. Each field is an option; its docstring is the help text.
 
     Raises:
-        ConfigError: a value that the server cannot take.
+        ConfigError: a value is invalid for the server.
     """
     parser = argparse.ArgumentParser(
         prog="python -m rl_inference.embedded_server",
-        description="Load a model and serve it until told to stop.",
+        description="Load a model and serve it until the process is stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for owner, options in _OPTIONS.items():
-        docs, known = field_docstrings(owner), {field.name: field for field in fields(owner)}
+        docs, fields_by_name = field_docstrings(owner), {field.name: field for field in fields(owner)}
         for option, name in options.items():
             parser.add_argument(
                 "--" + option.replace("_", "-"),
                 required=option in ("model", "port"),
-                type=_KINDS.get(str(known[name].type), str),
-                default=None if known[name].default is MISSING else known[name].default,
+                type=_CONVERTERS.get(str(fields_by_name[name].type), str),
+                default=None if fields_by_name[name].default is MISSING else fields_by_name[name].default,
                 help=docs[name].rstrip("."),
             )
-    given = vars(parser.parse_args(arguments))
-    listen, spec, config = ({name: given[option] for option, name in options.items()} for options in _OPTIONS.values())
+    values = vars(parser.parse_args(arguments))
+    listen, spec, config = ({name: values[option] for option, name in options.items()} for options in _OPTIONS.values())
     return ServerOptions(EmbeddedEngineConfig(**config), ServeSpec(**spec), **listen)
 
 
-def _switch(text: str) -> bool:
-    """The value of an option that is on or off."""
+def _parse_bool(text: str) -> bool:
+    """Parse `true` or `false` in any case."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
     return text.lower() == "true"
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _switch}
-"""How the options of a type are read; others are text."""
+_CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _parse_bool}
+"""Conversion of option values by the type of the field; other types stay text."""

@@ -13,7 +13,7 @@ from rl_inference.client.protocol import ServerProtocol
 
 
 class EmbeddedEngine(HttpEngine):
-    """An `InferenceEngine` over embedded servers."""
+    """Client of embedded servers; implements `InferenceEngine`."""
 
     config_class: ClassVar = EmbeddedEngineConfig
     server_config: EmbeddedEngineConfig
@@ -23,10 +23,10 @@ class EmbeddedEngine(HttpEngine):
 
     @property
     def served_dtype(self) -> str:
-        """Dtype in which the servers hold weights and compute."""
+        """Dtype of the servers' weights and computation."""
         return self.server_config.dtype
 
     @classmethod
     def server_spec(cls, config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
-        """The servers of a run as a job: role `rollout`, ready when `/health` answers 200."""
+        """Return the job of a run's servers: role `rollout`, ready when `/health` returns status 200."""
         return server_job(config, spec)

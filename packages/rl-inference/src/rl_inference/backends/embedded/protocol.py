@@ -1,4 +1,4 @@
-"""The embedded server's own: SGLang's `/generate`, and staged weights."""
+"""Protocol of the embedded server: the `/generate` route of SGLang, and staged weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_obj
 
 
 def generation_key(key: str) -> str:
-    """The key to hand to agents and others who may generate, score and look, but not control a server; it follows from
-    the run key, and that not from it."""
+    """Return the key for agents and other callers that may generate, score and read statistics.
+
+    It does not permit control of a server. It is derived from the run key and does not reveal it.
+    """
     return hmac.new(key.encode(), b"generation", "sha256").hexdigest()
 
 
 class EmbeddedProtocol(ControlProtocol):
-    """The embedded server: everything that the contract asks for."""
+    """Protocol of the embedded server, which supports every method of the contract."""
 
     capabilities = Capabilities(scores_previous_weights=True, lora=True, sleeps=True)
     paths: ClassVar[ControlPaths] = ControlPaths(
@@ -82,5 +84,8 @@ def _chunk(line: bytes) -> GenerationChunk | None:
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     ids = value["output_ids"]
     if not len(ids) == len(logprobs) == len(versions):
-        raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
+        raise ValueError(
+            f"expected as many log-probs and versions as tokens, found {len(ids)} tokens, {len(logprobs)} log-probs "
+            f"and {len(versions)} versions"
+        )
     return GenerationChunk(ids, logprobs, versions, None if reason is None else str(reason["type"]))

@@ -1,1 +1,1 @@
-"""SGLang."""
+"""Client side of SGLang servers."""

@@ -15,8 +15,8 @@ from rl_contracts.scheduler import JobSpec
 from rl_inference.backends.external_program import check_program, on_cpu, program_job
 
 PROGRAM = Path(__file__).parents[1] / "plugins" / "sglang_server.py"
-"""What is started with the Python that has SGLang."""
-OWN_ARGUMENTS = (
+"""File that the server's Python interpreter runs, in an environment that has SGLang."""
+RESERVED_ARGUMENTS = (
     *("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--dtype", "--quantization", "--context-length", "--weight-version", "--custom-weight-loader"),
     *("--tp-size", "--tensor-parallel-size", "--dp-size", "--data-parallel-size", "--pp-size", "--ep-size"),
@@ -24,9 +24,9 @@ OWN_ARGUMENTS = (
     *("--stream-interval", "--incremental-streaming-output", "--skip-tokenizer-init", "--tokenizer-worker-num"),
     *("--pipeline-parallel-size", "--expert-parallel-size", "--hicache-storage-backend"),
 )
-"""What is set by other settings, or must be as it is."""
+"""Options that other settings set, or that the run relies on."""
 SPARE_TOKENS = 8
-"""Of its context, SGLang leaves a few tokens empty: it is started with so many more than it is asked for."""
+"""Tokens added to the context length at the start, because SGLang leaves a few tokens of its context unused."""
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule"),
@@ -35,81 +35,82 @@ _ON_CPU = (
 
 @dataclass
 class SGLangEngineConfig(ServerConfig):
-    """SGLang 0.5, on GPUs or CPUs."""
+    """Settings of SGLang 0.5 servers, on GPUs or CPUs."""
 
     setting: ClassVar[str] = "server"
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
-    """Dtype in which the weights are served: `float32` (on CPUs), `bfloat16` (what GPUs are made for) or `float16`."""
+    """Dtype of the served weights: `float32` (on CPUs only), `bfloat16` (recommended on GPUs) or `float16`."""
     quantization: str = choice("", ("", "fp8"))
-    """Empty: none. `fp8`: quantised when they are loaded, on GPUs, by servers whose weights are never updated."""
+    """Quantization of the weights: empty for none, or `fp8` when they are loaded. `fp8` requires GPUs, and servers
+    whose weights are never updated."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
-    """Tokens of prompt and answer together at most; 0: what the model says."""
+    """Maximum number of tokens of prompt and completion together. 0: the model's maximum."""
     max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
-    """Sequences that one server generates at the same time; others wait."""
+    """Maximum number of sequences that one server generates at the same time. Further requests wait."""
     memory_share: float = bounded(0.85, "in (0, 1)", lambda fraction: 0 < fraction < 1)
-    """Fraction of a GPU's memory for weights and keys and values."""
+    """Fraction of a GPU's memory for weights and KV cache."""
     cache_tokens: int = bounded(65536, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens of which keys and values are kept on a CPU."""
+    """Size of the KV cache on a CPU, in tokens."""
     stream_interval: int = bounded(8, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens that come in one message: fewer messages take less of the client's time; so many tokens at most are lost
-    with a server that dies."""
+    """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
+    number of tokens that a completion loses if its server dies."""
     prefix_cache: bool = True
-    """Use keys and values of prompts that begin alike again."""
+    """Whether to reuse the KV cache of prompts that begin alike."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of `python -m sglang.launch_server`, as they are: `[--chunked-prefill-size, "8192"]`."""
+    """Further arguments of `python -m sglang.launch_server`, passed unchanged: `[--chunked-prefill-size, "8192"]`."""
     python: str = ""
-    """Interpreter with SGLang; empty: this one."""
+    """Path of a Python interpreter with SGLang. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(900.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds within which a started server must have made its first token."""
+    """Seconds that a server may take from its start until its first generated token."""
 
     def program(self) -> ServerProgram:
         return ServerProgram(
             self.python,
             "sglang.launch_server",
             ("sglang",),
-            "install rl-inference[sglang], or set rollout.server.python to an interpreter that has SGLang: "
-            "`python infra/servers/build.py sglang` makes one without a GPU",
+            "Install rl-inference[sglang], or set rollout.server.python to an interpreter that has SGLang. "
+            "Without a GPU, `python infra/servers/build.py sglang` builds one.",
             "0.5.23",
             "0.6",
         )
 
     def max_concurrent_completions(self) -> int | None:
-        """See `ServerConfig.max_concurrent_completions`."""
+        """Return `max_sequences`; see `ServerConfig.max_concurrent_completions`."""
         return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:
-        """See `ServerConfig.cache_bytes`."""
+        """Return the bytes of `memory_share` without the weights; see `ServerConfig.cache_bytes`."""
         return max(self.memory_share * memory - weights, 0.0)
 
     def check(self, spec: ServeSpec) -> None:
-        """Refuse what SGLang, or our way of updating it, cannot do."""
-        check_program("sglang", self, spec, OWN_ARGUMENTS)
+        """Reject settings that SGLang, or weight updates of SGLang, do not support."""
+        check_program("sglang", self, spec, RESERVED_ARGUMENTS)
         require(
             not (self.quantization and spec.weights_dir),
             "server.quantization",
-            "none where weights are updated: SGLang quantises them when it starts, and cannot load others after that",
+            "none if weights are updated, because SGLang cannot load other weights after it has quantized the first",
             self.quantization,
         )
         require(
             self.dtype != "float32" or on_cpu(spec),
             "server.dtype",
-            "bfloat16 or float16 on GPUs, whose attention takes no other (actor.dtype should be the same)",
+            "bfloat16 or float16 on GPUs, the only dtypes of SGLang's attention there (set actor.dtype to the same)",
             self.dtype,
         )
 
 
 def server_job(config: SGLangEngineConfig, spec: ServeSpec) -> JobSpec:
-    """The servers of a run: role `rollout`, ready when the first token was made.
+    """Return the job of a run's servers: role `rollout`, ready after the first generated token.
 
     Raises:
-        ConfigError: no model, or what SGLang cannot do.
+        ConfigError: there is no model, or SGLang does not support a setting.
     """
     program = (config.python or sys.executable, str(PROGRAM))
     return program_job(config, spec, (*program, *_arguments(config, spec)), _environment(config, spec))
 
 
 def context_of(config: SGLangEngineConfig, spec: ServeSpec) -> int | None:
-    """Tokens of prompt and answer together at most; None: nobody says."""
+    """Return the maximum number of tokens of prompt and completion together, or None if it is unknown."""
     return config.context_length or context_length(spec.model_path)
 
 
@@ -132,21 +133,21 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
         values["context-length"] = context + SPARE_TOKENS
     if config.quantization:
         values["quantization"] = config.quantization
-    named = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    # SGLang's own warm-up would not know the key; the first health check generates a token
+    options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    # SGLang's warm-up request would not have the key; the first health check generates a token instead
     switches = ["--incremental-streaming-output", "--skip-server-warmup"]
     switches += [] if config.prefix_cache else ["--disable-radix-cache"]
-    return [*named, *switches, *(_ON_CPU if on_cpu(spec) else ())]
+    return [*options, *switches, *(_ON_CPU if on_cpu(spec) else ())]
 
 
 def _environment(config: SGLangEngineConfig, spec: ServeSpec) -> dict[str, str]:
-    found = {
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare tokens
+    environment = {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # required by the spare tokens
     }
     if config.python:
-        found["PYTHONPATH"] = ""  # what the command imports is of another environment
+        environment["PYTHONPATH"] = ""  # the command's packages belong to another environment
     if on_cpu(spec):
-        found["SGLANG_USE_CPU_ENGINE"] = "1"
-        # no such file: parts of a model would else meet over NCCL, which torch's CUDA build brings along
-        found["SGLANG_NCCL_SO_PATH"] = "none"
-    return found
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        # not a file, so that tensor-parallel ranks do not use NCCL, which torch's CUDA build contains
+        environment["SGLANG_NCCL_SO_PATH"] = "none"
+    return environment

@@ -13,7 +13,7 @@ from rl_inference.client.protocol import ServerProtocol
 
 
 class SGLangEngine(HttpEngine):
-    """An `InferenceEngine` over SGLang servers, which run `backends/plugins/sglang_server.py`."""
+    """Client of SGLang servers, which run `backends/plugins/sglang_server.py`; implements `InferenceEngine`."""
 
     config_class: ClassVar = SGLangEngineConfig
     server_config: SGLangEngineConfig
@@ -23,10 +23,10 @@ class SGLangEngine(HttpEngine):
 
     @property
     def served_dtype(self) -> str:
-        """Dtype in which the servers hold weights and compute."""
+        """Dtype of the servers' weights and computation."""
         return self.server_config.dtype
 
     @classmethod
     def server_spec(cls, config: SGLangEngineConfig, spec: ServeSpec) -> JobSpec:
-        """The servers of a run as a job: role `rollout`, ready when the first token was made."""
+        """Return the job of a run's servers: role `rollout`, ready after the first generated token."""
         return server_job(config, spec)

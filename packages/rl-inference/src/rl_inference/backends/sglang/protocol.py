@@ -1,6 +1,8 @@
-"""SGLang's: tokens at `/generate`, and the routes of the program that runs it for the rest.
+"""Protocol of SGLang servers: `/generate` for tokens, and the control routes of the plugin.
 
-`rl_inference/backends/plugins/sglang_server.py` says what those do. Answers are recorded in `tests/recorded/sglang`."""
+`rl_inference/backends/plugins/sglang_server.py` implements the control routes. `tests/recorded/sglang` contains
+recorded responses.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from rl_inference.client.transport import ServerBusyError
 
 
 class SGLangProtocol(ControlProtocol):
-    """SGLang with our routes.
+    """Protocol of SGLang with the control routes.
 
     Args:
-        spec: the model, whose `config.json` says which token ids there are, and the version that servers start with.
-        context: tokens of prompt and answer together at most; None: the servers know.
+        spec: the model, whose `config.json` has the vocabulary size, and the version that servers start with.
+        context: maximum number of tokens of prompt and completion together; None to leave the check to the servers.
     """
 
     counts_tokens: ClassVar[bool] = True
@@ -59,41 +61,41 @@ class SGLangProtocol(ControlProtocol):
         self._check_ids(generation.stop_token_ids, "generation.stop_token_ids")
         generation = self._within_context(input_ids, generation)
         sampling = sampling_params(generation) | ({} if schema is None else {"json_schema": json.dumps(schema)})
-        stops = frozenset(sampling.get("stop_token_ids", ())) if generation.ignore_eos else frozenset()
-        stream = Stream(self._spec.version, generation.max_new_tokens, stops or None)
+        stop_tokens = frozenset(sampling.get("stop_token_ids", ())) if generation.ignore_eos else frozenset()
+        stream = Stream(self._spec.version, generation.max_new_tokens, stop_tokens or None)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
         return Call("/generate", stream.read, body)
 
     def _check_ids(self, ids: list[int], name: str) -> None:
-        """Refuse a token that the model does not have: SGLang would die of it."""
+        """Reject token ids outside of the vocabulary, which would kill an SGLang server."""
         if ids and (min(ids) < 0 or max(ids) >= self._vocabulary):
             raise InferenceError(
                 f"{name}: expected token ids from 0 to {self._vocabulary - 1} (vocab_size of "
-                f"{self._spec.model_path}/config.json), found {min(ids)} to {max(ids)}. Were they made with this "
-                "model's tokenizer?"
+                f"{self._spec.model_path}/config.json), found {min(ids)} to {max(ids)}. Use the tokenizer of this "
+                "model."
             )
 
     def _within_context(self, input_ids: list[int], generation: GenerationConfig) -> GenerationConfig:
-        """SGLang refuses an answer that could outgrow the context; ours ends there."""
-        room = generation.max_new_tokens if self._context is None else self._context - len(input_ids)
-        if room < 1:
+        """Limit the completion to the context, because SGLang rejects requests that could exceed it."""
+        limit = generation.max_new_tokens if self._context is None else self._context - len(input_ids)
+        if limit < 1:
             raise InferenceError(
-                f"input_ids: expected at most {len(input_ids) + room - 1} tokens (a context of {self._context} with "
-                f"one generated), found {len(input_ids)}."
+                f"input_ids: expected at most {len(input_ids) + limit - 1} tokens (a context of {self._context} minus "
+                f"one generated token), found {len(input_ids)}."
             )
-        least = min(generation.min_new_tokens, room)
-        return replace(generation, max_new_tokens=min(generation.max_new_tokens, room), min_new_tokens=least)
+        min_tokens = min(generation.min_new_tokens, limit)
+        return replace(generation, max_new_tokens=min(generation.max_new_tokens, limit), min_new_tokens=min_tokens)
 
     @cached_property
     def _vocabulary(self) -> int:
-        found = vocabulary_size(self._spec.model_path) if self._spec.model_path else None
-        if found is None:
+        size = vocabulary_size(self._spec.model_path) if self._spec.model_path else None
+        if size is None:
             raise InferenceError(
                 f"{self._spec.model_path or 'model_path'}: expected a model directory whose config.json has "
-                "vocab_size, found none. A token id outside of the vocabulary ends an SGLang server, so that nothing "
-                "is sent without it."
+                "vocab_size, found none. The client needs it to reject token ids outside of the vocabulary, which "
+                "would kill an SGLang server."
             )
-        return found
+        return size
 
     def abort(self, rid: str) -> Exchange[None]:
         yield Call("/abort_request", ignored, {"rid": rid})
@@ -108,72 +110,79 @@ class SGLangProtocol(ControlProtocol):
         }
         scores: list[float] = yield Call("/generate", _scores, body)
         if len(scores) != len(input_ids):
-            raise ValueError(f"{len(scores)} log-probs of {len(input_ids)} tokens")
+            raise ValueError(f"expected log-probs of {len(input_ids)} tokens, found {len(scores)}")
         return scores
 
     def error_message(self, body: bytes) -> str:
-        """The sentence in a refusal: `/generate`, what controls, FastAPI and ours each have a form. A server that does
-        not know a route is taken for one without ours."""
+        """Return the message of an error response.
+
+        `/generate`, SGLang's control routes, FastAPI and the plugin use different forms. An unknown route means that
+        the server runs without the plugin.
+        """
         try:
             value = as_object(body)
         except (ValueError, TypeError):
             return super().error_message(body)
         if value.get("detail") == "Not Found":
             return (
-                "expected SGLang with our routes, found a server without this one; start it as `rl` does (--dry-run "
-                "prints the command), or leave rollout.server.addresses empty"
+                "expected SGLang with the control routes of rl, found a server without this route; start it with the "
+                "command that --dry-run prints, or leave rollout.server.addresses empty"
             )
         error = value.get("error", value.get("message"))
         return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error or value)
 
 
 def sampling_params(generation: GenerationConfig) -> dict[str, Any]:
-    """`sampling_params` of a request.
+    """Return `sampling_params` of a request.
 
-    SGLang ignores stop tokens with the end tokens (`ignore_eos`), so where there are some it is left to end at both,
-    and `Stream` sees to it that it is asked again after an end token. A minimum length takes end tokens out of the
-    distribution whose log-probs SGLang gives, so it is left away where no end token ends the answer anyway, and else
-    refused.
+    With `ignore_eos`, SGLang also ignores stop tokens. A request that has both is sent without `ignore_eos`, and
+    `Stream` makes the client continue after an end token. A minimum length removes end tokens from the distribution
+    whose log-probs SGLang returns. It is therefore left out if no end token can end the completion, and rejected
+    otherwise.
 
     Raises:
-        InferenceError: a minimum length that an end token could undercut.
+        InferenceError: an end token could end the completion before the minimum length.
     """
     params: dict[str, Any] = {"max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature}
     params |= {"top_p": generation.top_p} if generation.top_p < 1 else {}
     params |= {"top_k": generation.top_k} if generation.top_k else {}
     params |= {"min_p": generation.min_p} if generation.min_p else {}
-    whole, stops = generation.min_new_tokens == generation.max_new_tokens, generation.stop_token_ids
-    if whole or (generation.ignore_eos and not stops):
+    fixed_length, stop_ids = generation.min_new_tokens == generation.max_new_tokens, generation.stop_token_ids
+    if fixed_length or (generation.ignore_eos and not stop_ids):
         return params | {"ignore_eos": True}
     if generation.min_new_tokens:
         raise InferenceError(
-            "generation.min_new_tokens: expected 0 or max_new_tokens, because until then SGLang gives the log-probs of "
-            f"a distribution without end tokens; found {generation.min_new_tokens}. Leave it away, or use servers that "
-            "can (allocation=embedded:...)."
+            "generation.min_new_tokens: expected 0 or max_new_tokens, because SGLang's log-probs of the first tokens "
+            f"exclude end tokens; found {generation.min_new_tokens}. Remove the setting, or use embedded servers "
+            "(allocation=embedded:...)."
         )
-    return params | ({"stop_token_ids": stops} if stops else {})
+    return params | ({"stop_token_ids": stop_ids} if stop_ids else {})
 
 
 @dataclass
 class Stream:
-    """Reads the messages of one answer, each of which holds all tokens so far (or, with
-    `--incremental-streaming-output`, the new ones); the last one has the spans of versions."""
+    """Parser of the messages of one completion.
 
-    initial: int
+    Each message has all tokens so far or, with `--incremental-streaming-output`, the new ones. The last message has
+    the spans of versions.
+    """
+
+    initial_version: int
     """Version of the weights that the server was started with."""
-    most: int
-    """Tokens that were asked for."""
-    stops: frozenset[int] | None = None
-    """Stop tokens, where the answer goes on after any other end token; None: the server ends where it should."""
-    seen: int = 0
-    """Tokens handed on."""
+    max_tokens: int
+    """Number of requested tokens."""
+    stop_tokens: frozenset[int] | None = None
+    """Stop tokens of a completion that continues after any other end token. None: the server decides when it ends."""
+    received: int = 0
+    """Number of tokens returned so far."""
 
     def read(self, line: bytes) -> GenerationChunk | None:
-        """What a line adds.
+        """Parse one line of the stream, or return None for an empty event.
 
         Raises:
-            InferenceError: the request was refused; ServerBusyError: not taken for now.
-            ValueError, KeyError, TypeError: it is no message of an answer.
+            InferenceError: the server rejected the request.
+            ServerBusyError: the server cannot accept the request now.
+            ValueError, KeyError, TypeError: the line is not a message of a completion.
         """
         value = event(line)
         if value is None:
@@ -188,35 +197,37 @@ class Stream:
         chunk = GenerationChunk(*self._new(value["output_ids"], meta.get("output_token_logprobs") or [], total))
         if reason is not None:
             chunk.finish = self._finish(reason)
-            chunk.stamps = expand(meta.get("weight_versions") or [], self.initial)
+            chunk.stamps = expand(meta.get("weight_versions") or [], self.initial_version)
             if len(chunk.stamps) != total:
-                raise ValueError(f"versions of {len(chunk.stamps)} tokens of {total}")
+                raise ValueError(f"expected versions of {total} tokens, found {len(chunk.stamps)}")
         return chunk
 
     def _new(self, ids: list[int], logprobs: list[Any], total: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs that were not handed on yet."""
-        new, self.seen = total - self.seen, total
+        """Return the tokens and log-probs that were not returned before."""
+        new, self.received = total - self.received, total
         if not new:  # an aborted request may repeat its last token
             return [], []
         if new < 0 or len(ids) not in (new, total) or len(logprobs) not in (new, total):
-            raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} of {total} are new")
+            raise ValueError(
+                f"expected {new} new tokens of {total}, found {len(ids)} tokens and {len(logprobs)} log-probs"
+            )
         tokens, entries = ids[-new:], logprobs[-new:]
         if [entry[1] for entry in entries] != tokens:
-            raise ValueError("log-probs of other tokens than were generated")
+            raise ValueError("the log-probs belong to other tokens than the generated ones")
         return tokens, [float(entry[0]) for entry in entries]
 
     def _finish(self, reason: dict[str, Any]) -> str:
-        """`stop`, `length` or `abort`; this too where the client is to ask for what comes after an end token."""
-        found = str(reason["type"])
-        if found not in ("stop", "length", "abort"):
-            raise ValueError(f"unknown finish reason {found!r}")
-        if found == "stop" and self.stops is not None and reason.get("matched") not in self.stops:
-            return "abort" if self.seen < self.most else "length"
-        return found
+        """Return `stop`, `length` or `abort`; also `abort` if the client must continue after an end token."""
+        kind = str(reason["type"])
+        if kind not in ("stop", "length", "abort"):
+            raise ValueError(f"expected the finish reason stop, length or abort, found {kind!r}")
+        if kind == "stop" and self.stop_tokens is not None and reason.get("matched") not in self.stop_tokens:
+            return "abort" if self.received < self.max_tokens else "length"
+        return kind
 
 
 def _failed(status: int, message: str) -> GenerationChunk:
-    """A request that was given up, with the status that an answer without a stream would have had."""
+    """Handle a failed request, given the status that a response without a stream would have had."""
     if status in (429, 503):
         raise ServerBusyError(message)
     if status < 500:
@@ -225,6 +236,6 @@ def _failed(status: int, message: str) -> GenerationChunk:
 
 
 def _scores(body: bytes) -> list[float]:
-    """Log-probs of the prompt's tokens; the first one has none."""
+    """Return the log-probs of the prompt's tokens; 0 for the first one, which has none."""
     entries = as_object(body)["meta_info"]["input_token_logprobs"]
     return [0.0 if index == 0 else float(entry[0]) for index, entry in enumerate(entries)]

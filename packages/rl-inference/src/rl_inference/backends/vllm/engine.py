@@ -14,7 +14,7 @@ from rl_inference.client.protocol import ServerProtocol
 
 
 class VLLMEngine(HttpEngine):
-    """An `InferenceEngine` over vLLM servers, which run our extension."""
+    """Client of vLLM servers, which run `backends/plugins/vllm_extension.py`; implements `InferenceEngine`."""
 
     config_class: ClassVar = VLLMEngineConfig
     server_config: VLLMEngineConfig
@@ -24,10 +24,10 @@ class VLLMEngine(HttpEngine):
 
     @property
     def served_dtype(self) -> str:
-        """Dtype in which the servers hold weights and compute; `fp8` where they quantise them."""
+        """Dtype of the servers' weights and computation; `fp8` if they quantize the weights."""
         return self.server_config.quantization or self.server_config.dtype
 
     @classmethod
     def server_spec(cls, config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
-        """The servers of a run as a job: role `rollout`, ready when the first tokens were made."""
+        """Return the job of a run's servers: role `rollout`, ready after the first generated tokens."""
         return server_job(config, spec)

@@ -1,6 +1,8 @@
-"""vLLM's: tokens at `/inference/v1/generate`, and the routes of the extension that runs inside it for the rest.
+"""Protocol of vLLM servers: `/inference/v1/generate` for tokens, and the control routes of the extension.
 
-`rl_inference/backends/plugins/vllm_extension.py` says what those do. Answers are recorded in `tests/recorded/vllm`."""
+`rl_inference/backends/plugins/vllm_extension.py` implements the control routes. `tests/recorded/vllm` contains
+recorded responses.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_obj
 
 _GENERATE = "/inference/v1/generate"
 _UNKNOWN_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is not finite, or that it does not have."""
-_ENDS = ("stop", "length", "abort")
+"""Value that vLLM writes for a log-prob that is not finite or is missing."""
+_FINISH_REASONS = ("stop", "length", "abort")
 
 
 class VLLMProtocol(ControlProtocol):
-    """vLLM with our extension.
+    """Protocol of vLLM with the extension.
 
     Args:
-        version: of the weights with which the servers were started.
-        sleeps: whether they were started so that they can sleep.
-        gpu: whether they run on GPUs.
+        version: version of the weights that the servers were started with.
+        sleeps: whether the servers were started with sleep mode.
+        gpu: whether the servers run on GPUs.
     """
 
     counts_tokens: ClassVar[bool] = True
@@ -59,18 +61,18 @@ class VLLMProtocol(ControlProtocol):
         resumed: int,
         schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
-        held = generation.min_new_tokens > 0 and not (generation.ignore_eos and not generation.stop_token_ids)
-        if held and not generation.greedy:
+        masks_ends = generation.min_new_tokens > 0 and not (generation.ignore_eos and not generation.stop_token_ids)
+        if masks_ends and not generation.greedy:
             raise InferenceError(
-                "generation.min_new_tokens: expected 0, or ignore_eos=true without stop_token_ids, because vLLM gives "
-                "the log-probs of what is left without the tokens that may not end an answer yet; found "
-                f"{generation.min_new_tokens}. Leave it away, or use servers that can (allocation=embedded:...)."
+                "generation.min_new_tokens: expected 0, or ignore_eos=true without stop_token_ids, because vLLM's "
+                f"log-probs of the first tokens exclude end tokens; found {generation.min_new_tokens}. Remove the "
+                "setting, or use embedded servers (allocation=embedded:...)."
             )
         sampling: dict[str, Any] = {
             "max_tokens": generation.max_new_tokens,
-            "min_tokens": generation.min_new_tokens if held else 0,
+            "min_tokens": generation.min_new_tokens if masks_ends else 0,
             "temperature": generation.temperature,
-            # said although they are off, because a server may have defaults of the model's
+            # sent even if off, because the server may have other defaults from the model
             "top_p": generation.top_p,
             "top_k": generation.top_k,
             "min_p": generation.min_p,
@@ -84,30 +86,30 @@ class VLLMProtocol(ControlProtocol):
         if schema is not None:
             sampling["structured_outputs"] = {"json": schema}
         body = {"request_id": rid, "token_ids": input_ids, "sampling_params": sampling, "stream": True}
-        return Call(_GENERATE, _Stream(self._version).line, body)
+        return Call(_GENERATE, _Stream(self._version).read, body)
 
     def abort(self, rid: str) -> Exchange[None]:
-        # the name that vLLM gives it, not the one that it was asked by
+        # vLLM's internal id of the request, not the one in the request
         yield Call("/inference/v1/abort_requests", ignored, {"request_ids": [f"generate-tokens-{rid}"]})
 
     def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:
         if temperature != 1.0 or before:
             raise InferenceError(
-                f"vLLM scores at temperature 1 and with the weights that it serves; found temperature {temperature:g}, "
+                f"vLLM scores only at temperature 1 and with the served weights; found temperature={temperature:g}, "
                 f"before={before}."
             )
-        # one token must be generated
+        # vLLM requires at least one generated token
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": input_ids, "sampling_params": sampling}
         return (yield Call(_GENERATE, _scores(input_ids), body))
 
     def describe(self) -> Exchange[ServedModel | None]:
         body = yield Call("/rl/info", bytes)
-        mode = as_object(body).get("logprobs_mode", "")  # no other program has one
+        mode = as_object(body).get("logprobs_mode", "")  # missing in other programs
         if mode not in ("", "processed_logprobs"):
             raise InferenceError(
-                f"expected log-probs after the temperature, found logprobs_mode={mode!r}: of another distribution than "
-                "is sampled from; start it with --logprobs-mode processed_logprobs"
+                f"expected log-probs of the sampled distribution, found logprobs_mode={mode!r}; start it with "
+                "--logprobs-mode processed_logprobs"
             )
         return served_model(body)
 
@@ -119,12 +121,12 @@ class VLLMProtocol(ControlProtocol):
         yield Call("/rl/wake", ignored, {})
 
     def error_message(self, body: bytes) -> str:
-        """As vLLM has it; what it does not know is taken for a server without our extension."""
+        """Return vLLM's message; an unknown route means that the server runs without the extension."""
         try:
             if json.loads(body).get("detail") == "Not Found":
                 return (
-                    "expected vLLM with our extension, found a server without this route; start it as `rl` does "
-                    "(--dry-run prints the command), or leave rollout.server.addresses empty"
+                    "expected vLLM with the extension of rl, found a server without this route; start it with the "
+                    "command that --dry-run prints, or leave rollout.server.addresses empty"
                 )
         except (ValueError, AttributeError):
             pass
@@ -133,15 +135,15 @@ class VLLMProtocol(ControlProtocol):
 
 @dataclass
 class _Stream:
-    """Reads the lines of one answer. The versions come with the last one, for all of its tokens."""
+    """Parser of the lines of one completion. The last line has the versions of all tokens."""
 
-    initial: int
-    """What vLLM's first version is called otherwise."""
-    tokens: int = 0
-    """So far."""
+    initial_version: int
+    """Version of the weights that the server was started with."""
+    received: int = 0
+    """Number of tokens received so far."""
 
-    def line(self, line: bytes) -> GenerationChunk | None:
-        """What one line adds."""
+    def read(self, line: bytes) -> GenerationChunk | None:
+        """Parse one line of the stream, or return None for an empty event."""
         value = event(line)
         if value is None or value.get("choices") == []:
             return None
@@ -151,32 +153,32 @@ class _Stream:
         ids = [int(token) for token in choice["token_ids"]]
         logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {"content": []})["content"]]
         if len(ids) != len(logprobs):
-            raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs")
+            raise ValueError(f"expected log-probs of {len(ids)} tokens, found {len(logprobs)}")
         if logprobs and min(logprobs) <= _UNKNOWN_LOGPROB:
-            return GenerationChunk(error="a token's log-prob is not finite: the weights compute nan or infinity")
-        self.tokens += len(ids)
+            return GenerationChunk(error="the log-prob of a token is not finite; the weights produce nan or infinity")
+        self.received += len(ids)
         finish = choice["finish_reason"]
         if finish is None:
             return GenerationChunk(ids, logprobs)
-        if finish not in _ENDS:
-            return GenerationChunk(error=f"the answer ended with {finish!r}")
-        stamps = expand(choice["weight_versions"] or [], self.initial)
-        if len(stamps) != self.tokens:
-            raise ValueError(f"{self.tokens} tokens, {len(stamps)} versions")
+        if finish not in _FINISH_REASONS:
+            return GenerationChunk(error=f"the completion ended with finish_reason {finish!r}")
+        stamps = expand(choice["weight_versions"] or [], self.initial_version)
+        if len(stamps) != self.received:
+            raise ValueError(f"expected versions of {self.received} tokens, found {len(stamps)}")
         return GenerationChunk(ids, logprobs, finish=finish, stamps=stamps)
 
 
 def _scores(input_ids: list[int]) -> Callable[[bytes], list[float]]:
-    """Reads the log-probs of given tokens, of which the first has none."""
+    """Return a parser of the log-probs of the given tokens; 0 for the first one, which has none."""
 
     def parse(body: bytes) -> list[float]:
         entries = as_object(body)["prompt_logprobs"]
         if len(entries) != len(input_ids):
-            raise ValueError(f"{len(input_ids)} tokens, {len(entries)} log-probs")
-        later = zip(input_ids[1:], entries[1:], strict=True)
-        scores = [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in later)]
+            raise ValueError(f"expected log-probs of {len(input_ids)} tokens, found {len(entries)}")
+        scored = zip(input_ids[1:], entries[1:], strict=True)
+        scores = [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in scored)]
         if any(score <= _UNKNOWN_LOGPROB for score in scores):
-            raise ValueError("a log-prob is not finite")
+            raise ValueError("the log-prob of a token is not finite")
         return scores
 
     return parse

@@ -196,7 +196,7 @@ def test_load_that_missed_a_parameter_is_named_by_the_servers_own_comparison_and
     assert f"{process.address} could not commit version {run.engine.version}" in message
     assert f"route shm, version {run.engine.version} was not loaded: " in message
     assert "parameter 'model.embed_tokens.weight': " in message or "parameter 'lm_head.weight': " in message
-    assert "served is something else than was staged; the load missed it" in message
+    assert "the served tensor differs from the staged one" in message
     process.wait(30)
 
 

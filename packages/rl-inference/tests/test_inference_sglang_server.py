@@ -1,6 +1,7 @@
-"""What runs inside SGLang, without SGLang: the doors that it keeps, and how a version goes through them.
+"""SGLang plugin without SGLang: its guard, weight loader and assignment of cores.
 
-`tests/servers/test_servers_sglang.py` has it inside the real server."""
+`tests/servers/test_servers_sglang.py` runs it inside the real server.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +22,38 @@ import rl_inference
 from rl_contracts.testing import put_weights
 from rl_inference.backends.embedded.protocol import generation_key
 
-INSIDE = Path(rl_inference.__file__).parent / "backends" / "plugins"
+PLUGINS = Path(rl_inference.__file__).parent / "backends" / "plugins"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ModuleType]:
-    """The file, imported as it is where it runs."""
-    sys.path.insert(0, str(INSIDE))
+    """Module imported with the same path as in the server."""
+    sys.path.insert(0, str(PLUGINS))
     try:
         yield importlib.import_module("sglang_server")
     finally:
-        sys.path.remove(str(INSIDE))
+        sys.path.remove(str(PLUGINS))
 
 
 class App:
-    """An ASGI application that answers everything with 200, what generates once it may."""
+    """ASGI application that replies to every request with status 200, and ends the body once `may_finish` is set."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.begun, self.may = asyncio.Event(), asyncio.Event()
-        self.may.set()
+        self.paths: list[str] = []
+        self.started, self.may_finish = asyncio.Event(), asyncio.Event()
+        self.may_finish.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.asked.append(scope["path"])
+        self.paths.append(scope["path"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
         body = b'{"meta_info": {"completion_tokens": %d}}'
         await send({"type": "http.response.body", "body": body % 3, "more_body": True})
-        self.begun.set()
-        await self.may.wait()
+        self.started.set()
+        await self.may_finish.wait()
         await send({"type": "http.response.body", "body": body % 5})
 
 
-async def ask(
+async def request(
     guard: Any, path: str, key: str = "", body: dict[str, Any] | None = None
 ) -> tuple[int, Any, dict[str, str]]:
     sent: list[dict[str, Any]] = []
@@ -71,92 +72,92 @@ async def ask(
 
 
 @pytest.mark.parametrize("path", ["/generate", "/server_info", "/update_weights_from_disk", "/metrics", "/rl/stats"])
-async def test_guard_lets_nobody_without_a_key_pass(server: ModuleType, path: str) -> None:
+async def test_guard_without_valid_key_rejects_request(server: ModuleType, path: str) -> None:
     app = App()
     guard = server.Guard(app, "secret")
 
     for key in ("", "other"):
-        status, answer, _ = await ask(guard, path, key)
-        assert (status, answer["error"]["message"][:27]) == (401, "the request carries no vali")
-    assert not app.asked
+        status, reply, _ = await request(guard, path, key)
+        assert (status, reply["error"]["message"][:27]) == (401, "the request carries no vali")
+    assert not app.paths
 
 
-async def test_guard_key_of_generation_generates_and_looks_alone(server: ModuleType) -> None:
+async def test_guard_generation_key_permits_only_generation_and_reads(server: ModuleType) -> None:
     app, key = App(), generation_key("secret")
     guard = server.Guard(app, "secret")
 
-    assert [(await ask(guard, path, key))[0] for path in ("/generate", "/v1/models", "/rl/health")] == [200] * 3
+    assert [(await request(guard, path, key))[0] for path in ("/generate", "/v1/models", "/rl/health")] == [200] * 3
     for path in ("/rl/pause", "/update_weights_from_disk", "/server_info", "/flush_cache", "/abort_request"):
-        assert (await ask(guard, path, key, {}))[0] == 403
-    assert (await ask(guard, "/health"))[0] == 200
-    assert app.asked == ["/generate", "/v1/models", "/health"]
+        assert (await request(guard, path, key, {}))[0] == 403
+    assert (await request(guard, "/health"))[0] == 200
+    assert app.paths == ["/generate", "/v1/models", "/health"]
 
 
-async def test_guard_lets_sglang_freeze_itself_once(server: ModuleType) -> None:
+async def test_guard_permits_freeze_gc_without_key_once(server: ModuleType) -> None:
     guard = server.Guard(App(), "secret")
 
-    assert [(await ask(guard, "/freeze_gc", body={}))[0] for _ in range(2)] == [200, 401]
+    assert [(await request(guard, "/freeze_gc", body={}))[0] for _ in range(2)] == [200, 401]
 
 
-async def test_guard_asks_sglang_for_a_first_token_alone(server: ModuleType) -> None:
+async def test_guard_health_is_forwarded_until_first_success(server: ModuleType) -> None:
     app = App()
     guard = server.Guard(app, "secret")
 
-    assert [(await ask(guard, "/health"))[0] for _ in range(3)] == [200] * 3
-    assert app.asked == ["/health"]
+    assert [(await request(guard, "/health"))[0] for _ in range(3)] == [200] * 3
+    assert app.paths == ["/health"]
 
 
-async def test_guard_counts_tokens_as_they_come_and_what_is_open_until_its_last_byte(server: ModuleType) -> None:
+async def test_guard_counts_tokens_and_open_requests_while_streaming(server: ModuleType) -> None:
     app = App()
     guard = server.Guard(app)
-    app.may.clear()
-    running = asyncio.create_task(ask(guard, "/generate", body={}))
-    await app.begun.wait()
+    app.may_finish.clear()
+    running = asyncio.create_task(request(guard, "/generate", body={}))
+    await app.started.wait()
 
-    _, health, headers = await ask(guard, "/rl/health")
-    so_far = guard._tokens
-    app.may.set()
+    _, health, headers = await request(guard, "/rl/health")
+    tokens_while_streaming = guard._tokens
+    app.may_finish.set()
     await running
 
-    assert so_far == 3
+    assert tokens_while_streaming == 3
     assert (health["open"], health["version"]) == (1, 0)
     assert headers["x-server-instance"] == health["instance"] == server.rl_guard.INSTANCE
-    assert (guard._open, guard._tokens, guard._messages) == (0, 5, 3)
-    assert guard._busy > 0
+    assert (guard._open_requests, guard._tokens, guard._messages) == (0, 5, 3)
+    assert guard._busy_seconds > 0
 
 
-async def test_guard_refuses_what_is_no_request_of_a_route(server: ModuleType) -> None:
+async def test_guard_invalid_control_request_returns_400(server: ModuleType) -> None:
     guard = server.Guard(App())
 
-    for path, body, sentence in (
-        ("/rl/pause", {}, "not a request of this route: KeyError('mode')"),
+    for path, body, expected in (
+        ("/rl/pause", {}, "KeyError('mode')"),
         ("/rl/pause", {"mode": "stop", "lease": 1}, "expected keep, recompute or wait, found 'stop'"),
         ("/rl/commit", {"version": 3, "mode": "keep"}, "commit of version 3: staged is None, served is 0"),
-        ("/rl/stage", {"timeout": 1}, "not a request of this route: KeyError('meta')"),
+        ("/rl/stage", {"timeout": 1}, "KeyError('meta')"),
     ):
-        status, answer, _ = await ask(guard, path, body=body)
+        status, reply, _ = await request(guard, path, body=body)
         assert status == 400
-        assert sentence in answer["error"]["message"]
-    assert (await ask(guard, "/rl/receipt"))[0] == 400
+        assert expected in reply["error"]["message"]
+    assert (await request(guard, "/rl/receipt"))[0] == 400
 
 
-def test_engine_leaves_nothing_of_a_broadcast_that_failed(
+def test_engine_failed_or_abandoned_broadcast_leaves_no_files(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(server.STAGE, str(tmp_path))
     monkeypatch.delenv(server.rl_staging.WEIGHTS_DIR, raising=False)
     engine = server.Engine(lambda: SimpleNamespace(server_args=SimpleNamespace(model_path="/m")))
-    for left in (engine.rl_staged, engine.rl_give_up):
+    for clean_up in (engine.rl_staged, engine.rl_give_up):
         engine.rl_stage({"route": "broadcast", "version": 1, "parts": []})
         while not engine._state.attempt.error:
             time.sleep(0.01)
         Path(engine._area()).mkdir()
-        left()
+        clean_up()
         assert list(tmp_path.iterdir()) == []
 
 
 class Model(torch.nn.Module):
-    """Parameters as SGLang keeps them: three in one, two in one, a padded embedding that is the head too."""
+    """Model with SGLang's layout: fused projections, and a padded embedding that is also the output head."""
 
     def __init__(self, loads: bool = True) -> None:
         super().__init__()
@@ -170,35 +171,35 @@ class Model(torch.nn.Module):
         self.lm_head = self.model.embed_tokens
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        given = dict(weights)
+        tensors = dict(weights)
         if not self.loads:
             return
         with torch.no_grad():
             for kind in ("weight", "bias"):
-                parts = [given[f"model.{name}.{kind}"] for name in ("q_proj", "k_proj", "v_proj")]
-                getattr(self.model.qkv_proj, kind).copy_(torch.cat(parts))
-            self.model.down_proj.weight.copy_(given["model.down_proj.weight"])
-            self.model.embed_tokens.weight[:5].copy_(given["model.embed_tokens.weight"])
+                components = [tensors[f"model.{name}.{kind}"] for name in ("q_proj", "k_proj", "v_proj")]
+                getattr(self.model.qkv_proj, kind).copy_(torch.cat(components))
+            self.model.down_proj.weight.copy_(tensors["model.down_proj.weight"])
+            self.model.embed_tokens.weight[:5].copy_(tensors["model.embed_tokens.weight"])
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def random_tensors() -> dict[str, torch.Tensor]:
     shapes = {f"model.{name}.{kind}": shape for name, size in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2))
               for kind, shape in (("weight", (size, 4)), ("bias", (size,)))}  # fmt: skip
     shapes |= {"model.down_proj.weight": (3, 4), "model.embed_tokens.weight": (5, 4)}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def staged(server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Weights on disk, and the word of the process that speaks HTTP where they are."""
-    sent = tensors()
+def stage(server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Write weights and the file with which the HTTP process announces them, and return the weights."""
+    sent = random_tensors()
     meta, _ = put_weights(tmp_path, 1, list(sent.items()))
     (tmp_path / "meta.json").write_text(json.dumps({"meta": meta.to_json(), "place": None}))
     monkeypatch.setenv(server.STAGE, str(tmp_path))
     return sent
 
 
-def test_loader_loads_what_is_staged(server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, model = staged(server, tmp_path, monkeypatch), Model()
+def test_load_staged_loads_weights(server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, model = stage(server, tmp_path, monkeypatch), Model()
 
     server.load_staged(model, [])
 
@@ -207,30 +208,30 @@ def test_loader_loads_what_is_staged(server: ModuleType, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["qkv_proj.weight", "qkv_proj.bias", "down_proj.weight", "embed_tokens.weight"])
-def test_comparison_finds_a_parameter_that_is_another(
+def test_compare_changed_parameter_raises(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    sent, model = staged(server, tmp_path, monkeypatch), Model()
+    sent, model = stage(server, tmp_path, monkeypatch), Model()
     server.load_staged(model, [])
     with torch.no_grad():
         model.model.get_parameter(name).view(-1)[-5] += 1e-3
 
-    with pytest.raises(RuntimeError, match="served is something else than was staged"):
+    with pytest.raises(RuntimeError, match=r"parameter '.*': the served tensor differs"):
         server.compare(model, sent)
 
 
 @pytest.mark.parametrize(
-    ("name", "split"),
+    ("name", "attributes"),
     [("down_proj", {"tp_group": SimpleNamespace(world_size=2)}), ("embed_tokens", {"tp_size": 2})],
 )
-def test_comparison_leaves_out_what_is_split_and_no_more(
-    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: dict[str, Any]
+def test_compare_skips_only_split_parameters(
+    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, attributes: dict[str, Any]
 ) -> None:
-    """SGLang pads parts on a CPU, up to the shape of the whole."""
-    sent, model = staged(server, tmp_path, monkeypatch), Model()
+    """SGLang on a CPU may pad a shard to the shape of the full parameter."""
+    sent, model = stage(server, tmp_path, monkeypatch), Model()
     server.load_staged(model, [])
     module = model.model.get_submodule(name)
-    vars(module).update(split)
+    vars(module).update(attributes)
     with torch.no_grad():
         module.weight += 1e-3
 
@@ -238,38 +239,38 @@ def test_comparison_leaves_out_what_is_split_and_no_more(
 
     with torch.no_grad():
         model.model.qkv_proj.weight += 1e-3
-    with pytest.raises(RuntimeError, match=r"q_proj\.weight.*served is something else than was staged"):
+    with pytest.raises(RuntimeError, match=r"q_proj\.weight.*the served tensor differs"):
         server.compare(model, sent)
 
 
-def test_loader_that_loads_nothing_says_so_to_the_process_that_speaks_http(
+def test_load_staged_without_effect_reports_to_http_process(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged(server, tmp_path, monkeypatch)
+    stage(server, tmp_path, monkeypatch)
 
     server.load_staged(Model(loads=False), [])
 
-    assert "the load missed it" in (tmp_path / server.FAILED).read_text()
+    assert "the served tensor differs" in (tmp_path / server.FAILED).read_text()
 
 
 @pytest.mark.parametrize(
-    ("nodes", "allowed", "parts", "found"),
+    ("nodes", "allowed", "ranks", "expected"),
     [
         (["0,1"], [0, 1], 1, ""),
-        (["0,1", "2,3"], [0, 1, 2, 3], 2, ""),  # SGLang itself gives each a node
+        (["0,1", "2,3"], [0, 1, 2, 3], 2, ""),  # SGLang assigns one node per rank
         (["0,1"], [0, 1], 2, "0|1"),
         (["0,1,2", "8,9"], [0, 1, 2, 8, 9], 4, "0|1|2|8,9"),
-        (["0,1", "2,3"], [0, 1, 2, 3, 4, 5, 6, 7], 4, "0|1|2|3"),  # not those that share a physical core
-        (["4"], [4, 68], 2, "4|68"),  # unless there are no others
+        (["0,1", "2,3"], [0, 1, 2, 3, 4, 5, 6, 7], 4, "0|1|2|3"),  # one logical core per physical core
+        (["4"], [4, 68], 2, "4|68"),  # too few physical cores
         ([], [68], 1, "68"),
     ],
 )
-def test_each_part_of_a_model_has_cores_of_its_own(
-    server: ModuleType, nodes: list[str], allowed: list[int], parts: int, found: str
+def test_cores_by_rank_are_disjoint(
+    server: ModuleType, nodes: list[str], allowed: list[int], ranks: int, expected: str
 ) -> None:
-    assert server.cores_of_parts(nodes, allowed, parts) == found
+    assert server.cores_by_rank(nodes, allowed, ranks) == expected
 
 
-def test_fewer_cores_than_parts_are_refused(server: ModuleType) -> None:
-    with pytest.raises(SystemExit, match=r"tensor size 4 on CPUs: expected at least as many cores, found 2 that"):
-        server.cores_of_parts(["0,1"], [0, 1], 4)
+def test_cores_by_rank_with_too_few_cores_exits(server: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"tensor size 4 on CPUs: .*found 2"):
+        server.cores_by_rank(["0,1"], [0, 1], 4)

@@ -1,4 +1,4 @@
-"""What is staged inside servers of others beside whole weights: adapters alone, and what lies on a GPU."""
+"""Staging in vLLM and SGLang servers: updates with only adapters, and updates from GPU memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_contracts.weights.flat_layout import fill, offsets, views
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
 
-sys.path.insert(0, str(Path(rl_inference.__file__).parent / "backends" / "plugins"))  # as the servers have it
+sys.path.insert(0, str(Path(rl_inference.__file__).parent / "backends" / "plugins"))  # the servers' import path
 NAMES = ("rl_staging", "rl_stored", "vllm_extension", "sglang_server")
 staging, stored, extension, sglang = (importlib.import_module(name) for name in NAMES)
 sys.path.pop(0)
@@ -41,7 +41,7 @@ def random(seed: int, **shapes: tuple[int, ...]) -> Tensors:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A model of two files, one of them in bfloat16; `c` is never adapted."""
+    """Model directory with two files, one of them in bfloat16; `c` is never adapted."""
     directory = tmp_path / "model"
     directory.mkdir()
     save_file(random(0, a_weight=(30, 20), c_weight=(7, 20)), directory / "1.safetensors")
@@ -51,34 +51,34 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def adapter_of(checkpoint: Path, dtype: str = "float32") -> AdapterSpec:
     base = adapters.BaseWeights(checkpoint)
-    begins = {name: adapters.prefix_checksum(base[name]) for name in ("a.weight", "b.weight", "c.weight")}
-    return AdapterSpec(SCALES, begins, dtype)
+    prefixes = {name: adapters.prefix_checksum(base[name]) for name in ("a.weight", "b.weight", "c.weight")}
+    return AdapterSpec(SCALES, prefixes, dtype)
 
 
 def matrices(seed: int) -> Tensors:
-    found = random(seed, a_A=(4, 20), a_B=(30, 4), b_A=(4, 700), b_B=(600, 4))
+    tensors = random(seed, a_A=(4, 20), a_B=(30, 4), b_A=(4, 700), b_B=(600, 4))
     names = [name for weight in SCALES for name in AdapterSpec.matrices(weight)]
-    return dict(zip(names, found.values(), strict=True))
+    return dict(zip(names, tensors.values(), strict=True))
 
 
-def made(checkpoint: Path, seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+def merged(checkpoint: Path, seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
     base, sent = adapters.BaseWeights(checkpoint), matrices(seed)
     return {
-        name: adapters.merged(base[name], *(sent[each] for each in AdapterSpec.matrices(name)), scale).to(dtype)
+        name: adapters.merged(base[name], *(sent[matrix] for matrix in AdapterSpec.matrices(name)), scale).to(dtype)
         for name, scale in SCALES.items()
     }
 
 
 def attempt_of(meta: WeightUpdateMeta, checkpoint: Path, area: Path, state: Any = None) -> Any:
-    given = {**json.loads(json.dumps(meta.to_json())), "area": str(area)}
-    attempt = staging.Attempt(given, state or staging.State())
+    with_area = {**json.loads(json.dumps(meta.to_json())), "area": str(area)}
+    attempt = staging.Attempt(with_area, state or staging.State())
     attempt.checkpoint = checkpoint
     return attempt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("route", ["shm", "disk"])
-def test_attempt_makes_what_the_trainer_would_have_sent_whole(tmp_path, monkeypatch, checkpoint, route, dtype):
+def test_attempt_with_adapter_merges_as_the_trainer(tmp_path, monkeypatch, checkpoint, route, dtype):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     meta, sent = put_weights(tmp_path / "weights", 1, matrices(1).items(), route)
     attempt = attempt_of(replace(meta, adapter=adapter_of(checkpoint, dtype)), checkpoint, tmp_path / "area")
@@ -86,16 +86,16 @@ def test_attempt_makes_what_the_trainer_would_have_sent_whole(tmp_path, monkeypa
     attempt.run()
 
     assert attempt.error == ""
-    told = attempt.told()
-    assert {name: int(text) for name, text in told["checksums"].items()} == sent.checksums  # as they arrived
-    expected = made(checkpoint, 1, getattr(torch, dtype))
-    assert {name: int(text) for name, text in told["shared"].items()} == {n: checksum(t) for n, t in expected.items()}
+    status = attempt.status()
+    assert {name: int(text) for name, text in status["checksums"].items()} == sent.checksums
+    expected = merged(checkpoint, 1, getattr(torch, dtype))
+    assert {name: int(text) for name, text in status["shared"].items()} == {n: checksum(t) for n, t in expected.items()}
     assert all(torch.equal(attempt.tensors[name], tensor) for name, tensor in expected.items())
     assert attempt.tensors.keys() == {"a.weight", "b.weight", "c.weight"}
     assert torch.equal(attempt.tensors["c.weight"], adapters.BaseWeights(checkpoint)["c.weight"])
 
 
-def test_attempt_makes_weights_of_adapters_that_came_by_broadcast(tmp_path, monkeypatch, checkpoint):
+def test_attempt_with_broadcast_adapter_merges_weights(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     sender, state = open_sender("broadcast", Address("127.0.0.1", timeout=30.0).location), staging.State()
     try:
@@ -111,28 +111,28 @@ def test_attempt_makes_weights_of_adapters_that_came_by_broadcast(tmp_path, monk
 
             assert attempt.error == ""
             assert {name: int(text) for name, text in attempt.sums.items()} == sums
-            expected = made(checkpoint, version)
+            expected = merged(checkpoint, version)
             assert all(torch.equal(attempt.tensors[name], tensor) for name, tensor in expected.items())
     finally:
         sender.close()
 
 
-def test_other_ranks_open_what_the_first_has_made_and_see_that_it_is_that(tmp_path, monkeypatch, checkpoint):
+def test_share_merged_weights_checks_their_checksums(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     meta, _ = put_weights(tmp_path / "weights", 1, matrices(1).items())
     meta = replace(meta, adapter=adapter_of(checkpoint))
     first, second, third = (attempt_of(meta, checkpoint, tmp_path / "area") for _ in range(3))
     first.run()
 
-    second.share(first.told()["shared"])
-    third.share({**first.told()["shared"], "a.weight": "1"})
+    second.share(first.status()["shared"])
+    third.share({**first.status()["shared"], "a.weight": "1"})
 
     assert (second.done, second.error) == (True, "")
     assert all(torch.equal(second.tensors[name], tensor) for name, tensor in first.tensors.items())
-    assert "'a.weight': this rank finds other weights" in third.error
+    assert "parameter 'a.weight'" in third.error
 
 
-def test_attempt_refuses_an_adapter_of_another_base_or_that_is_not_whole(tmp_path, monkeypatch, checkpoint):
+def test_attempt_with_invalid_adapter_names_the_parameter(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     tensors, adapter = matrices(1), adapter_of(checkpoint)
 
@@ -142,15 +142,15 @@ def test_attempt_refuses_an_adapter_of_another_base_or_that_is_not_whole(tmp_pat
         attempt.run()
         return str(attempt.error)
 
-    lone = {name: tensor for name, tensor in tensors.items() if name != "b.lora_B.weight"}
-    few = {name: begin for name, begin in adapter.base.items() if name != "c.weight"}
+    incomplete = {name: tensor for name, tensor in tensors.items() if name != "b.lora_B.weight"}
+    missing_base = {name: prefix for name, prefix in adapter.base.items() if name != "c.weight"}
     nan = {**tensors, "a.lora_A.weight": torch.full((4, 20), torch.nan)}
     large = {**tensors, "a.lora_A.weight": torch.full((4, 20), 3e38)}
     assert error(tensors, adapter) == ""
-    other = replace(adapter, base={**adapter.base, "c.weight": "1"})
-    assert "'c.weight' is not the one that the trainer adapts" in error(tensors, other)
-    assert "missing is 'b.lora_B.weight'" in error(lone, adapter)
-    assert "1 parameters were not sent, the first ['c.weight']" in error(tensors, replace(adapter, base=few))
+    changed_base = replace(adapter, base={**adapter.base, "c.weight": "1"})
+    assert "'c.weight' is not the one that the trainer adapts" in error(tensors, changed_base)
+    assert "'b.lora_B.weight' was not sent" in error(incomplete, adapter)
+    assert "1 parameters were not sent, the first ['c.weight']" in error(tensors, replace(adapter, base=missing_base))
     assert "nan or infinity in 'a.lora_A.weight'" in error(nan, adapter)
     assert "nan or infinity in 'a.weight'" in error(large, adapter)
     assert "the model has no parameter 'd'" in error({**tensors, "d": torch.ones(1)}, adapter)
@@ -158,7 +158,7 @@ def test_attempt_refuses_an_adapter_of_another_base_or_that_is_not_whole(tmp_pat
 
 
 class Worker(extension.WeightStage):
-    """vLLM's worker, as far as the extension asks it."""
+    """Stand-in for vLLM's worker, with the attributes that the extension uses."""
 
     rank, device = 0, "cpu"
 
@@ -174,13 +174,13 @@ class Worker(extension.WeightStage):
         self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
 
-async def test_vllm_loads_the_whole_model_and_keeps_no_area(tmp_path, monkeypatch, checkpoint):
+async def test_vllm_adapter_update_loads_full_model_and_removes_area(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
-    worker, asked = Worker(checkpoint), []
+    worker, calls = Worker(checkpoint), []
 
     class Client:
         async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
-            asked.append(dict(kwargs or {}))
+            calls.append(dict(kwargs or {}))
             return [getattr(worker, method)(**(kwargs or {}))]
 
     async def app(*_: Any) -> None: ...
@@ -192,35 +192,35 @@ async def test_vllm_loads_the_whole_model_and_keeps_no_area(tmp_path, monkeypatc
     worker.rl_load(1)
 
     assert {name: int(text) for name, text in receipt["checksums"].items()} == sent.checksums
-    assert not Path(asked[0]["meta"]["area"]).exists()
+    assert not Path(calls[0]["meta"]["area"]).exists()
     assert worker.loaded.keys() == {"a.weight", "b.weight", "c.weight"}
-    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in made(checkpoint, 1).items())
+    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in merged(checkpoint, 1).items())
     assert worker.rl_loaded()["checksums"] == receipt["checksums"]
     assert worker._rl_state().attempt.tensors == {}
 
 
-def test_sglang_schedulers_load_what_was_made(tmp_path, monkeypatch, checkpoint):
+def test_sglang_adapter_update_loads_full_model(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     monkeypatch.setenv(sglang.STAGE, str(tmp_path))
     meta, _ = put_weights(tmp_path / "weights", 1, matrices(1).items())
     attempt = attempt_of(replace(meta, adapter=adapter_of(checkpoint)), checkpoint, tmp_path / "area")
     attempt.run()
-    (tmp_path / "meta.json").write_text(json.dumps({"meta": attempt.meta, "place": attempt.place}))
-    found: Tensors = {}
+    (tmp_path / "meta.json").write_text(json.dumps({"meta": attempt.meta, "place": attempt.area}))
+    loaded: Tensors = {}
     model = torch.nn.Module()
-    model.load_weights = lambda pairs: found.update(pairs)
+    model.load_weights = lambda pairs: loaded.update(pairs)
 
     sglang.load_staged(model, [])
 
-    assert found.keys() == {"a.weight", "b.weight", "c.weight"}
-    assert all(torch.equal(found[name], tensor) for name, tensor in made(checkpoint, 1).items())
+    assert loaded.keys() == {"a.weight", "b.weight", "c.weight"}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in merged(checkpoint, 1).items())
 
 
 # ---- memory of a GPU
 
 
-def test_attempt_copies_what_lies_on_the_gpu_and_opens_each_handle_once(tmp_path, monkeypatch):
-    """With the host's memory in place of a GPU's."""
+def test_attempt_over_ipc_copies_weights_and_opens_handle_once(tmp_path, monkeypatch):
+    """Uses host memory as a stand-in for GPU memory."""
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     tensors = random(0, a_weight=(30, 20), b_weight=(7,))
     tensors["b.weight"] = tensors["b.weight"].bfloat16()
@@ -237,23 +237,23 @@ def test_attempt_copies_what_lies_on_the_gpu_and_opens_each_handle_once(tmp_path
 
         assert attempt.error == ""
         assert {name: int(text) for name, text in attempt.sums.items()} == sums
-        memory.zero_()  # the trainer may write the next version
+        memory.zero_()  # simulates the next version of the trainer
         assert all(torch.equal(attempt.tensors[name], tensor + version) for name, tensor in tensors.items())
-        assert set(attempt.place) <= set(str(tmp_path / "area"))
+        assert set(attempt.area) <= set(str(tmp_path / "area"))
     assert opened == ["a handle"]
 
 
-def test_gpu_memory_of_a_device_that_is_not_here_is_refused_by_name():
+def test_open_gpu_memory_of_unknown_device_names_it():
     handle = [1, {"base64": base64.b64encode(b"x").decode()}]
-    location = json.dumps({"device": "GPU-of-nobody", "offset": 0, "size": 8, "handle": handle})
+    location = json.dumps({"device": "GPU-unknown", "offset": 0, "size": 8, "handle": handle})
 
-    for wrong, told in ((location, "expected the trainer's GPU GPU-of-nobody"), ("{}", "cannot be opened")):
-        with pytest.raises(Exception, match=told):
-            stored.open_gpu_memory(wrong)
+    for invalid, match in ((location, "GPU-unknown"), ("{}", "route ipc: .*KeyError")):
+        with pytest.raises(Exception, match=match):
+            stored.open_gpu_memory(invalid)
 
 
 @pytest.mark.parametrize("engine", [VLLMEngine, SGLangEngine])
-def test_servers_take_ipc_where_they_run_on_gpus_and_adapters_everywhere(engine):
+def test_capabilities_have_ipc_only_on_gpus_and_lora_always(engine):
     config = (VLLMEngineConfig if engine is VLLMEngine else SGLangEngineConfig)()
 
     assert "ipc" in engine(config, ServeSpec(gpus=1, device="cuda")).capabilities.routes

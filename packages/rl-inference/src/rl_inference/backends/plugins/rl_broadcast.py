@@ -1,7 +1,7 @@
-"""A broadcast's end in a server that is another program: its seats beside the trainer's senders.
+"""Receiving end of the `broadcast` route in vLLM and SGLang servers.
 
-For files beside this one, which run inside servers; needs what `rl_stored` needs. `rl_contracts.weights.broadcast` and
-`.rendezvous` are the trainer's end, and say how it goes.
+The other files of this directory import it inside the servers; it has the requirements of `rl_stored`.
+`rl_contracts.weights.broadcast` and `.rendezvous` have the sending end and define the protocol.
 """
 
 from __future__ import annotations
@@ -26,135 +26,140 @@ else:
 logger = logging.getLogger("rl.staging")
 
 PIECE = 8 * 2**20
+"""Bytes per broadcast and per bucket; equal to the sender's."""
 LARGE = 2**20
+"""Minimum size in bytes of a parameter that is sent separately instead of in a bucket; equal to the sender's."""
 AHEAD = 3
+"""Number of broadcasts in flight while an earlier one is awaited."""
 
 
 class Receiver:
-    """A server's seat with one sender; keeps the connection and the group between updates."""
+    """Receiving end for one sender; keeps the connection to the trainer and the group between updates."""
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._where: tuple[str, int] = ("", 0)
+        self._endpoint: tuple[str, int] = ("", 0)
         self._group: Any = None
-        self._name, self._seat = "", (0, 0)
+        self._group_name, self._rank_and_world = "", (0, 0)
         self._backend = "gloo"
 
     def receive(self, part: dict[str, Any], targets: dict[str, Any], device: str) -> None:
-        """Meet the sender, and receive into the host's memory.
+        """Join the sender's group, and receive the parameters into host memory.
 
         Raises:
-            RefusedError: says who did not join, or was lost.
+            RefusedError: the trainer did not start in time or was lost, or the update was canceled.
         """
-        seat = Seat(part["location"])
+        address = Address(part["location"])
         try:
-            self._meet(seat, device)
-            self._take(part, targets, seat, device)
+            self._meet(address, device)
+            self._receive_pieces(part, targets, address, device)
         except (RuntimeError, RefusedError) as error:
-            self._group, self._store, self._name = None, None, ""
+            self._group, self._store, self._group_name = None, None, ""
             if isinstance(error, RefusedError):
                 raise
-            raise RefusedError(f"receiver {seat.rank} of {seat.world - 1}: {first_line(error)}") from error
+            raise RefusedError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
     def refuse(self, part: dict[str, Any], reason: str) -> None:
-        """Tell all who wait in the update that this server cannot take part, and why."""
+        """Cancel the update for all waiting participants, because this server cannot take part, with the reason."""
         try:
-            seat = Seat(part["location"])
-            self._connect(seat)
-            told = f"receiver {seat.rank} refuses: {reason}"
-            self._store.compare_set(f"{seat.update}/off", "", json.dumps(told))
+            address = Address(part["location"])
+            self._connect(address)
+            message = f"receiver {address.rank} refuses: {reason}"
+            self._store.compare_set(f"{address.update}/off", "", json.dumps(message))
         except (RuntimeError, ValueError, RefusedError):
-            logger.warning("the trainer could not be told that the update is refused: %s", reason)
+            logger.warning("could not notify the trainer that this server refuses the update: %s", reason)
 
-    def _connect(self, seat: Seat) -> None:
+    def _connect(self, address: Address) -> None:
         from torch.distributed import TCPStore
 
-        if self._store is None or self._where != (seat.host, seat.port):
-            self._group, self._name = None, ""
+        if self._store is None or self._endpoint != (address.host, address.port):
+            self._group, self._group_name = None, ""
             try:
-                wait = timedelta(seconds=seat.timeout)
-                self._store = TCPStore(seat.host, seat.port, None, False, wait, wait_for_workers=False)
+                wait = timedelta(seconds=address.timeout)
+                self._store = TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
             except RuntimeError as error:
                 raise RefusedError(
-                    f"no trainer listens at {seat.host}:{seat.port}: {first_line(error)} It must listen on an address "
-                    "that the servers can reach (publish.host)."
+                    f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set publish.host to an "
+                    "address that the servers can reach."
                 ) from error
-            self._where = (seat.host, seat.port)
+            self._endpoint = (address.host, address.port)
 
-    def _meet(self, seat: Seat, device: str) -> None:
-        """Join, wait for the start, and form the group that is asked for, unless it is the last one."""
+    def _meet(self, address: Address, device: str) -> None:
+        """Join, wait for the start, and form the named group, unless this receiver already has it."""
         from torch.distributed import PrefixStore
 
-        self._connect(seat)
-        held = self._name if self._seat == (seat.rank, seat.world) else ""
-        seat.put(self._store, str(seat.rank), {"group": held, "device": _device_id(device)})
-        seat.put(self._store, "world", seat.world)
-        deadline = time.monotonic() + seat.timeout
-        while (start := seat.get(self._store, "start")) is None:
+        self._connect(address)
+        old_name = self._group_name if self._rank_and_world == (address.rank, address.world) else ""
+        address.put(self._store, str(address.rank), {"group": old_name, "device": _device_id(device)})
+        address.put(self._store, "world", address.world)
+        deadline = time.monotonic() + address.timeout
+        while (start := address.get(self._store, "start")) is None:
             if time.monotonic() > deadline:
                 raise RefusedError(
-                    f"receiver {seat.rank} joined, but within {seat.timeout:g} s the trainer at {seat.host}:"
-                    f"{seat.port} did not start. Did all other servers join?"
+                    f"receiver {address.rank} joined, but the trainer at {address.host}:{address.port} did not start "
+                    f"within {address.timeout:g} s. Check that all other servers joined."
                 )
             time.sleep(0.002)
-        if start["group"] != self._name or self._group is None:
+        if start["group"] != self._group_name or self._group is None:
             self._group = None
             self._backend = start["backend"]
-            self._group = _process_group(self._backend, PrefixStore(start["group"], self._store), seat)
-            self._name, self._seat = start["group"], (seat.rank, seat.world)
+            self._group = _process_group(self._backend, PrefixStore(start["group"], self._store), address)
+            self._group_name, self._rank_and_world = start["group"], (address.rank, address.world)
 
-    def _take(self, part: dict[str, Any], targets: dict[str, Any], seat: Seat, device: str) -> None:
-        """All pieces, in the order and of the sizes in which the sender cuts them."""
+    def _receive_pieces(self, part: dict[str, Any], targets: dict[str, Any], address: Address, device: str) -> None:
+        """Receive all pieces. Both ends split the parameters into the same pieces in the same order."""
         import torch
 
-        on, wait = device if self._backend == "nccl" else "cpu", timedelta(seconds=seat.timeout)
-        under_way: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
+        transfer_device, wait = device if self._backend == "nccl" else "cpu", timedelta(seconds=address.timeout)
+        running: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
 
-        def land(most: int) -> None:
-            while len(under_way) > most:
-                work, _, landings = under_way.popleft()
+        def finish(max_running: int) -> None:
+            while len(running) > max_running:
+                work, _, landings = running.popleft()
                 work.wait(wait)
                 for target, piece in landings:
                     if target is not piece:
                         target.copy_(piece)
 
-        for piece, landings in _pieces(part, targets, on):
-            under_way.append((self._group.broadcast(piece.view(torch.uint8), 0), piece, landings))
-            land(AHEAD)
-        land(0)
-        if on != "cpu":
-            torch.cuda.synchronize(on)
+        for piece, landings in _pieces(part, targets, transfer_device):
+            running.append((self._group.broadcast(piece.view(torch.uint8), 0), piece, landings))
+            finish(AHEAD)
+        finish(0)
+        if transfer_device != "cpu":
+            torch.cuda.synchronize(transfer_device)
 
 
-def _pieces(part: dict[str, Any], targets: dict[str, Any], on: str) -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
-    """What is broadcast at once, and what goes where from it: large parameters in pieces of their own, small ones in
-    buckets."""
+def _pieces(part: dict[str, Any], targets: dict[str, Any], device: str) -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
+    """Yield the buffer of each broadcast, and its landings: pairs of a target and its slice of the buffer.
+
+    Large parameters are split into separate pieces, small ones share a bucket.
+    """
     import torch
 
     landings: list[tuple[Any, Any]] = []
-    bucket, used = torch.empty(PIECE, dtype=torch.uint8, device=on), 0
-    for name, _, size in rl_stored.places(part)[0]:
+    bucket, used = torch.empty(PIECE, dtype=torch.uint8, device=device), 0
+    for name, _, size in rl_stored.offsets(part)[0]:
         flat = targets[name].view(-1)
         if size < LARGE:
             if used + size > PIECE:
                 yield bucket[:used], landings
-                bucket, used, landings = torch.empty(PIECE, dtype=torch.uint8, device=on), 0, []
+                bucket, used, landings = torch.empty(PIECE, dtype=torch.uint8, device=device), 0, []
             landings.append((flat, bucket[used : used + size].view(flat.dtype)))
             used += -(-size // 64) * 64
             continue
         for start in range(0, flat.numel(), PIECE // flat.itemsize):
             target = flat[start : start + PIECE // flat.itemsize]
-            piece = target if on == "cpu" else torch.empty_like(target, device=on)
+            piece = target if device == "cpu" else torch.empty_like(target, device=device)
             yield piece, [(target, piece)]
     if used:
         yield bucket[:used], landings
 
 
-class Seat:
-    """A location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`, taken apart.
+class Address:
+    """Parsed location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`.
 
     Raises:
-        RefusedError: it is none, or gives no rank.
+        RefusedError: the location is invalid or has no rank.
     """
 
     def __init__(self, location: str) -> None:
@@ -166,48 +171,52 @@ class Seat:
             self.timeout = query.get("timeout", 60.0)
             self.rank, self.world = int(query.get("rank", 0)), int(query.get("world", 0))
         except (ValueError, OverflowError) as error:
-            raise RefusedError(f"expected a location tcp://host:port/update, found {location!r}: {error}.") from error
+            raise RefusedError(
+                f"route broadcast: expected a location tcp://host:port/update?timeout=60, found {location!r}: {error}."
+            ) from error
         if url.scheme != "tcp" or not 0 < self.rank < self.world:
-            raise RefusedError(f"{location!r} gives this server no rank.")
+            raise RefusedError(
+                f"route broadcast: expected the rank of this server in the location, found {location!r}."
+            )
 
     def put(self, store: Any, name: str, value: Any) -> None:
-        """Say something to the sender."""
+        """Set a key for the sender."""
         store.set(f"{self.update}/{self.sender}/{name}", json.dumps(value))
 
     def get(self, store: Any, name: str) -> Any:
-        """What the sender said; None: nothing yet.
+        """Return the value of a key, or None if it is not set.
 
         Raises:
-            RefusedError: somebody called the update off.
+            RefusedError: the update was canceled.
         """
-        off, key = f"{self.update}/off", f"{self.update}/{self.sender}/{name}"
-        if store.check([off]):
-            raise RefusedError(f"the update was called off: {json.loads(store.get(off))}")
+        cancel_key, key = f"{self.update}/off", f"{self.update}/{self.sender}/{name}"
+        if store.check([cancel_key]):
+            raise RefusedError(f"the update was canceled: {json.loads(store.get(cancel_key))}")
         return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def _process_group(backend: str, store: Any, seat: Seat) -> Any:
+def _process_group(backend: str, store: Any, address: Address) -> Any:
     from torch import distributed
 
-    kind: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
-    options = kind.Options() if backend == "nccl" else kind._Options()
-    options._timeout = timedelta(seconds=seat.timeout)
+    group_class: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
+    options = group_class.Options() if backend == "nccl" else group_class._Options()
+    options._timeout = timedelta(seconds=address.timeout)
     if backend == "gloo":
-        family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((seat.host, seat.port))  # sends nothing
-            options._devices = [kind.create_device(hostname=str(probe.getsockname()[0]))]
+            probe.connect((address.host, address.port))  # sends nothing
+            options._devices = [group_class.create_device(hostname=str(probe.getsockname()[0]))]
         options._threads = 2
-    return kind(store, seat.rank, seat.world, options)
+    return group_class(store, address.rank, address.world, options)
 
 
 def _device_id(device: str) -> str:
     import torch
 
-    kind = torch.device(device)
-    return "cpu" if kind.type != "cuda" else str(torch.cuda.get_device_properties(kind).uuid)
+    parsed = torch.device(device)
+    return "cpu" if parsed.type != "cuda" else str(torch.cuda.get_device_properties(parsed).uuid)
 
 
 def first_line(error: BaseException) -> str:
-    """What libtorch says, without its trace."""
+    """Return the first line of a libtorch error, without its stack trace."""
     return str(error).partition("\n")[0].strip() or type(error).__name__

@@ -1,7 +1,8 @@
-"""Where versions lie for a server that is another program, and how their tensors are read, written and summed.
+"""Files with weights for vLLM and SGLang servers: location, layout, reading, writing and checksums.
 
-For files beside this one, which run inside servers; needs Python 3.10, torch, numpy and safetensors, and nothing of
-ours but `rl_guard`. `rl_contracts.weights.stored` and `.layout` say how the trainer writes them.
+The other files of this directory import it inside the servers. It requires Python 3.10, torch, numpy and safetensors,
+and imports only `rl_guard` of this project. The trainer writes the files with `rl_contracts.weights.stored`, in the
+layout of `rl_contracts.weights.flat_layout`.
 """
 
 from __future__ import annotations
@@ -21,36 +22,39 @@ if TYPE_CHECKING:
 else:
     from rl_guard import RefusedError
 
-AREAS = Path("/dev/shm")
-STORED = ("shm", "disk")
-"""Routes on which a version lies where the server's ranks can open it."""
+AREA_ROOT = Path("/dev/shm")
+"""Parent directory of all staging areas."""
+STORED_ROUTES = ("shm", "disk")
+"""Routes whose files the ranks of a server open directly."""
 
 
 def make_area(kind: str) -> str:
-    """A new directory in the host's memory, where the ranks of a server find what came by broadcast. Removes those of
-    processes that died before they could."""
-    namespace = Path("/proc/self/ns/pid").stat().st_ino  # containers may share the memory, but not the ids of processes
+    """Create a staging area: a directory in shared memory from which the ranks of a server load a received version.
+
+    Also removes the staging areas of processes that died.
+    """
+    namespace = Path("/proc/self/ns/pid").stat().st_ino  # containers may share the memory but not the process ids
     common = f"rl-{kind}-{os.getuid()}-{namespace}-"
-    for path in AREAS.glob(f"{common}*"):
-        owner, began = f"{path.name.removeprefix(common)}-".split("-")[:2]
-        if _began(owner) != began:
+    for path in AREA_ROOT.glob(f"{common}*"):
+        owner, start_time = f"{path.name.removeprefix(common)}-".split("-")[:2]
+        if _start_time(owner) != start_time:
             shutil.rmtree(path, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{common}{os.getpid()}-{_began('self')}-", dir=AREAS)
+    return tempfile.mkdtemp(prefix=f"{common}{os.getpid()}-{_start_time('self')}-", dir=AREA_ROOT)
 
 
-def _began(process: str) -> str:
-    """When a process began, in ticks since the machine did; empty: there is none."""
+def _start_time(process: str) -> str:
+    """Return the start time of a process in clock ticks since boot, or an empty text if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
 
 
-class Base:
-    """A checkpoint's parameters by name, mapped: nothing is copied.
+class BaseWeights:
+    """Parameters by name from the safetensors files of a checkpoint. They are memory-mapped: nothing is copied.
 
     Raises:
-        RefusedError: they cannot be read, or there is none of a name.
+        RefusedError: the files cannot be read; or, on access, there is no parameter of that name.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -67,24 +71,26 @@ class Base:
         if name not in self.files:
             raise RefusedError(
                 f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
-                "Set publish.adapter=never, so that whole weights are sent."
+                "Set publish.adapter=never to send whole weights."
             )
         return self.files[name].get_tensor(name)
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, list[int]]:
-    """Names and shapes of a directory's safetensors; empty where there are none."""
-    found: dict[str, list[int]] = {}
+    """Return names and shapes of the parameters in a directory's safetensors files; empty if there are no files."""
+    shapes: dict[str, list[int]] = {}
     for path in sorted(directory.glob("*.safetensors")) if directory.is_dir() else ():
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found |= {name: list(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return {name: shape for name, shape in found.items() if not name.endswith("rotary_emb.inv_freq")}
+        shapes |= {name: list(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def checksum(tensor: Any) -> int:
-    """`rl_contracts.weights.checksum` of a contiguous tensor in the host's memory; `sum_i (u_i + C) (2 i + 1)` over its
-    64-bit words, see there."""
+    """Return the checksum of a contiguous tensor in host memory, equal to that of `rl_contracts.weights.checksum`.
+
+    It is `sum_i (u_i + C) (2 i + 1)` modulo 2^64 over the 64-bit words; `rl_contracts.weights.checksums` defines it.
+    """
     import numpy
     import torch
 
@@ -99,63 +105,70 @@ def checksum(tensor: Any) -> int:
     return total % 2**64
 
 
-def places(part: dict[str, Any]) -> tuple[list[tuple[str, int, int]], int]:
-    """Name, first byte and bytes of each parameter of a part, each aligned to 64 bytes; and the bytes of the whole."""
+def offsets(part: dict[str, Any]) -> tuple[list[tuple[str, int, int]], int]:
+    """Return name, offset and size of each parameter of a part, and the total size, in bytes.
+
+    Each parameter is aligned to 64 bytes.
+    """
     import torch
 
-    placed, end = [], 0
+    entries, end = [], 0
     for spec in part["params"]:
         size = getattr(torch, spec["dtype"]).itemsize * prod(spec["shape"])
-        placed.append((spec["name"], end, size))
+        entries.append((spec["name"], end, size))
         end += -(-size // 64) * 64
-    return placed, end
+    return entries, end
 
 
 def _views(part: dict[str, Any], memory: Any) -> dict[str, Any]:
-    """Each parameter's place in a piece of memory, by name."""
+    """Return each parameter as a view of one block of memory, by name."""
     import torch
 
-    placed, _ = places(part)
+    entries, _ = offsets(part)
     raw = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
     return {
         name: raw[start : start + size].view(getattr(torch, spec["dtype"])).view(spec["shape"])
-        for spec, (name, start, size) in zip(part["params"], placed, strict=True)
+        for spec, (name, start, size) in zip(part["params"], entries, strict=True)
     }
 
 
 def open_parts(meta: dict[str, Any], area: str | None) -> dict[str, Any]:
-    """All parameters of a version by name, as they lie in files; `area` is the directory of what was put there.
+    """Return all parameters of a version by name, memory-mapped from files.
+
+    Args:
+        meta: the update as JSON.
+        area: directory of the received files; None to open the trainer's files.
 
     Raises:
         RefusedError: a file is missing or too small.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if "checkpoint" in meta:
-        base = Base(Path(meta["checkpoint"]))
-        found = {name: base[name] for name in checkpoint_shapes(Path(meta["checkpoint"]))}
+        base = BaseWeights(Path(meta["checkpoint"]))
+        tensors = {name: base[name] for name in checkpoint_shapes(Path(meta["checkpoint"]))}
     for index, part in enumerate(meta["parts"]):
         if meta["route"] == "disk":
-            found |= _safetensors(part)
+            tensors |= _read_safetensors(part)
             continue
         path = Path(area) / str(index) if area else Path(part["location"])
-        _, size = places(part)
+        _, size = offsets(part)
         try:
             with path.open("rb") as file:
-                if (there := os.fstat(file.fileno()).st_size) < size:
-                    raise RefusedError(f"{path}: expected {size} bytes of weights, found {there}.")
+                if (actual := os.fstat(file.fileno()).st_size) < size:
+                    raise RefusedError(f"{path}: expected {size} bytes of weights, found {actual}.")
                 memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
         except OSError as error:
             raise RefusedError(f"{path}: the weights cannot be opened: {error}") from error
-        found |= _views(part, memory)
-    return found
+        tensors |= _views(part, memory)
+    return tensors
 
 
-def _safetensors(part: dict[str, Any]) -> dict[str, Any]:
+def _read_safetensors(part: dict[str, Any]) -> dict[str, Any]:
     import torch
     from safetensors import SafetensorError, safe_open
 
     path = Path(part["location"]) / "model.safetensors"
-    found = {}
+    tensors = {}
     try:
         with safe_open(str(path), framework="pt") as file:
             for spec in part["params"]:
@@ -165,33 +178,37 @@ def _safetensors(part: dict[str, Any]) -> dict[str, Any]:
                         f"{path}: parameter {spec['name']!r}: expected {spec['dtype']} {spec['shape']}, found "
                         f"{tensor.dtype} {list(tensor.shape)}."
                     )
-                found[spec["name"]] = tensor
+                tensors[spec["name"]] = tensor
     except (OSError, SafetensorError) as error:
         raise RefusedError(f"{path}: the weights cannot be read: {error}") from error
-    return found
+    return tensors
 
 
-def make_files(meta: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """Memory for a version, which other ranks of this server can open; by part, each parameter by name."""
-    area, found = Path(place), []
-    area.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_files(meta: dict[str, Any], area: str) -> list[dict[str, Any]]:
+    """Create files in a staging area for a version, which other ranks of this server can open.
+
+    Returns:
+        for each part, its parameters by name, as views of the file.
+    """
+    directory, parts = Path(area), []
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for index, part in enumerate(meta["parts"]):
-        _, size = places(part)
-        path = area / str(index)
-        path.unlink(missing_ok=True)  # whoever still reads the last version keeps it
+        _, size = offsets(part)
+        path = directory / str(index)
+        path.unlink(missing_ok=True)  # a rank that still reads the last version keeps its mapping
         with path.open("w+b") as file:
             if size:
                 os.posix_fallocate(file.fileno(), 0, size)
             memory = mmap.mmap(file.fileno(), size) if size else b""
-        found.append(_views(part, memory))
-    return found
+        parts.append(_views(part, memory))
+    return parts
 
 
-# ---- memory of a GPU: `rl_contracts.weights.ipc` is the trainer's end
+# ---- memory of a GPU: `rl_contracts.weights.ipc` is the sending end
 
 
 def open_gpu_memory(location: str) -> Any:
-    """The trainer's memory, uint8, by the handle that it told.
+    """Return the trainer's GPU memory, uint8, opened by the CUDA IPC handle in the location.
 
     Raises:
         RefusedError: this process does not see that GPU, or the handle cannot be opened.
@@ -201,19 +218,19 @@ def open_gpu_memory(location: str) -> Any:
     try:
         value = json.loads(location)
         count = torch.cuda.device_count()
-        found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-        if value["device"] not in found:
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+        if value["device"] not in uuids:
             raise RefusedError(
-                f"route ipc: expected the trainer's GPU {value['device']}, but this server sees {found or 'none'}. Put "
+                f"route ipc: expected the trainer's GPU {value['device']}, but this server sees {uuids or 'none'}. Put "
                 "both on one GPU, or use another route."
             )
-        handle = [_unpacked(part) for part in value["handle"]]
-        storage = torch.UntypedStorage._new_shared_cuda(found.index(value["device"]), *handle)
+        handle = [_unpack(part) for part in value["handle"]]
+        storage = torch.UntypedStorage._new_shared_cuda(uuids.index(value["device"]), *handle)
         memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return memory.set_(storage, int(value["offset"]), (int(value["size"]),))  # type: ignore[call-overload]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RefusedError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value

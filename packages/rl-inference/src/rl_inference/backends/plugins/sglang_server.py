@@ -1,23 +1,22 @@
-"""What runs inside SGLang's own processes.
+"""SGLang with authentication, pauses and weight updates, inside SGLang's processes.
 
     python sglang_server.py --model-path ... (the arguments of `python -m sglang.launch_server`)
 
-This file is handed over by its path to the Python that has SGLang, which may live in an environment of its own. It
-imports the files `rl_*.py` beside it, nothing else of ours, and what SGLang brings along. Written against
-SGLang 0.5.23.
+The server's Python interpreter runs this file by its path. The server may run in a separate environment, so the file
+imports only `rl_*.py` of the same directory and SGLang's dependencies. It was written for SGLang 0.5.23.
 
-What SGLang lacks, and what this adds around its routes, in the process that speaks HTTP:
+It adds to SGLang, in the HTTP process:
 
-- The run key (`RL_RUN_KEY`) on every route but `/health`, from the environment. SGLang takes keys from the command line
-  alone, and writes them into its log and into the answer of `/server_info`.
-- Weights are staged *beside* the served ones, in the host's memory, while SGLang goes on generating, and checked
-  against the checkpoint before anything is touched. A commit retracts what runs, lets SGLang load them
-  (`load_staged`, its custom weight loader) and compare what it computes with against what was staged, and empties the
-  prefix cache; retracted answers go on with keys and values computed anew.
-- A pause that waits for the running answers, and one that ends by itself when its client is gone.
-- Every answer says which life of the process gave it, and which version is served.
+- Every route except `/health` requires the run key, from the environment variable `RL_RUN_KEY`. SGLang accepts keys
+  only on the command line, and writes them to its log and to the response of `/server_info`.
+- A staged load: new weights are fetched into host memory and checked against the checkpoint while SGLang generates. A
+  commit retracts running requests and lets SGLang load the weights with `load_staged`, its custom weight loader. The
+  loader compares the tensors in the model with the staged ones. SGLang then empties the prefix cache, and retracted
+  requests continue with a recomputed KV cache.
+- A pause can wait for the running completions, and ends when its lease expires.
+- Every response has headers with the instance of the server and the served version.
 
-`rl_guard` names the routes.
+`rl_guard` lists the routes.
 """
 
 from __future__ import annotations
@@ -45,25 +44,27 @@ else:
 logger = logging.getLogger("rl.sglang")
 
 STAGE = "RL_STAGE_DIR"
-"""Directory in which the process that speaks HTTP leaves for the others what is to be loaded."""
+"""Environment variable with the directory through which the HTTP process passes weights to the scheduler processes."""
 FAILED = "failed"
-"""File in which they leave why it was not: an exception would end SGLang before it could say so."""
+"""File with the error of a failed load; an exception in a scheduler would end SGLang before it could be reported."""
 LOADER = "sglang_server.load_staged"
+"""Import path of the custom weight loader."""
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Variable that gives each part of a model on CPUs its cores; without it SGLang wants a NUMA node for each."""
+"""Environment variable with the cores of each tensor-parallel rank on CPUs. Without it, SGLang requires one NUMA node
+per rank."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Parameters that SGLang keeps one below the other in one."""
+"""Parameters that SGLang concatenates along the rows, with their components in the checkpoint."""
 
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class Guard(rl_guard.Guard):
-    """ASGI middleware around all of SGLang's routes.
+    """ASGI middleware around all routes of SGLang.
 
     Args:
-        app: what is guarded.
-        key: the run key; empty: everybody may do everything.
-        manager: SGLang's tokenizer manager, once it is there.
+        app: SGLang's application.
+        key: the run key; empty to permit all requests.
+        manager: function that returns SGLang's tokenizer manager; called only after SGLang has started.
     """
 
     generation_routes = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -72,64 +73,68 @@ class Guard(rl_guard.Guard):
         super().__init__(app, key)
         self._engine = Engine(manager)
         self._tokens = 0
-        self._frozen, self._made_a_token = False, False
+        self._gc_frozen, self._has_generated = False, False
 
     def engine(self, scope: Any) -> Engine:
         return self._engine
 
-    def _refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
-        if path == "/freeze_gc" and not self._frozen:  # SGLang asks itself for it when it has started
-            self._frozen = True
+    def _auth_error(self, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+        if path == "/freeze_gc" and not self._gc_frozen:  # SGLang sends itself this request after its start
+            self._gc_frozen = True
             return None
-        return super()._refusal(path, headers)
+        return super()._auth_error(path, headers)
 
-    async def _elsewhere(self, scope: Any, receive: Any, send: Any) -> None:
-        """SGLang's `/health` generates a token, which takes a second and fails in a pause: it is asked until it has
-        made one."""
+    async def _forward(self, scope: Any, receive: Any, send: Any) -> None:
+        """Forward a request, but reply to `/health` directly after its first success.
 
-        async def watched(message: dict[str, Any]) -> None:
-            self._made_a_token |= scope["path"] == "/health" and message.get("status") == 200
+        SGLang's `/health` generates a token, which takes a second and fails during a pause.
+        """
+
+        async def send_observed(message: dict[str, Any]) -> None:
+            self._has_generated |= scope["path"] == "/health" and message.get("status") == 200
             await send(message)
 
-        if scope["path"] == "/health" and self._made_a_token:
-            await rl_guard.answer(send, 200, {})
+        if scope["path"] == "/health" and self._has_generated:
+            await rl_guard.send_json(send, 200, {})
         else:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_observed)
 
     async def _generate(self, scope: Any, receive: Any, send: Any) -> None:
-        """As the base says. A request has left with the last byte of its answer: SGLang holds on to it for seconds
-        after that."""
-        left, inside, tokens = False, False, 0
+        """Forward a generation request as the base class describes, and count its tokens.
 
-        def leave() -> None:
-            nonlocal left
-            if not left:
-                left = True
-                self._leave()
-                self._engine.enter(-inside)
+        A request ends with the last byte of its response, because SGLang's handler returns seconds later.
+        """
+        ended, forwarded, tokens = False, False, 0
 
-        async def watched(message: dict[str, Any]) -> None:
+        def end() -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._end_request()
+                self._engine.count_requests(-forwarded)
+
+        async def send_observed(message: dict[str, Any]) -> None:
             nonlocal tokens
             self._messages += 1
-            if found := _TOKENS.findall(message.get("body", b"")):
-                total = int(found[-1])
+            if counts := _TOKENS.findall(message.get("body", b"")):
+                total = int(counts[-1])
                 self._tokens, tokens = self._tokens + max(total - tokens, 0), total
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                leave()
+                end()
             await send(message)
 
-        self._come()
+        self._begin_request()
         try:
             await self._running.wait()
-            inside = True
-            self._engine.enter(1)
-            await self._app(scope, receive, watched)
+            forwarded = True
+            self._engine.count_requests(1)
+            await self._app(scope, receive, send_observed)
         finally:
-            leave()
+            end()
 
-    def _end(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         shutil.rmtree(os.environ.get(STAGE, ""), ignore_errors=True)
-        super()._end()
+        super()._exit()
 
     async def _info(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
         from sglang.version import __version__
@@ -146,37 +151,37 @@ class Guard(rl_guard.Guard):
             "dtype": str(model.dtype).removeprefix("torch."),
         }
 
-    async def _figures(self, engine: Any) -> tuple[float, float, float]:
+    async def _metrics(self, engine: Any) -> tuple[float, float, float]:
         loads = await engine.manager().get_loads(include=["core"])
         return sum(load.num_running_reqs for load in loads), 0, self._tokens
 
 
 class Engine:
-    """SGLang as `rl_guard` wants it, over its tokenizer manager. What is staged is fetched in this process; the
-    schedulers read it when they load it.
+    """Engine interface of `rl_guard` for SGLang, on top of its tokenizer manager.
+
+    This process fetches a version into host memory, and the scheduler processes read it when they load it.
 
     Args:
-        manager: the tokenizer manager, once it is there.
+        manager: function that returns the tokenizer manager; called only after SGLang has started.
     """
 
     def __init__(self, manager: Callable[[], Any]) -> None:
         self.manager = manager
-        self._inside = 0
+        self._requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._state = rl_staging.State()
 
-    def enter(self, number: int) -> None:
-        """So many more requests are with SGLang."""
-        self._inside += number
-        self._idle.clear() if self._inside else self._idle.set()
+    def count_requests(self, number: int) -> None:
+        """Add to the number of requests that SGLang processes."""
+        self._requests += number
+        self._idle.clear() if self._requests else self._idle.set()
 
     async def check_health(self) -> None:
-        """SGLang ends as a whole where one of its processes does, or its scheduler does not move for
-        `--watchdog-timeout`."""
+        """Do nothing, because SGLang ends if a process of it ends or its scheduler hangs (`--watchdog-timeout`)."""
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        """Retract what runs, so that keys and values can be computed anew; with `wait` let it end first."""
+        """Retract running requests, so that their KV cache is recomputed; with `wait`, let them finish first."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         if mode == "wait":
@@ -189,20 +194,20 @@ class Engine:
         await self.manager().continue_generation(ContinueGenerationReqInput())
 
     async def update_weight_version(self, version: str) -> None:
-        """The load has set it."""
+        """Do nothing, because the load sets the version."""
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        """The load has emptied it, or would have failed."""
+        """Return True, because a successful load empties the cache."""
         return True
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Of all ranks, which share what is staged."""
-        found = getattr(self, method)(**(kwargs or {}))
-        return [await found if asyncio.iscoroutine(found) else found]
+        """Call a method once, on behalf of all ranks, which share the staged tensors."""
+        result = getattr(self, method)(**(kwargs or {}))
+        return [await result if asyncio.iscoroutine(result) else result]
 
     def rl_stage(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Begin to fetch a version; `rl_staged` says how far it is."""
-        self._clear()
+        """Start to fetch a version; `rl_staged` returns the status."""
+        self._remove_area()
         meta = {**meta, "area": self._area()}
         self._state.attempt = attempt = rl_staging.Attempt(meta, self._state)
         attempt.checkpoint = Path(self.manager().server_args.model_path)
@@ -210,42 +215,42 @@ class Engine:
         return {}
 
     def rl_share(self, checksums: dict[str, str]) -> dict[str, Any]:
-        """The schedulers open it when they load it."""
+        """Do nothing, because the schedulers open the tensors when they load them."""
         return {}
 
     def rl_staged(self) -> dict[str, Any]:
-        """Whether it is there; its checksums, or why it is not."""
+        """Return the status of the current attempt: done or not, error, checksums."""
         attempt = self._state.attempt
         if attempt.error:
-            self._clear()
-        return attempt.told()
+            self._remove_area()
+        return attempt.status()
 
     def rl_give_up(self) -> dict[str, Any]:
-        """Leave what is being staged to itself."""
-        self._state.forget()
-        self._clear()
+        """Abandon the current attempt."""
+        self._state.reset()
+        self._remove_area()
         return {}
 
     def rl_loaded(self) -> dict[str, Any]:
-        """Checksums of what was loaded last; empty: nothing yet."""
+        """Return the checksums of the last loaded version; empty before the first load."""
         return {"checksums": self._state.loaded}
 
     async def rl_load(self, version: int) -> dict[str, Any]:
-        """Let SGLang's schedulers load what is staged, and empty the prefix cache.
+        """Let SGLang's schedulers load the staged version and empty the prefix cache.
 
         Raises:
-            RuntimeError: one says that it did not.
+            RuntimeError: a scheduler reports that the load failed.
         """
         from sglang.srt.managers import io_struct
         from sglang.srt.utils import MultiprocessingSerializer
 
         attempt, directory, manager = self._state.attempt, Path(os.environ[STAGE]), self.manager()
-        scratch, failed = directory / "unfinished.json", directory / FAILED
-        scratch.write_text(json.dumps({"meta": attempt.meta, "place": attempt.place}))
+        scratch, error_file = directory / "unfinished.json", directory / FAILED
+        scratch.write_text(json.dumps({"meta": attempt.meta, "place": attempt.area}))
         scratch.replace(directory / "meta.json")
-        nothing = MultiprocessingSerializer.serialize([])
+        no_tensors = MultiprocessingSerializer.serialize([])
         update = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[nothing] * manager.server_args.tp_size,
+            serialized_named_tensors=[no_tensors] * manager.server_args.tp_size,
             load_format=LOADER,
             weight_version=str(version),
             flush_cache=True,
@@ -255,20 +260,20 @@ class Engine:
             lambda: manager.update_weights_from_tensor(update),
             lambda: manager.end_weight_update(io_struct.EndWeightUpdateReqInput()),
         ):
-            done, said = await step()
-            if failed.exists():
-                raise RuntimeError(failed.read_text())
-            if not done:
-                raise RuntimeError(str(said))
+            succeeded, message = await step()
+            if error_file.exists():
+                raise RuntimeError(error_file.read_text())
+            if not succeeded:
+                raise RuntimeError(str(message))
         self._state.loaded, attempt.tensors = attempt.sums, {}
-        self._clear()
+        self._remove_area()
         return {}
 
     def _area(self) -> str:
         return f"{os.environ.get(STAGE)}/area"
 
-    def _clear(self) -> None:
-        """Nobody opens any more what lies in the area."""
+    def _remove_area(self) -> None:
+        """Remove the staging area when no process will open its files again."""
         shutil.rmtree(self._area(), ignore_errors=True)
 
 
@@ -276,25 +281,29 @@ class Engine:
 
 
 def load_staged(model: Any, named_tensors: Any) -> None:
-    """SGLang's custom weight loader: load what the process that speaks HTTP has staged, on each rank. What goes wrong,
-    also that the model computes with something else then, is left in the file `FAILED`."""
+    """Load the version that the HTTP process staged; SGLang's custom weight loader on each rank.
+
+    Errors, also a difference between the model's tensors and the staged ones, are written to the file `FAILED`.
+    """
     directory = Path(os.environ[STAGE])
     try:
-        asked = json.loads((directory / "meta.json").read_text())
-        tensors = rl_stored.open_parts(asked["meta"], asked["place"])
+        request = json.loads((directory / "meta.json").read_text())
+        tensors = rl_stored.open_parts(request["meta"], request["place"])
         model.load_weights(iter(list(tensors.items())))
         compare(model, tensors)
-    except Exception as error:  # whatever the model's loader raises: told by the process that asked for it
+    except Exception as error:  # loaders raise any type; the HTTP process reports the error
         logger.exception("the staged weights were not loaded")
         (directory / FAILED).write_text(str(error) or repr(error))
 
 
 def compare(model: Any, staged: dict[str, Any]) -> None:
-    """See that the model computes with what was staged, wherever its tensors can be told apart: not where they are
-    split over ranks, quantised, packed for a CPU's matrix unit, or have other names than the checkpoint.
+    """Compare the model's tensors with the staged ones.
+
+    Parameters that are split over ranks, quantized, packed for a CPU's matrix unit, or named differently from the
+    checkpoint are not compared.
 
     Raises:
-        RuntimeError: names the first parameter that is another.
+        RuntimeError: names the first parameter that differs.
     """
     import torch
 
@@ -304,16 +313,18 @@ def compare(model: Any, staged: dict[str, Any]) -> None:
         if sent is None or sent.shape != live.shape or live.itemsize < 2:
             continue
         if not torch.equal(sent.to(live.device, live.dtype), live):
-            raise RuntimeError(f"parameter {name!r}: served is something else than was staged; the load missed it.")
+            raise RuntimeError(
+                f"parameter {name!r}: the served tensor differs from the staged one; the load did not update it."
+            )
 
 
 def served(model: Any) -> Iterator[tuple[str, Any]]:
-    """What an SGLang model computes with and this rank has whole, under the names of its checkpoint: pairs of name and
-    tensor."""
+    """Yield name in the checkpoint and tensor of the parameters that this rank has completely."""
     for prefix, module in model.named_modules():
         group = getattr(module, "tp_group", None)
-        parts = max(getattr(module, "tp_size", 1), getattr(group, "world_size", 1))
-        if getattr(module, "use_intel_amx_backend", False) or parts > 1:  # a part may be padded to the whole's shape
+        ranks = max(getattr(module, "tp_size", 1), getattr(group, "world_size", 1))
+        # a shard may be padded to the shape of the full parameter
+        if getattr(module, "use_intel_amx_backend", False) or ranks > 1:
             continue
         parent, _, leaf = prefix.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
@@ -323,40 +334,41 @@ def served(model: Any) -> Iterator[tuple[str, Any]]:
             if len(names) == 1:
                 yield f"{prefix}.{kind}", tensor
             elif len(sizes) == len(names) and sum(sizes) == len(tensor):
-                for name, piece in zip(names, tensor.split(sizes)):  # noqa: B905 - as many
+                for name, piece in zip(names, tensor.split(sizes)):  # noqa: B905 - equal lengths
                     yield f"{parent}.{name}.{kind}", piece
 
 
-def cores_of_parts(nodes: list[str], allowed: list[int], parts: int) -> str:
-    """Cores for each part of a model that is split by tensors, as `BIND` takes them: `0,1|2,3`.
+def cores_by_rank(nodes: list[str], allowed: list[int], ranks: int) -> str:
+    """Return the cores of each tensor-parallel rank, in the format of `BIND`: `0,1|2,3`.
 
     Args:
-        nodes: the physical cores of each NUMA node that this process may use, as SGLang writes them: `0,1`.
-        allowed: all cores that it may use, those that share a physical one too; taken where there are too few others.
-        parts: of the model.
+        nodes: physical cores of each NUMA node that this process may use, in SGLang's format: `0,1`.
+        allowed: all logical cores that it may use; used if there are fewer physical cores than ranks.
+        ranks: number of tensor-parallel ranks.
 
     Returns:
-        as equal shares of the cores as can be; empty where each part has a node of its own.
+        an equal number of cores per rank, as far as possible; empty if each rank has a separate node.
 
     Raises:
-        SystemExit: fewer cores than parts.
+        SystemExit: there are fewer cores than ranks.
     """
-    if parts <= len(nodes):
+    if ranks <= len(nodes):
         return ""
     physical = [core for node in nodes for core in node.split(",")]
-    cores = physical if len(physical) >= parts else [str(core) for core in allowed]
-    if len(cores) < parts:
+    cores = physical if len(physical) >= ranks else [str(core) for core in allowed]
+    if len(cores) < ranks:
         raise SystemExit(
-            f"tensor size {parts} on CPUs: expected at least as many cores, found {len(cores)} that this server may "
-            f"use. Split it into fewer parts (allocation), give it more cores, or say in {BIND} which each part has."
+            f"tensor size {ranks} on CPUs: expected at least as many cores, found {len(cores)} that this server may "
+            f"use. Lower the tensor size in allocation, give the server more cores, or set {BIND} to the cores of "
+            "each rank."
         )
-    edges = [len(cores) * part // parts for part in range(parts + 1)]
+    edges = [len(cores) * rank // ranks for rank in range(ranks + 1)]
     return "|".join(",".join(cores[begin:end]) for begin, end in itertools.pairwise(edges))
 
 
 def main() -> None:
     """Start SGLang as `python -m sglang.launch_server` does, with the guard around its routes."""
-    key = os.environ.pop(rl_guard.KEY, "")  # so that neither its other processes nor its reports have it
+    key = os.environ.pop(rl_guard.KEY, "")  # hide it from SGLang's other processes and from its reports
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
@@ -367,7 +379,7 @@ def main() -> None:
     http_server.app.add_middleware(Guard, key=key, manager=lambda: http_server.get_global_state().tokenizer_manager)
     arguments = prepare_server_args([*sys.argv[1:], "--custom-weight-loader", LOADER])
     if arguments.device == "cpu" and not os.environ.get(BIND):
-        cores = cores_of_parts(get_cpu_ids_by_node(), sorted(os.sched_getaffinity(0)), arguments.tp_size)
+        cores = cores_by_rank(get_cpu_ids_by_node(), sorted(os.sched_getaffinity(0)), arguments.tp_size)
         os.environ.update({BIND: cores} if cores else {})
     os.environ[STAGE] = rl_stored.make_area("sglang")
     try:

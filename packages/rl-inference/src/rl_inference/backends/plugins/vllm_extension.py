@@ -1,22 +1,22 @@
-"""What runs inside vLLM's own processes.
+"""vLLM extension: authentication, pauses and weight updates, inside vLLM's processes.
 
-A server is started with this file's directory on `PYTHONPATH`, `--middleware vllm_extension.Guard` (in the process that
-speaks HTTP) and `--worker-extension-cls vllm_extension.WeightStage` (in each worker). It imports the files `rl_*.py`
-beside it, nothing else of ours, and needs Python 3.10 and what vLLM brings along, because the server may live in an
-environment of its own. Written against vLLM 0.32 and 0.33.
+A server is started with this file's directory on `PYTHONPATH`, `--middleware vllm_extension.Guard` (for the HTTP
+process) and `--worker-extension-cls vllm_extension.WeightStage` (for each worker). The server may run in a separate
+environment. The file therefore imports only `rl_*.py` of the same directory and vLLM's dependencies, and requires
+Python 3.10. It was written for vLLM 0.32 and 0.33.
 
-What vLLM lacks, and what this adds:
+It adds to vLLM:
 
-- The run key (`RL_RUN_KEY`) on every route but `/health`. vLLM's own `--api-key` leaves those that replace weights
-  open.
-- Weights are staged *beside* the served ones, in the host's memory, while vLLM goes on generating, and checked against
-  the checkpoint before anything is touched; a reload that fails half-way would leave vLLM without weights.
-- After a load the output head is packed again (a CPU keeps a packed copy, which a reload of tied weights misses), and
-  what is computed with is compared with what was staged.
-- No prefix read with old weights is used with new ones: a load empties the cache, also of answers that go on, requests
-  carry the version as their cache salt, and wait at the door while the server stands still.
-- `/health` answers 200 once the first tokens were made, which takes much longer than the others.
-- Every answer says which life of the process gave it, and which version is served.
+- Every route except `/health` requires the run key (`RL_RUN_KEY`). vLLM's own `--api-key` does not protect the routes
+  that replace weights.
+- A staged load: new weights are fetched into host memory and checked against the checkpoint while vLLM generates. A
+  reload that fails halfway would leave vLLM without weights.
+- After a load, the output head is packed again: a CPU keeps a packed copy, which a reload of tied weights does not
+  update. The tensors in the model are then compared with the staged ones.
+- Prefixes computed with old weights are not reused. A load empties the cache, also for unfinished completions. Requests
+  have the version as their cache salt, and wait in the guard while generation is paused.
+- `/health` returns status 200 only after the first generated tokens, which take much longer than later ones.
+- Every response has headers with the instance of the server and the served version.
 
 Routes, all JSON: `GET /rl/health`, `/rl/info`, `/rl/stats`, `/rl/receipt`; `POST /rl/stage`, `/rl/pause`, `/rl/commit`,
 `/rl/resume`, `/rl/sleep`, `/rl/wake`.
@@ -43,72 +43,72 @@ else:
     import rl_stored
 
 COLUMNS = 32
-"""Of a packed matrix that are compared after a load."""
-FIGURES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
+"""Number of columns of a packed matrix that are compared after a load."""
+METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
 
-if multiprocessing.parent_process() is not None:  # a worker must not outlive the process that speaks HTTP
+if multiprocessing.parent_process() is not None:  # a worker must not outlive the HTTP process
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Guard(rl_guard.Guard):
-    """ASGI middleware around all of vLLM's routes."""
+    """ASGI middleware around all routes of vLLM."""
 
     generation_routes = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 
     def __init__(self, app: Any) -> None:
         super().__init__(app, os.environ.get(rl_guard.KEY, ""))
-        self._named = False
-        self._warm: asyncio.Task[None] | None = None
+        self._version_is_set = False
+        self._warm_up_task: asyncio.Task[None] | None = None
         self._routes[("POST", "/rl/sleep")] = self._sleep
         self._routes[("POST", "/rl/wake")] = self._wake
 
     def engine(self, scope: Any) -> Any:
         return scope["app"].state.engine_client
 
-    async def _elsewhere(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _forward(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health" and not await self._is_warm(self.engine(scope)):
-            await rl_guard.answer(send, 503, {"error": {"message": "the server is warming up."}})
+            await rl_guard.send_json(send, 503, {"error": {"message": "the server is warming up."}})
         else:
             await self._app(scope, receive, send)
 
     async def _generate(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, with the version as the salt of its prefix; one that comes during a pause waits."""
+        """Forward a generation request with the version as cache salt; during a pause, wait for its end first."""
         try:
             body = await rl_guard.body_of(receive)
         except ConnectionError:
             return
-        self._come()
+        self._begin_request()
         try:
             await self._prepare(self.engine(scope))
             await self._running.wait()
             if (salted := _salted(body, self._version)) is None:
-                await rl_guard.answer(send, 400, {"error": {"message": "expected a JSON object in UTF-8."}})
+                await rl_guard.send_json(send, 400, {"error": {"message": "expected a JSON object in UTF-8."}})
                 return
-            await self._app(scope, _replayed(salted, receive), self._counted(send))
+            await self._app(scope, _replay(salted, receive), self._counted(send))
         finally:
-            self._leave()
+            self._end_request()
 
     def _counted(self, send: Any) -> Any:
-        async def counted(message: dict[str, Any]) -> None:
+        async def send_counted(message: dict[str, Any]) -> None:
             self._messages += 1
             await send(message)
 
-        return counted
+        return send_counted
 
     async def _is_warm(self, engine: Any) -> bool:
-        """Whether the first tokens were made, which takes much longer than the others: nobody is to wait for them."""
-        if self._warm is None:
-            self._warm = asyncio.create_task(_warm_up(engine))
-        await asyncio.wait({self._warm}, timeout=rl_guard.ANSWER_SECONDS)
-        if self._warm.done():
-            self._warm.result()
-        return self._warm.done()
+        """Return whether the first tokens were generated, without waiting; the first call starts the warm-up."""
+        if self._warm_up_task is None:
+            self._warm_up_task = asyncio.create_task(_warm_up(engine))
+        await asyncio.wait({self._warm_up_task}, timeout=rl_guard.REPLY_SECONDS)
+        if self._warm_up_task.done():
+            self._warm_up_task.result()
+        return self._warm_up_task.done()
 
     async def _prepare(self, engine: Any) -> None:
-        """Give the weights that were loaded at the start their version, before the first token."""
-        if not self._named:
+        """Set the version of the initial weights before the first token is generated."""
+        if not self._version_is_set:
             await engine.update_weight_version(str(self._version))
-            self._named = True
+            self._version_is_set = True
 
     async def _info(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
         from vllm import __version__
@@ -127,34 +127,37 @@ class Guard(rl_guard.Guard):
             "world_size": engine.vllm_config.parallel_config.world_size,
         }
 
-    async def _figures(self, engine: Any) -> tuple[float, float, float]:
+    async def _metrics(self, engine: Any) -> tuple[float, float, float]:
         from prometheus_client import REGISTRY
 
-        found = dict.fromkeys(FIGURES, 0.0)
-        for metric in REGISTRY.restricted_registry(FIGURES).collect():
+        values = dict.fromkeys(METRICS, 0.0)
+        for metric in REGISTRY.restricted_registry(METRICS).collect():
             for sample in metric.samples:
-                if sample.name in found:
-                    found[sample.name] += sample.value
-        running, waiting, generated = found.values()
+                if sample.name in values:
+                    values[sample.name] += sample.value
+        running, waiting, generated = values.values()
         return running, waiting, generated
 
-    async def _loaded(self, engine: Any) -> None:
+    async def _clear_caches(self, engine: Any) -> None:
         if engine.vllm_config.model_config.is_multimodal_model:
             await engine.reset_encoder_cache()
 
-    async def _stage(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """As the base says. Once all ranks have opened what lies in the area, or it has failed, it needs no name."""
-        if not rl_staging.needs_area(asked["meta"]):
-            return await super()._stage(engine, asked)
+    async def _stage(self, engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+        """Stage a version as the base class does, with a staging area if needed.
+
+        The area is removed when all ranks have opened its files, or when staging failed.
+        """
+        if not rl_staging.needs_area(request["meta"]):
+            return await super()._stage(engine, request)
         area = rl_stored.make_area("vllm")
         try:
-            return await super()._stage(engine, {**asked, "meta": {**asked["meta"], "area": area}})
+            return await super()._stage(engine, {**request, "meta": {**request["meta"], "area": area}})
         finally:
             shutil.rmtree(area, ignore_errors=True)
 
     async def _sleep(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
-        """Free the device's memory; answers wait, and weights are to be loaded anew. No lease ends it."""
-        self._end_lease()
+        """Free the device's memory until `wake`. Requests wait, and no lease ends this."""
+        self._cancel_lease()
         self._running.clear()
         await engine.sleep(level=1, mode="keep")
         return {}
@@ -165,46 +168,51 @@ class Guard(rl_guard.Guard):
 
 
 async def _warm_up(engine: Any) -> None:
-    """Generate a few tokens, and score some."""
+    """Generate a few tokens, first without and then with prompt log-probs."""
     from vllm import SamplingParams
 
-    for number, scored in enumerate((None, 0)):
-        sampling = SamplingParams(max_tokens=2, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=scored)
+    for number, prompt_logprobs in enumerate((None, 0)):
+        sampling = SamplingParams(max_tokens=2, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=prompt_logprobs)
         async for _ in engine.generate({"prompt_token_ids": [1, 2, 3]}, sampling, f"rl-warm-up-{number}"):
             pass
 
 
 def _salted(body: bytes, version: int) -> bytes | None:
-    """A request's JSON with the version as the salt of its prefix: it comes last, so that it counts, whatever salt the
-    request names itself. None: it is no object."""
+    """Return a request's JSON with the version as cache salt, or None if it is not a JSON object.
+
+    The salt comes last, so that it overrides one in the request.
+    """
     body = body.strip()
     if not body:
         return body
     if body[:1] != b"{" or body[-1:] != b"}":
         return None
-    inside = body[1:-1].strip()
-    return b'{%s%s"cache_salt":"%d"}' % (inside, b"," if inside else b"", version)
+    content = body[1:-1].strip()
+    return b'{%s%s"cache_salt":"%d"}' % (content, b"," if content else b"", version)
 
 
-def _replayed(body: bytes, receive: Any) -> Any:
-    """`receive` of a request whose body was read; afterwards it waits for the client to go away."""
-    rest = [{"type": "http.request", "body": body, "more_body": False}]
+def _replay(body: bytes, receive: Any) -> Any:
+    """Return a `receive` that first returns the given body, and then waits for the client to disconnect."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Any:
-        return rest.pop() if rest else await receive()
+    async def receive_replayed() -> Any:
+        return messages.pop() if messages else await receive()
 
-    return replayed
+    return receive_replayed
 
 
 # ---- in the workers
 
 
 class WeightStage:
-    """Methods that vLLM's worker gets; `collective_rpc` calls them on all ranks. Rank 0 fetches a version into the
-    host's memory, in a thread, so that the worker goes on computing; the others open it, and all load from there."""
+    """Methods added to vLLM's worker class; `collective_rpc` calls them on all ranks.
+
+    Rank 0 fetches a version into host memory, in a thread, while the worker computes. The other ranks open it there,
+    and all ranks load from it.
+    """
 
     def rl_stage(self, meta: dict[str, Any]) -> None:
-        """Begin to fetch a version; `rl_staged` says how far it is."""
+        """Start to fetch a version; `rl_staged` returns the status."""
         state = self._rl_state()
         state.attempt = attempt = rl_staging.Attempt(meta, state)
         attempt.done = self._rl_rank() != 0
@@ -214,37 +222,37 @@ class WeightStage:
             threading.Thread(target=attempt.run, name="rl-stage", daemon=True).start()
 
     def rl_share(self, checksums: dict[str, str]) -> None:
-        """Begin to open, on the other ranks, what rank 0 has fetched."""
+        """Start to open the tensors that rank 0 fetched, on the other ranks."""
         attempt = self._rl_state().attempt
         if self._rl_rank() != 0:
             attempt.done = False
             threading.Thread(target=attempt.share, args=(checksums,), name="rl-share", daemon=True).start()
 
     def rl_staged(self) -> dict[str, Any]:
-        """Whether it is there; its checksums, or why it is not."""
-        return self._rl_state().attempt.told()
+        """Return the status of the current attempt: done or not, error, checksums."""
+        return self._rl_state().attempt.status()
 
     def rl_give_up(self) -> None:
-        """Leave what is being staged to itself."""
-        self._rl_state().forget()
+        """Abandon the current attempt."""
+        self._rl_state().reset()
 
     def rl_load(self, version: int) -> None:
         """Load the staged version into the served model."""
         state = self._rl_state()
         attempt = state.attempt
         if attempt.version != version:
-            raise RuntimeError(f"expected version {version} to be staged, found {attempt.version}.")
+            raise RuntimeError(f"expected staged version {version}, found {attempt.version}.")
         tensors = attempt.tensors
         self.reload_weights(weights_iterator=iter(list(tensors.items())))  # type: ignore[attr-defined]
         model = self.get_model()  # type: ignore[attr-defined]
         repack(model)
         compare(model, tensors)
         state.loaded = attempt.sums
-        if attempt.place is not None:
+        if attempt.area is not None:
             attempt.tensors = {}
 
     def rl_loaded(self) -> dict[str, Any]:
-        """Checksums of what was loaded last; empty: nothing yet."""
+        """Return the checksums of the last loaded version; empty before the first load."""
         return {"checksums": self._rl_state().loaded}
 
     def _rl_state(self) -> rl_staging.State:
@@ -256,44 +264,49 @@ class WeightStage:
 
 
 def repack(model: Any) -> None:
-    """Pack embeddings and heads again. A head that is tied has no weights of its own to load, so that a reload leaves
-    the copy as it was that a CPU multiplies with."""
+    """Pack embeddings and output heads again, because a reload does not update the packed copy of a tied head.
+
+    On a CPU, vLLM multiplies with that copy.
+    """
     for module in model.modules():
         if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings_padded"):
             module.quant_method.process_weights_after_loading(module)
 
 
 def compare(model: Any, staged: dict[str, Any]) -> None:
-    """See that the model computes with what was staged, wherever its tensors can be told apart: not where it is split
-    over ranks, quantised, or has other names than its checkpoint.
+    """Compare the model's tensors with the staged ones.
+
+    Parameters that are split over ranks, quantized, or named differently from the checkpoint are not compared.
 
     Raises:
-        RuntimeError: names the first parameter that is another.
+        RuntimeError: names the first parameter that differs.
     """
     import torch
 
     tied = "lm_head.weight" not in staged
-    for name, live, columns in served(model) if _whole(model) else ():
+    for name, live, columns in served(model) if _is_whole(model) else ():
         sent = staged.get("model.embed_tokens.weight" if tied and name == "lm_head.weight" else name)
         if sent is None:
             continue
         sent = (sent if columns is None else sent[:, columns]).to(live.device, live.dtype)
         if sent.shape == live.shape and not torch.equal(sent, live):
-            raise RuntimeError(f"parameter {name!r}: served is something else than was staged; the load missed it.")
+            raise RuntimeError(
+                f"parameter {name!r}: the served tensor differs from the staged one; the load did not update it."
+            )
 
 
-def _whole(model: Any) -> bool:
-    """Whether it is neither split nor quantised, which shows in each of its layers."""
+def _is_whole(model: Any) -> bool:
+    """Return whether no layer of the model is split over ranks or quantized."""
     layers = [module for module in model.modules() if hasattr(module, "quant_method") and hasattr(module, "weight")]
-    plain = all(type(layer.quant_method).__name__.startswith("Unquantized") for layer in layers)
-    return plain and all(getattr(layer, "tp_size", 1) == 1 for layer in layers)
+    unquantized = all(type(layer.quant_method).__name__.startswith("Unquantized") for layer in layers)
+    return unquantized and all(getattr(layer, "tp_size", 1) == 1 for layer in layers)
 
 
 def served(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a vLLM model computes with, under the names of its checkpoint: name, tensor, and its columns (None: all).
+    """Yield name in the checkpoint, tensor and column indices (None for all columns) of a vLLM model's parameters.
 
-    A matrix that was packed for a CPU gives back the columns that are asked for when it is multiplied with unit
-    vectors; some are enough to see whether it is the one that was staged.
+    Of a matrix that is packed for a CPU, some columns are computed by multiplication with unit vectors. They suffice
+    to detect a wrong matrix.
     """
     packed_together = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules():
@@ -313,7 +326,7 @@ def served(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def unpacked(module: Any) -> tuple[Any, Any]:
-    """Some columns of a packed matrix [rows, columns], and which."""
+    """Return random columns of a packed matrix, [rows, columns], and their indices."""
     import torch
 
     width = getattr(module, "input_size_per_partition", None) or module.embedding_dim

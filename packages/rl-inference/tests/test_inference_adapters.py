@@ -1,4 +1,4 @@
-"""Updates that carry adapters alone, at the embedded server: what is served, what is told, what is refused."""
+"""Weight updates of the embedded server that contain only adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Model(torch.nn.Module):
-    """An adapted layer, a frozen one that is tied, and a norm that is trained whole."""
+    """Model with an adapted layer, a frozen layer whose weight is tied to another, and a fully trained norm."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A directory with the model's weights in two files, one of them kept in bfloat16."""
+    """Directory with the model's weights in two files, one of the weights in bfloat16."""
     directory = tmp_path / "base"
     directory.mkdir()
     tensors = {name: p.detach().clone() for name, p in Model().named_parameters()}
@@ -53,7 +53,7 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
-def loaded(base: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load_model(base: Path, dtype: torch.dtype = torch.float32) -> Model:
     model, weights = Model(dtype), BaseWeights(base)
     for name, parameter in model.named_parameters():
         parameter.data = weights[name].to(dtype)
@@ -66,9 +66,13 @@ def matrices(seed: int) -> Tensors:
     return {a: torch.randn(2, 5, generator=random), b: torch.randn(4, 2, generator=random)}
 
 
-def update(directory: Path, base: Path, version: int, dtype: str = "float32", **more: Any) -> Any:
-    """Meta and receipt of an update that carries an adapter and a norm."""
-    sent = {**matrices(version), "norm.weight": torch.full((6,), float(version), dtype=getattr(torch, dtype)), **more}
+def update(directory: Path, base: Path, version: int, dtype: str = "float32", **replaced: Any) -> Any:
+    """Return metadata and receipt of an update with an adapter and a norm; `replaced` replaces tensors."""
+    sent = {
+        **matrices(version),
+        "norm.weight": torch.full((6,), float(version), dtype=getattr(torch, dtype)),
+        **replaced,
+    }
     meta, receipt = put_weights(directory, version, sent.items())
     names = [name for name, _ in Model().named_parameters() if name not in sent]
     adapter = AdapterSpec({ADAPTED: SCALE}, {name: prefix_checksum(BaseWeights(base)[name]) for name in names}, dtype)
@@ -79,14 +83,14 @@ def expected(base: Path, version: int) -> torch.Tensor:
     return merged(BaseWeights(base)[ADAPTED], *matrices(version).values(), SCALE)
 
 
-def served(tmp_path: Path, base: Path, model: torch.nn.Module) -> ServedWeights:
+def served_weights(tmp_path: Path, base: Path, model: torch.nn.Module) -> ServedWeights:
     return ServedWeights(model, str(tmp_path / "weights"), "server", 0, str(base))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_adapter_update_serves_base_plus_product_rounded_once_and_all_else_as_it_was(tmp_path, base, dtype):
-    model = loaded(base, dtype)
-    weights = served(tmp_path, base, model)
+def test_adapter_update_serves_merged_weight_and_keeps_the_others(tmp_path, base, dtype):
+    model = load_model(base, dtype)
+    weights = served_weights(tmp_path, base, model)
     frozen, frozen_memory = model.frozen.weight.detach().clone(), model.frozen.weight.data_ptr()
     for version in (1, 2, 3):
         meta, sent = update(tmp_path / "weights", base, version, str(dtype).removeprefix("torch."))
@@ -100,15 +104,15 @@ def test_adapter_update_serves_base_plus_product_rounded_once_and_all_else_as_it
         assert not torch.equal(model.layer.weight, before)
         assert bool((model.norm.weight == version).all())
         assert torch.equal(model.frozen.weight, frozen)
-        assert model.frozen.weight.data_ptr() == frozen_memory == model.tied.weight.data_ptr()  # never a copy
+        assert model.frozen.weight.data_ptr() == frozen_memory == model.tied.weight.data_ptr()  # not copied
 
 
-def test_live_receipt_tells_of_matrices_where_the_weight_still_is_what_they_made(tmp_path, base):
-    model = loaded(base)
-    weights = served(tmp_path, base, model)
+def test_receipt_of_modified_merged_weight_omits_its_matrices(tmp_path, base):
+    model = load_model(base)
+    weights = served_weights(tmp_path, base, model)
     meta, sent = update(tmp_path / "weights", base, 1)
     weights.stage(meta)
-    assert not weights.receipt().checksums.keys() & matrices(1).keys()  # staged is not served
+    assert not weights.receipt().checksums.keys() & matrices(1).keys()  # staged but not served
     weights.commit(1)
 
     live = weights.receipt().checksums
@@ -120,12 +124,12 @@ def test_live_receipt_tells_of_matrices_where_the_weight_still_is_what_they_made
     assert weights.receipt().checksums.keys() == live.keys() - matrices(1).keys()
 
 
-def test_adapter_update_after_a_whole_one_goes_back_to_the_base(tmp_path, base):
-    model = loaded(base)
-    weights = served(tmp_path, base, model)
-    other = [(name, p.detach() + 1) for name, p in model.named_parameters()]
-    whole, _ = put_weights(tmp_path / "weights", 1, other)
-    weights.stage(whole)
+def test_adapter_update_after_full_update_restores_base_weights(tmp_path, base):
+    model = load_model(base)
+    weights = served_weights(tmp_path, base, model)
+    changed = [(name, p.detach() + 1) for name, p in model.named_parameters()]
+    full, _ = put_weights(tmp_path / "weights", 1, changed)
+    weights.stage(full)
     weights.commit(1)
     assert not weights.receipt().checksums.keys() & matrices(1).keys()
     for version in (2, 3):
@@ -139,11 +143,11 @@ def test_adapter_update_after_a_whole_one_goes_back_to_the_base(tmp_path, base):
         assert torch.equal(model.layer.weight, expected(base, 2))
 
 
-def test_server_that_starts_again_serves_base_plus_adapter_of_the_committed_version(tmp_path, base):
+def test_restarted_server_serves_adapter_of_committed_version(tmp_path, base):
     meta, sent = update(tmp_path / "weights", base, 6)
     write_committed(tmp_path / "weights", meta, sent)
-    model = loaded(base)
-    weights = served(tmp_path, base, model)
+    model = load_model(base)
+    weights = served_weights(tmp_path, base, model)
 
     restore(weights, str(tmp_path / "weights"))
 
@@ -151,49 +155,49 @@ def test_server_that_starts_again_serves_base_plus_adapter_of_the_committed_vers
     assert torch.equal(model.layer.weight, expected(base, 6))
 
 
-def test_adapter_update_that_cannot_be_right_is_refused_and_nothing_changes(tmp_path, base):
-    model = loaded(base)
-    weights, directory = served(tmp_path, base, model), tmp_path / "weights"
+def test_stage_invalid_adapter_update_is_rejected_without_change(tmp_path, base):
+    model = load_model(base)
+    weights, directory = served_weights(tmp_path, base, model), tmp_path / "weights"
     good, _ = update(directory, base, 1)
     adapter = good.adapter
     name = AdapterSpec.matrices(ADAPTED)[1]
-    other = {**adapter.base, "frozen.weight": "1"}
-    few = {name: begin for name, begin in adapter.base.items() if name != "layer.bias"}
-    lone = replace(good, parts=(replace(good.parts[0], params=good.params[:1]),))
-    for wrong, match in (
-        (replace(good, adapter=replace(adapter, base=other)), "'frozen.weight' is not the one that the trainer adapts"),
-        (replace(good, adapter=replace(adapter, base=few)), r"1 parameters were not sent, the first \['layer.bias'\]"),
-        (replace(good, adapter=replace(adapter, base={**few, "x": "1"})), "expected the base weight 'x'"),
+    changed_base = {**adapter.base, "frozen.weight": "1"}
+    missing_base = {name: prefix for name, prefix in adapter.base.items() if name != "layer.bias"}
+    one_matrix = replace(good, parts=(replace(good.parts[0], params=good.params[:1]),))
+    for invalid, match in (
+        (replace(good, adapter=replace(adapter, base=changed_base)), r"parameter 'frozen\.weight'"),
+        (replace(good, adapter=replace(adapter, base=missing_base)), r"1 parameters.*\['layer\.bias'\]"),
+        (replace(good, adapter=replace(adapter, base={**missing_base, "x": "1"})), "base weight 'x'"),
         (replace(good, adapter=replace(adapter, dtype="bfloat16")), f"'{ADAPTED}': expected torch.float32"),
-        (lone, f"the adapter is not whole; missing are .'{name}'"),
-        (torch.ones(4, 3), "cannot be read: .*shapes cannot be multiplied"),
-        (torch.full((4, 2), 3e38), f"'{ADAPTED}' is not finite"),
+        (one_matrix, f"the adapter is .*'{name}'"),
+        (torch.ones(4, 3), "shapes cannot be multiplied"),
+        (torch.full((4, 2), 3e38), f"'{ADAPTED}'.*finite"),
         (torch.full((4, 2), torch.nan), "expected finite numbers"),
     ):
-        meta = update(directory, base, 1, **{name: wrong})[0] if isinstance(wrong, torch.Tensor) else wrong
+        meta = update(directory, base, 1, **{name: invalid})[0] if isinstance(invalid, torch.Tensor) else invalid
         with pytest.raises(WeightUpdateError, match=match):
             weights.stage(meta)
         assert weights.staged_version is None
-    without = ServedWeights(model, str(directory), "server", 0)
-    with pytest.raises(WeightUpdateError, match="does not know its base weights"):
-        without.stage(good)
+    without_base = ServedWeights(model, str(directory), "server", 0)
+    with pytest.raises(WeightUpdateError, match=r"publish\.adapter=never"):
+        without_base.stage(good)
     with pytest.raises(WeightUpdateError, match="expected the base weight"):
-        served(tmp_path, tmp_path, model).stage(good)
+        served_weights(tmp_path, tmp_path, model).stage(good)
     assert torch.equal(model.layer.weight, BaseWeights(base)[ADAPTED])
 
 
-def test_adapter_travels_as_json_and_a_record_without_one_is_read(tmp_path, base):
+def test_weight_update_meta_with_and_without_adapter_survives_json(tmp_path, base):
     meta, _ = update(tmp_path / "weights", base, 1)
 
     assert WeightUpdateMeta.from_json(meta.to_json()) == meta
-    told = {"meta": json.loads(json.dumps(meta.to_json()))}
-    assert msgspec.convert(told, Stage).update() == meta
-    whole = replace(meta, adapter=None)
-    assert "adapter" not in whole.to_json()
-    assert WeightUpdateMeta.from_json(whole.to_json()) == whole
+    request = {"meta": json.loads(json.dumps(meta.to_json()))}
+    assert msgspec.convert(request, Stage).update() == meta
+    full = replace(meta, adapter=None)
+    assert "adapter" not in full.to_json()
+    assert WeightUpdateMeta.from_json(full.to_json()) == full
 
 
-def test_base_weights_are_mapped_and_not_copied(base):
+def test_base_weights_are_memory_mapped(base):
     weights = BaseWeights(base)
 
     assert weights[ADAPTED].data_ptr() == weights[ADAPTED].data_ptr()

@@ -1,4 +1,4 @@
-"""The contract of inference engines, by two real servers."""
+"""Conformance suite of inference engines, against two embedded servers."""
 
 from __future__ import annotations
 

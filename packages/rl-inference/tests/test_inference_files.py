@@ -1,4 +1,4 @@
-"""What client and server do about the number of files that a process may have open."""
+"""Behavior of client and server at the limit of open files of a process."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ REQUEST = ModelRequest([5, 6, 7], GenerationConfig(max_new_tokens=4, ignore_eos=
 
 @contextlib.contextmanager
 def soft_limit(files: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    old_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, old_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, old_limits)
 
 
 def highest_file() -> int:
-    """The number of this process's last open file: all of the tests before may have left some."""
+    """Return the highest open file descriptor; earlier tests may have left some open."""
     return max(int(number) for number in os.listdir("/proc/self/fd"))
 
 
 @contextlib.contextmanager
-def no_file_left() -> Iterator[Callable[[], None]]:
-    """This process cannot open another file. Yields what makes it so again, where something has closed one since."""
-    taken = []
+def no_free_descriptor() -> Iterator[Callable[[], None]]:
+    """Use up all file descriptors of this process. Yields a function that uses up those closed meanwhile."""
+    opened = []
 
     def fill() -> None:
         with contextlib.suppress(OSError):
             while True:
-                taken.append(os.dup(0))
+                opened.append(os.dup(0))
 
     gc.collect()
     with soft_limit(1 + highest_file()):
@@ -58,8 +58,8 @@ def no_file_left() -> Iterator[Callable[[], None]]:
             fill()
             yield fill
         finally:
-            for number in taken:
-                os.close(number)
+            for descriptor in opened:
+                os.close(descriptor)
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +78,18 @@ async def client(address: str, **config: float):
         await engine.destroy()
 
 
-async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
+async def test_client_without_free_descriptor_reports_ulimit_and_evicts_none(
     server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probed, look = asyncio.Semaphore(0), ServerMonitor._check
+    probes, check = asyncio.Semaphore(0), ServerMonitor._check
 
-    async def counted(self: ServerMonitor, *arguments: Any) -> None:
-        await look(self, *arguments)
-        probed.release()
+    async def counted_check(self: ServerMonitor, *arguments: Any) -> None:
+        await check(self, *arguments)
+        probes.release()
 
-    monkeypatch.setattr(ServerMonitor, "_check", counted)
+    monkeypatch.setattr(ServerMonitor, "_check", counted_check)
     async with client(server.address, probe_interval=0.02) as engine:
-        with caplog.at_level(logging.WARNING, logger="rl"), no_file_left() as fill:
+        with caplog.at_level(logging.WARNING, logger="rl"), no_free_descriptor() as fill:
             for _ in range(3):
                 fill()
                 with pytest.raises(TooManyFilesError, match=r"ulimit -n.*rollout\.max_concurrent"):
@@ -98,22 +98,22 @@ async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
                 await engine.score([1, 2, 3])
             async with asyncio.timeout(20):
                 for _ in range(3):
-                    await probed.acquire()
-            assert (await engine.stats())["running"] == 0, "no figures, and no harm"
+                    await probes.acquire()
+            assert (await engine.stats())["running"] == 0, "unavailable metrics must not cause an error"
             assert engine.servers == [server.address]
-        assert "cannot probe server" in caplog.text
-        assert "is evicted" not in caplog.text
+        levels = {record.levelno for record in caplog.records if server.address in record.getMessage()}
+        assert levels == {logging.WARNING}, "failed probes must be warnings, not evictions"
         assert len((await engine.agenerate(REQUEST)).output_ids) == 4
 
 
-async def test_no_file_left_fails_an_update_and_evicts_nobody(server: ServerProcess) -> None:
+async def test_stage_without_free_descriptor_fails_and_evicts_none(server: ServerProcess) -> None:
     async with client(server.address, probe_interval=0.0) as engine:
-        with no_file_left(), pytest.raises(WeightUpdateError, match=r"could not stage version 1: .*ulimit -n"):
+        with no_free_descriptor(), pytest.raises(WeightUpdateError, match=r"version 1.*ulimit -n"):
             await engine.stage_weights(WeightUpdateMeta("shm", 1))
         assert engine.servers == [server.address]
 
 
-async def test_client_takes_all_the_files_that_it_may_have() -> None:
+async def test_client_initialize_raises_soft_file_limit() -> None:
     with soft_limit(limit := highest_file() + 200):
         EmbeddedEngine().initialize(["http://127.0.0.1:9"])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,7 +121,7 @@ async def test_client_takes_all_the_files_that_it_may_have() -> None:
 
 
 @pytest.mark.nightly
-def test_server_takes_all_the_files_that_it_may_have(model_path: Path, tmp_path: Path) -> None:
+def test_server_start_raises_soft_file_limit(model_path: Path, tmp_path: Path) -> None:
     command = (sys.executable, "-m", "rl_inference.embedded_server")
     limit = highest_file() + 200
     with soft_limit(limit), ServerProcess(model_path, tmp_path / "log", command=command) as server:
@@ -135,14 +135,14 @@ def test_server_takes_all_the_files_that_it_may_have(model_path: Path, tmp_path:
 
 
 @pytest.mark.slow
-async def test_client_has_no_limit_of_its_own_beside_the_admission_of_groups() -> None:
-    arrived, enough = [], asyncio.Event()
+async def test_client_sends_1100_concurrent_requests() -> None:
+    arrived, all_arrived = [], asyncio.Event()
 
     async def generate(request: web.Request) -> web.Response:
         arrived.append(None)
         if len(arrived) == 1100:
-            enough.set()
-        await enough.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         return web.json_response({"error": {"message": "seen"}}, status=400)
 
     app = web.Application()
@@ -155,7 +155,7 @@ async def test_client_has_no_limit_of_its_own_beside_the_admission_of_groups() -
             f"http://127.0.0.1:{runner.addresses[0][1]}", probe_interval=0.0, connect_timeout=30
         ) as engine:
             async with asyncio.timeout(60):
-                found = await asyncio.gather(*(engine.agenerate(REQUEST) for _ in range(1100)), return_exceptions=True)
+                errors = await asyncio.gather(*(engine.agenerate(REQUEST) for _ in range(1100)), return_exceptions=True)
     finally:
         await runner.cleanup()
-    assert all("seen" in str(error) for error in found)
+    assert all("seen" in str(error) for error in errors)

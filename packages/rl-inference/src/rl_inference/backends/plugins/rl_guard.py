@@ -346,7 +346,7 @@ class Guard(ABC):
         self._expiry_task = asyncio.ensure_future(self._resume_after_lease(engine, lease, self._lease))
 
     async def _resume_after_lease(self, engine: Any, lease: float, expired: asyncio.TimerHandle | None) -> None:
-        """Resume after a pause lease expired and any running commit, unless another pause was requested meanwhile."""
+        """Resume generation when a lease has expired and no commit runs, unless another pause was requested."""
         async with self._commit_lock:
             if self._lease is expired:
                 logger.warning("pause lease expired after %g s; resuming generation", lease)

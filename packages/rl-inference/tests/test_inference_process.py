@@ -184,7 +184,7 @@ async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(mo
                     await asyncio.sleep(0.02)
 
             assert {answer.server for answer in answers} == {well.address}
-            assert "the decode thread has not moved for" in str(engine._router.servers[0].evicted)
+            assert "the decode thread has made no progress for" in str(engine._router.servers[0].evicted)
         finally:
             await engine.destroy()
 

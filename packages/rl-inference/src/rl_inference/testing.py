@@ -1,4 +1,4 @@
-"""For tests: tiny models made on the spot, what transformers says of them, and real server processes."""
+"""Test helpers: tiny models created on demand, their results in transformers, and real server processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rl_inference.backends.embedded.config import to_arguments
 __all__ = ["JobProcess", "ServerProcess", "reference_logprobs", "reference_model", "tiny_model"]
 
 VOCAB_SIZE = 160
-"""Tokens of the tiny models."""
+"""Vocabulary size of the tiny models."""
 END_ID = 2
-"""Their end token."""
+"""End token of the tiny models."""
 
 preload(
     "rl_inference.embedded_server.loop",
@@ -36,13 +36,13 @@ preload(
 
 
 def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:
-    """Save a random model of neither flat nor sharp distributions, and a tokenizer of single characters.
+    """Save a random model whose distributions are neither flat nor sharp, and a tokenizer of single characters.
 
     Args:
-        path: directory to make.
+        path: directory to create.
         family: model type of transformers.
-        seed: of the weights.
-        settings: fields of its config.
+        seed: seed of the weights.
+        settings: fields of the model config.
 
     Returns:
         `path`.
@@ -93,7 +93,7 @@ def _tiny_tokenizer(path: Path, size: int) -> None:
 
 
 def reference_model(path: Path) -> Any:
-    """The model as transformers itself runs it: float32, its own attention."""
+    """Load the model with transformers' eager attention, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +101,7 @@ def reference_model(path: Path) -> Any:
 
 
 def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probs of `output` after `prompt`, by one forward pass of a `reference_model`."""
+    """Return log-probs of `output` after `prompt`, from one forward pass of a `reference_model`."""
     import torch
 
     with torch.no_grad():
@@ -113,40 +113,42 @@ def reference_logprobs(model: Any, prompt: list[int], output: list[int], tempera
 
 @dataclass
 class ServerProcess:
-    """One server, alive from `start` to `stop`; a context manager does both.
+    """Server process that runs from `start` to `stop`; a context manager calls both.
 
-    It is forked off a process that has imported everything already, which saves the seconds that
-    `python -m rl_inference.embedded_server` spends on imports; otherwise it is the same. With `device=cuda`, which no
-    fork can use, it is that program.
+    The process is forked from one that has already imported everything. This saves the seconds that `python -m
+    rl_inference.embedded_server` spends on imports; otherwise both are the same. With `device=cuda`, which does not
+    work after a fork, the program is started instead.
     """
 
     model: Path
+    """Model directory."""
     log: Path
-    """File for what it writes."""
+    """File for the output of the server."""
     key: str = ""
-    """Run key; empty: none."""
+    """Run key; empty: no key."""
     port: int = 0
-    """0: a free one."""
+    """Port; 0: a free port."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of `python -m rl_inference.embedded_server`."""
+    """Further options of `python -m rl_inference.embedded_server`, by name."""
     command: tuple[str, ...] | None = None
-    """Start this program, with the server's options, instead of forking."""
+    """Program to start with the server's options instead of forking."""
     process: BaseProcess | subprocess.Popen[bytes] | None = None
+    """Running process; None before `start`."""
 
     @property
     def address(self) -> str:
-        """`http://127.0.0.1:port`."""
+        """URL `http://127.0.0.1:port`."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the process; None while it runs."""
         if isinstance(self.process, subprocess.Popen):
             return self.process.poll()
         return None if self.process is None else self.process.exitcode
 
     def start(self) -> Self:
-        """Start it and return at once."""
+        """Start the server and return at once."""
         self.port = self.port or free_port()
         options = {"model": self.model, "port": self.port, "threads": 1, **self.options}
         arguments = to_arguments(options)
@@ -163,10 +165,10 @@ class ServerProcess:
         return self
 
     def wait_ready(self, timeout: float = 120.0) -> Self:
-        """Return when `/health` answers 200.
+        """Return when `/health` replies 200.
 
         Raises:
-            InferenceError: it ended, or was not ready in time; with its log.
+            InferenceError: the server ended, or was not ready in time; includes its log.
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -180,13 +182,13 @@ class ServerProcess:
         raise InferenceError(f"the server was not ready within {timeout:g} s:\n{self.log.read_text()}")
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Wait for its end.
+        """Wait for the end of the process.
 
         Returns:
-            its exit code; minus the signal, if one killed it.
+            Exit code; the negative signal number if a signal killed the process.
 
         Raises:
-            InferenceError: it still runs.
+            InferenceError: the process still runs after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while (code := self.exit_code) is None:
@@ -196,16 +198,16 @@ class ServerProcess:
         return code
 
     def signal(self, signum: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         assert self.process is not None
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)
 
     def stop(self) -> int:
-        """Kill it, if it still runs.
+        """Kill the process if it still runs.
 
         Returns:
-            its exit code.
+            Exit code.
         """
         if self.exit_code is None:
             self.signal(signal.SIGKILL)
@@ -227,26 +229,26 @@ class ServerProcess:
 
 @dataclass
 class JobProcess(ServerProcess):
-    """A server of another program, started as its engine's `server_spec` says, with a process group of its own."""
+    """Server of another program, started from its engine's `server_spec` in a separate process group."""
 
     job: JobSpec | None = None
-    """What to start."""
+    """Job to start."""
 
     def start(self) -> Self:
-        """Start it and return at once."""
+        """Start the server and return at once."""
         assert self.job is not None
         self.port = self.port or free_port()
         values = {"{host}": "127.0.0.1", "{port}": str(self.port), "{index}": "0"}
 
-        def filled(text: str) -> str:
+        def fill(text: str) -> str:
             for name, value in values.items():
                 text = text.replace(name, value)
             return text
 
-        variables = {name: filled(value) for name, value in self.job.env.items()}
+        variables = {name: fill(value) for name, value in self.job.env.items()}
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
-                [filled(text) for text in self.job.command],
+                [fill(text) for text in self.job.command],
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **variables, "RL_RUN_KEY": self.key},
@@ -255,11 +257,15 @@ class JobProcess(ServerProcess):
         return self
 
     def wait_ready(self, timeout: float = 900.0) -> Self:
-        """As `ServerProcess.wait_ready`; a large server takes minutes on a busy machine."""
+        """Wait like `ServerProcess.wait_ready`, but for longer: a large server takes minutes on a busy machine."""
         return super().wait_ready(timeout)
 
     def stop(self) -> int:
-        """Kill it and all that it started, if it still runs."""
+        """Kill the process group of the server, if it still runs.
+
+        Returns:
+            Exit code.
+        """
         assert isinstance(self.process, subprocess.Popen)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -267,7 +273,7 @@ class JobProcess(ServerProcess):
 
 
 def _serve(arguments: list[str]) -> None:
-    """The forked process."""
+    """Run the server in the forked process."""
     from rl_inference.embedded_server.__main__ import main
 
     sys.exit(main(arguments))

@@ -1,5 +1,6 @@
-"""The embedded server: `python -m rl_inference.embedded_server --model DIR --port N`.
+"""Embedded inference server: `python -m rl_inference.embedded_server --model DIR --port N`.
 
-Two threads. The main thread speaks HTTP (`app`); the decode thread (`loop`) owns the model, its cache and its
-weights, and touches them only between two forward passes. They exchange `GenerationJob`s and commands,
-nothing else."""
+The server has two threads. The main thread serves HTTP (`app`). The decode thread (`loop`) owns the model, its KV
+cache and its weights, and touches them only between two forward passes. The threads exchange only `GenerationJob`s
+and commands.
+"""

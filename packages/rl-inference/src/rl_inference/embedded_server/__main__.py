@@ -1,4 +1,4 @@
-"""`python -m rl_inference.embedded_server --model DIR --port N`: load a model and serve it until told to stop."""
+"""Command `python -m rl_inference.embedded_server --model DIR --port N`: load a model and serve it until a signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = get_logger("inference.server")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the server; returns the exit code."""
+    """Run the server and return its exit code."""
     configure(role="server")
     key = os.environ.get(RUN_KEY_VARIABLE, "")
     try:
@@ -42,35 +42,34 @@ def main(arguments: list[str] | None = None) -> int:
         require(
             bool(key) or _is_loopback(options.host),
             "server.host",
-            f"this machine's own address (127.0.0.1), or a key in {RUN_KEY_VARIABLE} that others must know",
+            f"a loopback address (127.0.0.1), or a run key in the environment variable {RUN_KEY_VARIABLE}",
             options.host,
         )
     except RLError as error:
         logger.error("%s", error)
         return 2
     raise_file_limit()
-    # The HTTP thread must not hold up the decode thread, which asks for the interpreter a thousand times per
-    # pass.
+    # The decode thread acquires the interpreter lock a thousand times per pass; the HTTP thread must not delay it.
     sys.setswitchinterval(0.0005)
-    # oneDNN keeps a primitive for every size of a product, torch its description (0.25 MiB each, 1024 unless told
-    # otherwise), and passes have all sizes
+    # Passes have all sizes. For each size of a matrix product oneDNN caches a primitive and torch its description
+    # (0.25 MiB each, 1024 by default).
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(options, key))
-    if threading.active_count() > 1:  # what still waits for a silent trainer must not hold up the end
+    if threading.active_count() > 1:  # a thread that waits for a silent trainer must not delay the exit
         logging.shutdown()
         os._exit(code)
     return code
 
 
 async def serve(options: ServerOptions, key: str) -> int:
-    """Listen, load the model, serve until a signal, `/shutdown` or a death of the decode thread.
+    """Listen, load the model, and serve until a signal, a call of `/shutdown` or a crash of the decode thread.
 
     Returns:
-        the exit code.
+        The exit code.
     """
     events = asyncio.get_running_loop()
     ended: asyncio.Future[int] = events.create_future()
@@ -116,8 +115,11 @@ async def serve(options: ServerOptions, key: str) -> int:
 def _load(
     options: ServerOptions, holder: str, on_crash: Callable[[BaseException], object]
 ) -> asyncio.Future[DecodeLoop]:
-    """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
-    the port is bound, and /health answers, seconds before they are there."""
+    """Load the model in a daemon thread, so that a signal need not wait for it.
+
+    The thread also imports torch and transformers. The port is bound, and `/health` answers, seconds before these
+    imports finish.
+    """
     config, spec = options.config, options.spec
     events = asyncio.get_running_loop()
     result: asyncio.Future[DecodeLoop] = events.create_future()
@@ -137,19 +139,22 @@ def _load(
             weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version, spec.model_path)
             restore(weights, spec.weights_dir)
             loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+        except BaseException as error:  # noqa: BLE001 - passed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:
-            _spare_collector()
+            _freeze_garbage_collector()
             events.call_soon_threadsafe(result.set_result, loop)
 
     threading.Thread(target=work, name="load", daemon=True).start()
     return result
 
 
-def _spare_collector() -> None:
-    """Leave what exists now out of every later garbage collection. Imports and model are a million objects: a full
-    collection over them stops all answers for a quarter of a second."""
+def _freeze_garbage_collector() -> None:
+    """Exclude all current objects from later garbage collections.
+
+    Imports and the model create a million objects. A full collection over them stops all generation for a quarter
+    of a second.
+    """
     gc.collect()
     gc.freeze()
 
@@ -157,13 +162,13 @@ def _spare_collector() -> None:
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def _bind_error(options: ServerOptions, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {options.port} of {options.host} is in use; stop what listens there or give another --port."
+        return f"port {options.port} of {options.host} is in use; stop the process that uses it or pass another --port."
     return f"cannot listen on {options.host}:{options.port}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side: SGLang's `/generate` and its neighbours, as far as this server has them."""
+"""HTTP side of the server: a subset of SGLang's routes, such as `/generate`, and routes for weights and scores."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
 logger = get_logger("inference.server")
 
 PROGRESS_SECONDS = 0.5
-"""Longest silence of a stream while the decode thread is alive."""
+"""Longest time in seconds between two events of a stream while the decode thread is alive."""
 DRAIN_ANSWER_SECONDS = 0.5
-"""After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
+"""Seconds after which `/pause_generation` with `wait` replies `paused: false`; the client then asks again."""
 BODY_SECONDS = 30.0
-"""Within which a request's body must have come."""
+"""Seconds within which a request's body must arrive."""
 UNREAD_SECONDS = 30.0
-"""Within which a client must read what a stream brings."""
+"""Seconds within which a client must read the data of a stream."""
 WHOLE_PROMPTS = 8
-"""Prompts of the whole context that a body may hold."""
+"""Number of prompts with the full context length that a body may hold."""
 AGENT_ROUTES = ("/model_info", "/stats", "/generate", "/score")
-"""What the key of generation opens; all others control the server."""
+"""Routes that the generation key gives access to; all other routes control the server."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServerApp:
-    """The routes and what they share.
+    """The HTTP routes and their shared state.
 
     Args:
         options: settings of the process.
-        key: what `Authorization: Bearer` must carry, or for `AGENT_ROUTES` the key that follows from it
-            (`generation_key`); empty: nothing is asked for.
+        key: run key that `Authorization: Bearer` must carry. `AGENT_ROUTES` also accept the generation key derived
+            from it (`generation_key`). Empty: no key is required.
         shut_down: called by `/shutdown`.
     """
 
@@ -77,10 +77,10 @@ class ServerApp:
         self._keys = [key.encode(), generation_key(key).encode()] if key else []
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
-        self._most = self.config.slots + self.config.max_waiting
+        self._max_jobs = self.config.slots + self.config.max_waiting
         self._jobs = self._scores = 0
         self._staging = asyncio.Lock()
-        self._beat = (-1, 0.0)
+        self._last_beat = (-1, 0.0)
         self._lease: asyncio.TimerHandle | None = None
         self.instance = secrets.token_hex(8)
         self.app = web.Application(middlewares=[self._guard])
@@ -108,23 +108,25 @@ class ServerApp:
         response.headers[EmbeddedProtocol.life_header] = self.instance
 
     def serve(self, loop: DecodeLoop) -> None:
-        """Begin to answer: the model is there."""
+        """Start to serve requests with a loaded model."""
         self._loop = loop
 
     @property
     def loop(self) -> DecodeLoop:
-        """The decode thread.
+        """Decode thread of the server.
 
         Raises:
             HTTPServiceUnavailable: the model is still being loaded.
         """
         if self._loop is None:
-            raise web.HTTPServiceUnavailable(text="the model is being loaded", headers={"Retry-After": "1"})
+            raise web.HTTPServiceUnavailable(
+                text="the model is still loading; try again.", headers={"Retry-After": "1"}
+            )
         return self._loop
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key and the kind of the body, and turn errors into JSON with one sentence."""
+        """Check the key and the content type, and turn errors into JSON with one sentence."""
         try:
             self._check_key(request)
             if request.method == "POST" and request.content_type != "application/json":
@@ -138,26 +140,26 @@ class ServerApp:
             return _error(error.status, error.text or error.reason, dict(error.headers))
         except ConnectionError:  # the client went away
             raise
-        except Exception as error:  # the boundary to HTTP: recorded, and told in one sentence
+        except Exception as error:  # the boundary to HTTP: log it and reply with one sentence
             logger.exception("%s %s", request.method, request.path)
             return _error(500, f"{type(error).__name__}: {error}")
 
     def _check_key(self, request: web.Request) -> None:
         if not self._keys or request.path == "/health":
             return
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        control, agent = (hmac.compare_digest(given, b"Bearer " + key) for key in self._keys)
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        control, agent = (hmac.compare_digest(header, b"Bearer " + key) for key in self._keys)
         if not (control or agent):
             raise web.HTTPUnauthorized(text="the request carries no valid key (Authorization: Bearer).")
         if agent and request.path not in AGENT_ROUTES:
-            raise web.HTTPForbidden(text=f"the key of generation opens {', '.join(AGENT_ROUTES)}, and nothing else.")
+            raise web.HTTPForbidden(text=f"the generation key gives access only to {', '.join(AGENT_ROUTES)}.")
 
     async def _read[T: Struct](self, request: web.Request, kind: type[T]) -> T:
-        """The body as its schema has it.
+        """Return the body, decoded by its schema.
 
         Raises:
-            InferenceError: it is wrong.
-            HTTPException: it is too large, compressed, or has not come in time.
+            InferenceError: the body is invalid.
+            HTTPException: the body is too large, compressed, or did not arrive in time.
         """
         if "Content-Encoding" in request.headers:
             raise web.HTTPUnsupportedMediaType(text="expected a body without Content-Encoding.")
@@ -177,7 +179,7 @@ class ServerApp:
         return decode(bytes(body), kind, {"sampling_params": SamplingParams})
 
     def _limit(self, kind: type[Struct]) -> int:
-        """Bytes of a body: what prompts of the whole context take, or a version's list of parameters."""
+        """Return the limit of a body in bytes: enough for full-context prompts or a list of all parameters."""
         if self.config.max_request_bytes:
             return self.config.max_request_bytes
         model = self.loop.model
@@ -186,19 +188,19 @@ class ServerApp:
         return 2**16 + WHOLE_PROMPTS * model.context_length * (len(str(model.vocab_size)) + 2)
 
     async def health(self, _: web.Request) -> web.Response:
-        """200 once requests can be served, and as long as the decode thread turns."""
+        """Return 200 while requests can be served: the model is loaded and the decode thread makes progress."""
         now = time.monotonic()
-        if self.loop.beat != self._beat[0]:
-            self._beat = (self.loop.beat, now)
-        still = now - self._beat[1]
-        if still > self.config.stuck_seconds:
-            return _error(503, f"the decode thread has not moved for {still:.0f} s.")
+        if self.loop.beat != self._last_beat[0]:
+            self._last_beat = (self.loop.beat, now)
+        silent_seconds = now - self._last_beat[1]
+        if silent_seconds > self.config.stuck_seconds:
+            return _error(503, f"the decode thread has made no progress for {silent_seconds:.0f} s.")
         return web.json_response(
             {"status": "ready", "version": self.loop.weights.version, "open": self._jobs + self._scores}
         )
 
     async def model_info(self, _: web.Request) -> web.Response:
-        """What is served."""
+        """Return the name, model, version, limits and device of the server."""
         model = self.loop.model
         return web.json_response(
             {
@@ -218,113 +220,122 @@ class ServerApp:
         )
 
     async def stats(self, _: web.Request) -> web.Response:
-        """Counters of the decode thread."""
+        """Return the counters of the decode thread."""
         return web.json_response(self.loop.stats())
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Generate one answer, or one per prompt of a batch."""
-        asked = await self._read(request, Generate)
-        jobs = to_jobs(asked, self.loop.model, self._most)
+        """Generate one completion, or one or more per prompt of a batch."""
+        body = await self._read(request, Generate)
+        jobs = to_jobs(body, self.loop.model, self._max_jobs)
         if refused := self._full(self._jobs + len(jobs)):
             return refused
-        logprobs = asked.return_logprob
-        for job in jobs if not asked.stream else ():
+        logprobs = body.return_logprob
+        for job in jobs if not body.stream else ():
             self.loop.submit(job)
         done = asyncio.gather(*(asyncio.wrap_future(job.ended) for job in jobs))
         self._jobs += len(jobs)
         try:
-            if asked.stream:
+            if body.stream:
                 return await self._stream(request, jobs[0], done, logprobs)
             await asyncio.wait({done})
         finally:
             self._jobs -= len(jobs)
             if not done.done():  # the client went away
                 self.loop.abort(lambda job: job in jobs, "the client closed the connection")
-        failed = next((job.finish_reason for job in jobs if job.finish_reason["type"] == "error"), None)  # type: ignore[index]
-        if failed:
-            return _error(500, failed["message"])
-        answers = [self._answer(job, 0, logprobs) for job in jobs]
-        return web.json_response(answers if is_batch(asked) or len(jobs) > 1 else answers[0])
+        error_reason = next((job.finish_reason for job in jobs if job.finish_reason["type"] == "error"), None)  # type: ignore[index]
+        if error_reason:
+            return _error(500, error_reason["message"])
+        replies = [self._reply(job, 0, logprobs) for job in jobs]
+        return web.json_response(replies if is_batch(body) or len(jobs) > 1 else replies[0])
 
     async def _stream(
         self, request: web.Request, job: GenerationJob, done: asyncio.Future[Any], logprobs: bool
     ) -> web.StreamResponse:
-        """Server-sent events with what is new, at least every `PROGRESS_SECONDS` as long as the decode thread
-        lives."""
+        """Send new tokens as server-sent events, at least every `PROGRESS_SECONDS` seconds.
+
+        While the decode thread is stuck, no event is sent.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         self.loop.submit(job)
-        sent, beat = 0, -1
+        sent, last_beat = 0, -1
         while not done.done():
             await asyncio.wait({done}, timeout=PROGRESS_SECONDS)
-            if done.done() or self.loop.beat == beat:
-                continue  # a stuck decode thread must look stuck
-            beat = self.loop.beat
-            part = self._answer(job, sent, logprobs)
-            if part["meta_info"]["finish_reason"] is None:
-                sent += len(part["output_ids"])
-                await _write(request, response, _event(part))
+            if done.done() or self.loop.beat == last_beat:
+                continue  # no event if the decode thread is stuck, so that the client notices
+            last_beat = self.loop.beat
+            reply = self._reply(job, sent, logprobs)
+            if reply["meta_info"]["finish_reason"] is None:
+                sent += len(reply["output_ids"])
+                await _write(request, response, _event(reply))
         assert job.finish_reason is not None
         if job.finish_reason["type"] == "error":
             end = _event({"error": {"message": job.finish_reason["message"]}})
         else:
-            end = _event(self._answer(job, sent, logprobs)) + _event("[DONE]")
+            end = _event(self._reply(job, sent, logprobs)) + _event("[DONE]")
         await _write(request, response, end)
         await response.write_eof()
         return response
 
-    def _answer(self, job: GenerationJob, start: int, logprobs: bool) -> dict[str, Any]:
-        return job.to_reply(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
+    def _reply(self, job: GenerationJob, start: int, with_logprobs: bool) -> dict[str, Any]:
+        return job.to_reply(start, self.loop.model.tokenizer, self.loop.weights.version, with_logprobs)
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """End a request or a batch (`rid`), or all (`abort_all`); they answer with the tokens they have."""
-        asked = await self._read(request, Abort)
-        expect(asked.abort_all or asked.rid is not None, "rid", "a string, or `abort_all: true`", None)
-        count = self.loop.abort(lambda job: asked.abort_all or asked.rid in (job.rid, job.batch), "aborted by request")
+        """End a request or a batch (`rid`), or all (`abort_all`). They return the tokens generated so far."""
+        body = await self._read(request, Abort)
+        expect(body.abort_all or body.rid is not None, "rid", "a string, or `abort_all: true`", None)
+        count = self.loop.abort(lambda job: body.abort_all or body.rid in (job.rid, job.batch), "aborted by request")
         return web.json_response({"aborted": await asyncio.wrap_future(count)})
 
     async def score(self, request: web.Request) -> web.Response:
-        """Log-probs of given tokens at the served weights, or (`before`) at those served before the last commit."""
-        asked = await self._read(request, Score)
-        job = ScoreJob(check_ids(asked.input_ids, self.loop.model), check_temperature(asked.temperature), asked.before)
+        """Return log-probs of given tokens with the served weights.
+
+        With `before`, use the weights served before the last commit.
+        """
+        body = await self._read(request, Score)
+        job = ScoreJob(check_ids(body.input_ids, self.loop.model), check_temperature(body.temperature), body.before)
         if refused := self._full(self._scores + 1):
             return refused
         self._scores += 1
         try:
-            async with self._staging if job.before else nullcontext():  # staging writes over the weights before
+            async with self._staging if job.before else nullcontext():  # staging overwrites the previous weights
                 self.loop.submit_score(job)
                 logprobs, version = await asyncio.wrap_future(job.done)
         finally:
             self._scores -= 1
         if not all(map(isfinite, logprobs)):
-            return _error(500, f"version {version} of the weights computes numbers that are not finite.")
+            return _error(500, f"version {version} of the weights produces log-probs that are not finite.")
         return web.json_response({"logprobs": logprobs, "weight_version": version})
 
     def _full(self, requests: int) -> web.Response | None:
-        """The refusal, if so many requests of a kind are more than may wait."""
-        if requests <= self._most:
+        """Return the 503 response if `requests` exceeds the number that may wait, else None."""
+        if requests <= self._max_jobs:
             return None
-        return _error(503, f"{requests - 1} requests of this kind are waiting already.", {"Retry-After": "1"})
+        return _error(
+            503, f"{requests - 1} requests of this kind are waiting already; try again later.", {"Retry-After": "1"}
+        )
 
     async def stage_weights(self, request: web.Request) -> web.Response:
-        """Load a version beside the served one; answers with its receipt."""
-        asked = await self._read(request, Stage)
-        meta = asked.update()
+        """Load a version next to the served one (staged load), and return its receipt."""
+        body = await self._read(request, Stage)
+        meta = body.update()
         async with self._staging:
-            receipt = await asyncio.wrap_future(run_in_thread(lambda: self.loop.weights.stage(meta, asked.timeout)))
+            receipt = await asyncio.wrap_future(run_in_thread(lambda: self.loop.weights.stage(meta, body.timeout)))
         return _receipt(receipt)
 
     async def weight_receipt(self, _: web.Request) -> web.Response:
-        """The receipt of the served weights, from the live tensors."""
+        """Return the receipt of the served weights, computed from the live tensors."""
         return _receipt(await asyncio.wrap_future(self.loop.run(self.loop.weights.receipt)))
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        """Stop between two passes, until `/continue_generation` or the end of the lease. With `wait`, running answers
-        are finished first; answers `paused: false` while that lasts."""
-        asked = await self._read(request, Pause)
+        """Stop between two passes, until `/continue_generation` or the end of the lease.
+
+        With `wait`, running completions finish first; the reply is `paused: false` while they run.
+        """
+        body = await self._read(request, Pause)
         self._end_lease()
-        self._lease = asyncio.get_running_loop().call_later(asked.lease, self._lease_over, asked.lease)
-        future = asyncio.wrap_future(self.loop.pause(wait=asked.mode == "wait"))
+        self._lease = asyncio.get_running_loop().call_later(body.lease, self._on_lease_expired, body.lease)
+        future = asyncio.wrap_future(self.loop.pause(wait=body.mode == "wait"))
         done, _ = await asyncio.wait({future}, timeout=DRAIN_ANSWER_SECONDS)
         if done:
             future.result()
@@ -334,45 +345,45 @@ class ServerApp:
         if self._lease is not None:
             self._lease.cancel()
 
-    def _lease_over(self, seconds: float) -> None:
-        logger.warning("who paused has not been heard of for %g s: generation goes on", seconds)
+    def _on_lease_expired(self, seconds: float) -> None:
+        logger.warning("pause lease expired after %g s; resuming generation", seconds)
         self.loop.resume()
 
     async def commit_weights(self, request: web.Request) -> web.Response:
-        """Serve the staged version from the next pass on."""
-        asked = await self._read(request, Commit)
+        """Serve the staged version from the next pass."""
+        body = await self._read(request, Commit)
         async with self._staging:
-            await asyncio.wrap_future(self.loop.commit(asked.version, recompute=asked.mode == "recompute"))
-        return web.json_response({"version": asked.version})
+            await asyncio.wrap_future(self.loop.commit(body.version, recompute=body.mode == "recompute"))
+        return web.json_response({"version": body.version})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
-        """Undo a pause."""
+        """Resume generation after a pause."""
         await self._read(request, Nothing)
         self._end_lease()
         return web.json_response({"paused_seconds": await asyncio.wrap_future(self.loop.resume())})
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """Give the cache's memory back, of a paused server, until `/wake` or the end of the pause."""
+        """Free the memory of the KV cache of a paused server, until `/wake` or the end of the pause."""
         await self._read(request, Nothing)
         return web.json_response({"freed_bytes": await asyncio.wrap_future(self.loop.sleep())})
 
     async def wake(self, request: web.Request) -> web.Response:
-        """Undo a sleep; the server is still paused."""
+        """Allocate the KV cache again after `/sleep`; the server stays paused."""
         await self._read(request, Nothing)
         await asyncio.wrap_future(self.loop.wake())
         return web.json_response(self.loop.stats())
 
     async def shutdown(self, _: web.Request) -> web.Response:
-        """End the process; unfinished answers return what they have."""
+        """End the process; unfinished completions return the tokens generated so far."""
         asyncio.get_running_loop().call_later(0.05, self._shut_down)
         return web.json_response({"status": "stopping"})
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Send a part of a stream, to a client that reads.
+    """Send a chunk of a stream.
 
     Raises:
-        ConnectionResetError: it does not.
+        ConnectionResetError: the client does not read.
     """
     try:
         async with asyncio.timeout(UNREAD_SECONDS):
@@ -384,16 +395,16 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 def _event(value: Any) -> bytes:
-    """A server-sent event; strings go as they are."""
+    """Encode a server-sent event; strings are sent unchanged."""
     return b"data: " + (value.encode() if isinstance(value, str) else json.dumps(value).encode()) + b"\n\n"
 
 
 def _receipt(receipt: WeightReceipt) -> web.Response:
-    # as text: checksums have 64 bits, more than a JSON number safely carries
+    # as strings: checksums have 64 bits, more than a JSON number can represent exactly in all clients
     checksums = {name: str(value) for name, value in receipt.checksums.items()}
     return web.json_response({"holder": receipt.holder, "version": receipt.version, "checksums": checksums})
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    kept = {name: value for name, value in (headers or {}).items() if name == "Retry-After"}
-    return web.json_response({"error": {"message": message}}, status=status, headers=kept)
+    retry_headers = {name: value for name, value in (headers or {}).items() if name == "Retry-After"}
+    return web.json_response({"error": {"message": message}}, status=status, headers=retry_headers)

@@ -1,5 +1,7 @@
-"""An embedded server with faults that tests and demonstrations switch on while it runs: the file FAULT_FILE names the
-one that is on.
+"""Embedded server with fault injection, for tests and demonstrations.
+
+The environment variable FAULT_FILE names a file that holds the name of the active fault. It may change while the
+server runs.
 
 FAULT_FILE=path python -m rl_inference.embedded_server.fault_injection --model DIR --port N ...
 """
@@ -24,26 +26,29 @@ from rl_inference.embedded_server.weights import ServedWeights
 
 
 def fault() -> str:
-    """Name of the fault that is on; empty: none."""
+    """Return the name of the active fault, or an empty string."""
     return Path(os.environ["FAULT_FILE"]).read_text().strip()
 
 
 def inject_into_weights() -> None:
-    """`weights not sent`: a commit changes the version only. `one behind`: it brings the weights of the commit before.
-    `one tensor`: after the receipt one tensor changes."""
+    """Inject faults into commits.
+
+    `weights not sent`: a commit changes only the version. `one behind`: a commit serves the weights of the previous
+    commit. `one tensor`: one tensor changes after the receipt.
+    """
     commit = ServedWeights.commit
-    due: dict[str, torch.Tensor] = {}  # what the last commit should have brought
+    withheld: dict[str, torch.Tensor] = {}  # the weights of the last commit, which it did not apply
 
     def copies(weights: ServedWeights) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in weights._live.items()}
 
     def faulty_commit(self: ServedWeights, version: int) -> None:
-        before = due.copy() or copies(self)
+        previous = withheld.copy() or copies(self)
         commit(self, version)
-        due.clear()
+        withheld.clear()
         if fault() == "one behind":
-            due.update(copies(self))
-            for name, value in before.items():
+            withheld.update(copies(self))
+            for name, value in previous.items():
                 self._live[name].data.copy_(value)
         elif fault() == "weights not sent":
             self._exchange()
@@ -55,7 +60,7 @@ def inject_into_weights() -> None:
 
 
 def inject_into_adapters() -> None:
-    """`adapter not applied`: what is staged, acknowledged and served is the base."""
+    """Inject `adapter not applied`: the server stages, acknowledges and serves the base weights."""
     merged = adapters.merged
 
     def faulty_merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -65,36 +70,42 @@ def inject_into_adapters() -> None:
 
 
 def inject_into_model() -> None:
-    """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
+    """Inject `stale copy`: `lm_head` multiplies with a copy of its weight from the time of loading."""
     load = loading.load_model
 
     def faulty_load(*arguments: Any) -> SlotModel:
         model = load(*arguments)
-        head = model.model.get_output_embeddings()
-        copy, forward = head.weight.detach().clone(), head.forward
-        head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)
+        lm_head = model.model.get_output_embeddings()
+        stale_weight, forward = lm_head.weight.detach().clone(), lm_head.forward
+        lm_head.forward = lambda x: (
+            torch.nn.functional.linear(x, stale_weight) if fault() == "stale copy" else forward(x)
+        )
         return model
 
     loading.load_model = faulty_load  # type: ignore[assignment]
 
 
 def inject_into_sampling() -> None:
-    """`temperature`: everything is sampled at 0.7. `truncated`: log-probs are those of the 8 likeliest tokens."""
+    """Inject faults into sampling.
+
+    `temperature`: every token is sampled at temperature 0.7. `truncated`: log-probs are normalized over the 8
+    likeliest tokens.
+    """
     sample = SamplingBatch.sample
 
     def faulty_sample(self: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor) -> Any:
         if fault() == "temperature":
             self.temperature, self.tempered = torch.full_like(self.temperature, 0.7), True
         if fault() == "truncated":
-            least = logits.topk(8, dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
+            threshold = logits.topk(8, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, float("-inf"))
         return sample(self, logits, positions)
 
     SamplingBatch.sample = faulty_sample  # type: ignore[method-assign]
 
 
 def inject_into_cache() -> None:
-    """`stale prefix`: keys and values of known prompts are used on, whatever is committed."""
+    """Inject `stale prefix`: cached keys and values of prompts are reused after a commit."""
     clear = SlotTable._clear_prefixes
 
     def faulty_clear(self: SlotTable) -> None:
@@ -105,18 +116,18 @@ def inject_into_cache() -> None:
 
 
 def inject_into_version_stamps() -> None:
-    """`stamped late`: tokens get the version that is served when the answer is read, which is the next one."""
+    """Inject `stamped late`: every token is stamped with the version after the one that sampled it."""
     version_spans = GenerationJob.version_spans
 
     def faulty_spans(self: GenerationJob, start: int, end: int) -> list[dict[str, int]]:
-        late = fault() == "stamped late"
-        return [{**span, "version": span["version"] + late} for span in version_spans(self, start, end)]
+        offset = fault() == "stamped late"
+        return [{**span, "version": span["version"] + offset} for span in version_spans(self, start, end)]
 
     GenerationJob.version_spans = faulty_spans  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    for plant in (
+    for inject in (
         inject_into_weights,
         inject_into_adapters,
         inject_into_model,
@@ -124,5 +135,5 @@ if __name__ == "__main__":
         inject_into_cache,
         inject_into_version_stamps,
     ):
-        plant()
+        inject()
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""One generation inside the server: what there is of it so far, how it ends and is told."""
+"""Generation job of the embedded server: a request, its tokens so far and its reply."""
 
 from __future__ import annotations
 
@@ -13,98 +13,107 @@ from rl_inference.client.stop_strings import completed, longest_stop_length
 
 @dataclass(eq=False)
 class GenerationJob:
-    """A request and its answer so far. The decode thread appends; the HTTP thread only reads, up to
-    `len(logprobs)`."""
+    """A request and its completion so far.
+
+    The decode thread appends. The HTTP thread only reads, up to `len(logprobs)` tokens.
+    """
 
     rid: str
-    """The client's name for it."""
+    """Request id chosen by the client."""
     prompt: list[int]
-    """Token ids to continue; the end of an interrupted answer included."""
+    """Token ids to continue, including the tokens of an interrupted completion."""
     generation: GenerationConfig
-    """How to sample. `max_new_tokens` and `min_new_tokens` count from the end of `prompt`."""
+    """Sampling settings. `max_new_tokens` and `min_new_tokens` count from the end of `prompt`."""
     seed: int
     """Sampling seed, int64."""
     end_ids: frozenset[int]
-    """Every token that ends the answer."""
+    """Token ids that end the completion."""
     blocked_ids: frozenset[int] = frozenset()
-    """Tokens that may not be sampled before the minimum length: those, and the model's own end tokens even
-    where they are ignored."""
+    """Token ids that may not be sampled before the minimum length.
+
+    These are `end_ids`, and the end tokens of the model even if they are ignored.
+    """
     resumed: int = 0
-    """How many of the last prompt tokens belong to the answer already (for stop strings that straddle the
-    seam)."""
+    """Number of tokens at the end of `prompt` that belong to the interrupted completion.
+
+    Stop strings may begin in them.
+    """
     batch: str = ""
-    """The client's name for the request that it came with; of one alone the same as `rid`."""
+    """Request id of the batch that the job belongs to; equal to `rid` for a single request."""
     ended: Future[None] = field(default_factory=Future)
-    """Done when the job has ended."""
+    """Future that is done when the job has ended."""
     output_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
     logprobs: list[float] = field(default_factory=list)
-    """Their log-probs; appended after the token, so its length says how much can be read."""
+    """Log-probs of the generated tokens. Appended after the token, so its length is the number of readable tokens."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the weights that made them."""
+    """Version of the weights that sampled each generated token."""
     finish_reason: dict[str, Any] | None = None
-    """How it ended; None while it runs."""
+    """Reason why the job ended; None while it runs."""
     slot: int = -1
-    """Where it lies in the cache while it runs."""
+    """Index of the decode slot while the job runs."""
     read: int = 0
-    """Tokens of prompt and answer that are in the cache, while the prompt is being read."""
+    """Number of tokens of prompt and completion in the KV cache during prefill."""
     prefix_keys: list[int] = field(default_factory=list)
-    """Hashes by which what others have read of its first `keyed_length` tokens is found."""
+    """Hashes of the first `keyed_length` tokens, used to find a cached prefix of another sequence."""
     keyed_length: int = 0
+    """Number of tokens that `prefix_keys` covers."""
     cache_version: int = -1
-    """Version of the weights that read all of what is in the cache."""
+    """Version of the weights that computed all of the job's keys and values."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer together; the position of the next one."""
+        """Number of tokens of prompt and completion, which is also the position of the next token."""
         return len(self.prompt) + len(self.output_ids)
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
+        """Token ids of prompt and completion so far."""
         return self.prompt + self.output_ids
 
     @property
     def first_stop_position(self) -> int:
-        """Before this position no end token may be sampled."""
+        """First position at which an end token may be sampled."""
         return len(self.prompt) + self.generation.min_new_tokens
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
-        """Add a generated token; without its log-prob, it is not shown before `logprobs` is set."""
+        """Add a generated token. Without a log-prob it stays invisible to readers until `logprobs` is set."""
         self.versions.append(version)
         self.output_ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
 
     def finish(self, reason: dict[str, Any]) -> None:
-        """End it, once."""
+        """End the job; later calls have no effect."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self.ended.set_result(None)
 
     def version_spans(self, start: int, end: int) -> list[dict[str, int]]:
-        """The versions of tokens start..end as `[{version, start, end}]`, with indices counted from
-        `start`."""
+        """Return the versions of tokens `start` to `end` as `[{version, start, end}]`.
+
+        The indices count from `start`.
+        """
         spans, first = [], 0
         for version, run in groupby(self.versions[start:end]):
-            last = first + len(list(run))
-            spans.append({"version": version, "start": first, "end": last})
-            first = last
+            stop = first + len(list(run))
+            spans.append({"version": version, "start": first, "end": stop})
+            first = stop
         return spans
 
     def to_reply(self, start: int, tokenizer: Any | None, version: int, logprobs: bool) -> dict[str, Any]:
-        """What is new since token `start`; the whole answer for 0.
+        """Return the reply with the tokens from `start` on; 0 gives the whole completion.
 
         Args:
-            tokenizer: makes the text, which only the last part of an answer carries (whole, its stop string cut off).
+            tokenizer: decodes the text, which only the last reply carries (whole, without its stop string).
             version: the version served now.
-            logprobs: whether log-probs are wanted.
+            logprobs: whether to include log-probs.
         """
         reason = self.finish_reason
         end = len(self.logprobs)
         if reason is None:
-            # The newest token may turn out to be the last one. Were it sent without that word and the server died now,
-            # the answer would be continued elsewhere past its end.
+            # The newest token may be the last one. If it were sent without a finish reason and the server died now,
+            # another server would continue the completion past its end.
             end = max(start, end - 1)
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -132,10 +141,11 @@ class GenerationJob:
         return text[: text.rfind(matched)] if isinstance(matched, str) and matched in text else text
 
     def matched_stop(self, tokenizer: Any) -> str | None:
-        """The first of the stop strings that its newest token completed, once it has its minimum length.
+        """Return the first stop string that the newest token completed, or None before the minimum length.
 
-        Tokens that the prompt brought along from an interrupted answer count as part of it. A string that was there
-        before the minimum length stays where it is."""
+        Tokens at the end of the prompt that belong to the interrupted completion take part in the match. A string
+        that was complete before the minimum length is not cut off.
+        """
         if len(self.output_ids) < self.generation.min_new_tokens:
             return None
         window = longest_stop_length(self.generation.stop)

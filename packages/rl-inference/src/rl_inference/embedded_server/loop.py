@@ -1,4 +1,4 @@
-"""The decode thread: takes jobs, generates, and lets commands in between two passes."""
+"""Decode thread: generates for jobs, and runs commands between two passes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = get_logger("inference.server.loop")
 T = TypeVar("T")
 
 _IDLE_BEAT = 0.5
-"""Seconds after which an idle thread shows that it is alive."""
+"""Seconds between two increments of `DecodeLoop.beat` while the thread is idle."""
 _SHUTDOWN = {"type": "abort", "message": "the server is shutting down"}
 
 
 class DecodeLoop:
-    """Owns model, cache and weights while it runs.
+    """Decode thread, the owner of model, KV cache and weights while it runs.
 
-    Whatever other threads want goes through one inbox of callables that the thread runs between two passes;
-    so nothing here needs a lock, and a version can only change where no token is being made. Where both are wanted,
-    answers and scores each get half of the thread's time.
+    Other threads put callables into one inbox, which the decode thread runs between two passes. Therefore nothing here
+    needs a lock, and a version can change only between two passes. If both completions and scores are requested, each
+    gets half of the thread's time.
 
     Args:
-        on_crash: called in the decode thread if it dies; all unfinished jobs have been ended by then.
+        on_crash: called in the decode thread if it dies, after all unfinished jobs have ended.
         rescore: see `SlotTable`.
     """
 
@@ -62,13 +62,14 @@ class DecodeLoop:
         self._paused = False
         self._draining: list[Future[None]] = []
         self._paused_since = 0.0
-        self._asleep = 0
-        """Tokens that the cache had room for when its memory was given back; 0: it has it."""
-        self._owed = 0.0
-        self._suspects = 0
-        """How many of the waiting jobs, from the left, may be what made a pass fail."""
-        self._suspect: tuple[Any, int] = (None, 0)
-        """The one that was let in last of them, and how many tokens it had."""
+        self._sleeping_tokens = 0
+        """Capacity in tokens of the KV cache before `sleep` freed it; 0 if the server does not sleep."""
+        self._decode_seconds_due = 0.0
+        """Time in seconds that generation gets before the next score."""
+        self._suspect_count = 0
+        """Number of jobs at the front of the queue that may have caused a failed pass."""
+        self._admitted_suspect: tuple[Any, int] = (None, 0)
+        """The suspect admitted last, and its number of generated tokens at that time."""
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
 
@@ -82,23 +83,23 @@ class DecodeLoop:
         self._thread.join(timeout)
 
     def submit(self, job: GenerationJob) -> None:
-        """Queue a job."""
+        """Queue a job for generation."""
         self._inbox.put(lambda: self._waiting.append(job))
 
     def submit_score(self, job: ScoreJob) -> None:
-        """Queue a sequence to be scored, also while generation is paused."""
+        """Queue a sequence for scoring; scores run even while generation is paused."""
         self._inbox.put(lambda: self.scores.waiting.append(job))
 
-    def abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> Future[int]:
-        """End the jobs that `wanted` selects, with the tokens they have.
+    def abort(self, select: Callable[[GenerationJob], bool], message: str) -> Future[int]:
+        """End the jobs for which `select` returns true, with the tokens generated so far.
 
         Returns:
-            how many there were.
+            The number of these jobs.
         """
-        return self.run(lambda: self._abort(wanted, message))
+        return self.run(lambda: self._abort(select, message))
 
     def run(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` in the decode thread between two passes."""
+        """Call `function` in the decode thread between two passes, and return its result as a future."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -108,49 +109,52 @@ class DecodeLoop:
                 if self._stopping:
                     raise InferenceError("the decode thread has ended.")
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - handed to the caller
+            except Exception as error:  # noqa: BLE001 - passed to the caller
                 future.set_exception(error)
 
         self._inbox.put(command)
         return future
 
     def pause(self, wait: bool) -> Future[None]:
-        """Stop generating after the current pass, or (`wait`) once every running job has ended; waiting ones
-        stay where they are."""
+        """Stop generation after the current pass, or (`wait`) once every running job has ended.
+
+        Waiting jobs stay queued.
+        """
         future: Future[None] = Future()
         self._inbox.put(lambda: self._pause(wait, future))
         return future
 
     def resume(self) -> Future[float]:
-        """Undo `pause`.
+        """Resume generation after `pause`.
 
         Returns:
-            how long nothing was generated, in seconds.
+            The duration of the pause in seconds.
         """
         return self.run(self._resume)
 
     def sleep(self) -> Future[int]:
-        """Give the memory of the cache back, while paused. Running answers are computed anew afterwards; scores wait.
+        """Free the memory of the KV cache while paused. Later, running jobs are prefilled again; scores wait.
 
         Returns:
-            how many bytes less this process has.
+            The number of bytes by which the memory of this process shrank.
         """
         return self.run(self._sleep)
 
     def wake(self) -> Future[None]:
-        """Undo `sleep`; so does `resume`."""
+        """Allocate the KV cache again after `sleep`; `resume` does it too."""
         return self.run(self._wake)
 
     def commit(self, version: int, recompute: bool) -> Future[None]:
-        """Serve the staged version from the next pass on.
+        """Serve the staged version from the next pass.
 
         Args:
-            recompute: compute the KV cache of running jobs anew with the new weights, else they go on with
-        what they have."""
+            recompute: whether to recompute the KV cache of running jobs with the new weights. If false, they keep
+                their cache.
+        """
         return self.run(lambda: self._commit(version, recompute))
 
     def stats(self) -> dict[str, float]:
-        """Counters; read from any thread."""
+        """Return the counters; callable from any thread."""
         return {
             "running": self.table.running,
             "waiting": len(self._waiting) + self._inbox.qsize(),
@@ -170,84 +174,89 @@ class DecodeLoop:
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:  # the thread's boundary: recorded, and the process is ended
+        except BaseException as error:  # the thread's boundary: log it and end the process
             logger.critical("the decode thread died", exc_info=error)
             self._end_all({"type": "error", "message": f"{type(error).__name__}: {error}"})
             self._on_crash(error)
         else:
-            self._take_commands()  # answers what came in after the last turn
+            self._take_commands()  # fails the commands that arrived after the last turn
             self._end_all(_SHUTDOWN)
 
     def _turn(self) -> None:
-        """Commands, then at most one pass, of answers or of a score."""
+        """Run the pending commands, then at most one pass, of completions or of a score."""
         self.beat += 1
         self._take_commands()
         if self._draining and not self.table.running:
             self._enter_pause()
-        scoring = bool(self.scores.waiting) and not self._asleep
+        scoring = bool(self.scores.waiting) and not self._sleeping_tokens
         admit = self._waiting and not self._paused and not self._draining and self.table.running < self.table.slots
         decode = not self._paused and bool(admit or self.table.running)
         if self._stopping or not (decode or scoring):
             return
         started = time.perf_counter()
-        if scoring and not (decode and self._owed > 0):
+        if scoring and not (decode and self._decode_seconds_due > 0):
             self.scores.step()
-            self._owed = spent = time.perf_counter() - started
+            self._decode_seconds_due = spent = time.perf_counter() - started
         else:
             try:
                 if admit:
                     self._admit()
                 if self.table.running:
                     self.table.step()
-            except Exception as error:  # noqa: BLE001 - told to the job that it is about
+            except Exception as error:  # noqa: BLE001 - reported to the job that caused it
                 self._isolate(error)
             spent = time.perf_counter() - started
-            self._owed -= min(spent, self._owed)  # answers get as much time as the score before took
+            # generation gets as much time as the last score took
+            self._decode_seconds_due -= min(spent, self._decode_seconds_due)
         self._waiting.extendleft(self.table.take_evicted())
         self.busy_seconds += spent
 
     def _admit(self) -> None:
-        """Let waiting jobs in. After a pass failed, one at a time: each must make a token before the next comes."""
-        if self._on_trial() is not None:
-            return
-        coming = self._waiting
-        if self._suspects:
-            self._suspects -= 1
-            first = self._waiting.popleft()
-            self._suspect, coming = (first, len(first.output_ids)), deque([first])
-        self.table.admit(coming)
-        if coming is not self._waiting:
-            self._waiting.extendleft(coming)
+        """Admit waiting jobs.
 
-    def _on_trial(self) -> GenerationJob | None:
-        """The suspect that runs and has not made a token yet."""
-        suspect, had = self._suspect
-        return next((job for job in self.table.jobs if job is suspect and len(job.output_ids) == had), None)
+        After a failed pass, admit one at a time: each must get a token before the next is admitted.
+        """
+        if self._running_suspect() is not None:
+            return
+        candidates = self._waiting
+        if self._suspect_count:
+            self._suspect_count -= 1
+            first = self._waiting.popleft()
+            self._admitted_suspect, candidates = (first, len(first.output_ids)), deque([first])
+        self.table.admit(candidates)
+        if candidates is not self._waiting:
+            self._waiting.extendleft(candidates)
+
+    def _running_suspect(self) -> GenerationJob | None:
+        """Return the running suspect that has no new token since its admission, or None."""
+        suspect, tokens_before = self._admitted_suspect
+        return next((job for job in self.table.jobs if job is suspect and len(job.output_ids) == tokens_before), None)
 
     def _isolate(self, error: Exception) -> None:
-        """A pass failed: end the job whose doing it is, and do again what it was about. Where it is not known whose,
-        all come back one by one, and the next time it is.
+        """Handle a failed pass: fail the job that caused it and requeue the others.
+
+        If the cause is unknown, all jobs are requeued as suspects and admitted one by one, so that the next failure
+        has a known cause.
 
         Raises:
-            Exception: the model cannot even read one token; it is no job's doing.
+            Exception: the model cannot even process one token, so no job is the cause.
         """
-        logger.error("a pass of %d answers failed", self.table.running, exc_info=error)
-        suspect, jobs = self._on_trial(), self.table.take_all()
+        logger.error("a pass of %d completions failed", self.table.running, exc_info=error)
+        suspect, jobs = self._running_suspect(), self.table.take_all()
         self.table.forget_prefixes()
         suspect = jobs[0] if len(jobs) == 1 else suspect
         self._waiting.extendleft(reversed(jobs))
         self.model.warm_up()
-        self._suspects += len(jobs)
+        self._suspect_count += len(jobs)
         if suspect is not None:
             suspect.finish({"type": "error", "message": f"{type(error).__name__}: {error}"})
             self._waiting.remove(suspect)
-            self._suspects -= 1
+            self._suspect_count -= 1
 
     def _take_commands(self) -> None:
-        """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
-        do."""
+        """Run the commands in the inbox. If the thread is idle, wait up to `_IDLE_BEAT` seconds for one."""
         idle = self._paused or not (self.table.running or self._waiting or self._draining)
-        block = idle and not (self.scores.waiting and not self._asleep) and not self._stopping
+        block = idle and not (self.scores.waiting and not self._sleeping_tokens) and not self._stopping
         while True:
             try:
                 command = self._inbox.get(block=block, timeout=_IDLE_BEAT if block else None)
@@ -271,14 +280,14 @@ class DecodeLoop:
                 future.set_exception(ended)
         self._draining.clear()
 
-    def _abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> int:
-        chosen = [job for job in [*self.table.jobs, *self._waiting] if wanted(job)]
-        for job in chosen:
+    def _abort(self, select: Callable[[GenerationJob], bool], message: str) -> int:
+        selected = [job for job in [*self.table.jobs, *self._waiting] if select(job)]
+        for job in selected:
             job.finish({"type": "abort", "message": message})
-        if chosen:
+        if selected:
             self.table.compact()
             self._waiting = deque(job for job in self._waiting if job.finish_reason is None)
-        return len(chosen)
+        return len(selected)
 
     def _pause(self, wait: bool, future: Future[None]) -> None:
         self._draining.append(future)
@@ -296,30 +305,30 @@ class DecodeLoop:
 
     def _sleep(self) -> int:
         if not self._paused:
-            raise InferenceError("only a paused server sleeps; pause it before.")
-        if self._asleep:
+            raise InferenceError("the server must be paused before it can sleep; call /pause_generation first.")
+        if self._sleeping_tokens:
             return 0
         before = used_bytes(self.model.device)
         self._waiting.extendleft(reversed(self.table.take_all()))
         self.table.forget_prefixes()
-        self._asleep = self.model.cache.tokens
+        self._sleeping_tokens = self.model.cache.tokens
         self.model.cache.allocate(0)
         return before - used_bytes(self.model.device)
 
     def _wake(self) -> None:
-        if self._asleep:
-            self.model.cache.allocate(self._asleep)
-            self._asleep = 0
+        if self._sleeping_tokens:
+            self.model.cache.allocate(self._sleeping_tokens)
+            self._sleeping_tokens = 0
 
     def _resume(self) -> float:
         self._wake()
         paused = time.perf_counter() - self._paused_since if self._paused else 0.0
-        self._enter_pause()  # answers whoever still waits for a drain that is now called off
+        self._enter_pause()  # completes the futures of callers that still wait for the canceled drain
         self._paused = False
         return paused
 
     def _commit(self, version: int, recompute: bool) -> None:
-        # not by the version: a trainer that went back may give it to other weights
+        # Comparing versions is not enough: a trainer that resumed from an older step may reuse a version number.
         changed = self.weights.staged_version == version
         self.weights.commit(version)
         if changed:

@@ -1,6 +1,6 @@
-"""What may be asked of the server: a schema per route with types and bounds, and what depends on the model.
+"""Request schemas of the server: one per route with types and bounds, and checks that depend on the model.
 
-Everything that can be wrong with a request is found here, before it reaches the decode thread.
+All invalid requests are rejected here, before they reach the decode thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_inference.embedded_server.model.slot_model import SlotModel
 
 STAGE_SECONDS = 600.0
-"""Within which a version must be there, unless its client says another time."""
+"""Default time limit in seconds for staging a version."""
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -34,7 +34,7 @@ _BOUNDED = {
     list[str]: Annotated[list[Text], Meta(max_length=64)] | Text,
     list[int]: Annotated[list[Int32], Meta(max_length=2**16)],
 }
-"""How a type of `GenerationConfig` is asked for; what its values may be, it says itself."""
+"""Type of a request field for each type of a `GenerationConfig` field. `GenerationConfig` itself checks the values."""
 
 _hints = get_type_hints(GenerationConfig)
 SamplingParams: Any = msgspec.defstruct(
@@ -55,38 +55,41 @@ SamplingParams: Any = msgspec.defstruct(
     ],
     forbid_unknown_fields=True,
 )
-"""`GenerationConfig`, a seed (None: any), and how many answers are wanted. Answer i of several has seed + i."""
+"""Fields of `GenerationConfig`, a seed (None: random) and the number of completions.
+
+Completion i of several uses seed + i.
+"""
 
 
 class Generate(Struct, forbid_unknown_fields=True):
-    """`/generate`."""
+    """Body of `/generate`."""
 
     input_ids: list[Size | list[Size]]
-    """A prompt, or several."""
+    """Token ids of one prompt or of several."""
     sampling_params: SamplingParams | list[SamplingParams] | None = None
-    """For all prompts, or one for each."""
+    """Sampling parameters for all prompts, or a list with one entry per prompt."""
     rid: Name | None = None
     return_logprob: bool = False
     stream: bool = False
     resumed_tokens: Size = 0
-    """How many of the prompt's last tokens are an interrupted answer's."""
+    """Number of tokens at the end of the prompt that belong to an interrupted completion."""
 
 
 class Abort(Struct, forbid_unknown_fields=True):
-    """`/abort_request`."""
+    """Body of `/abort_request`."""
 
     rid: Name | None = None
-    """Of one request, or of a batch."""
+    """Id of a request or of a batch."""
     abort_all: bool = False
 
 
 class Score(Struct, forbid_unknown_fields=True):
-    """`/score`."""
+    """Body of `/score`."""
 
     input_ids: list[Size]
     temperature: float = 1.0
     before: bool = False
-    """At the weights that were served before the last commit."""
+    """Whether to score with the weights served before the last commit."""
 
 
 class _Param(Struct, forbid_unknown_fields=True):
@@ -114,20 +117,20 @@ class _Meta(Struct, forbid_unknown_fields=True):
 
 
 class Stage(Struct, forbid_unknown_fields=True):
-    """`/stage_weights`."""
+    """Body of `/stage_weights`."""
 
     meta: _Meta
     timeout: Seconds = STAGE_SECONDS
-    """After which the version is given up."""
+    """Seconds after which staging is abandoned."""
 
     def update(self) -> WeightUpdateMeta:
-        """The update as it was told."""
+        """Return the weight update that the body describes."""
         parts = tuple(
             WeightPart(part.location, tuple(ParamSpec(p.name, tuple(p.shape), p.dtype) for p in part.params))
             for part in self.meta.parts
         )
-        told = self.meta.adapter
-        adapter = None if told is None else AdapterSpec(told.scales, told.base, told.dtype)
+        spec = self.meta.adapter
+        adapter = None if spec is None else AdapterSpec(spec.scales, spec.base, spec.dtype)
         return WeightUpdateMeta(self.meta.route, self.meta.version, parts, adapter)
 
 
@@ -135,56 +138,68 @@ Mode = Literal["keep", "recompute", "wait"]
 
 
 class Pause(Struct, forbid_unknown_fields=True):
-    """`/pause_generation`."""
+    """Body of `/pause_generation`."""
 
     mode: Mode = "keep"
     lease: Seconds = 300.0
-    """Seconds after which generation goes on by itself, unless the pause is asked for again."""
+    """Seconds after which generation resumes automatically, unless the client repeats the pause."""
 
 
 class Commit(Struct, forbid_unknown_fields=True):
-    """`/commit_weights`."""
+    """Body of `/commit_weights`."""
 
     version: Size
     mode: Mode = "keep"
 
 
 class Nothing(Struct, forbid_unknown_fields=True):
-    """Routes that are told nothing."""
+    """Empty body of routes without parameters."""
 
 
 def expect(condition: bool, name: str, expected: str, found: object) -> None:
-    """Refuse a request unless `condition` holds.
+    """Reject a request unless `condition` holds.
 
     Raises:
-        InferenceError: names the field, what was expected and what was found.
+        InferenceError: names the field, the expected value and the value found.
     """
     if not condition:
         raise InferenceError(f"{name}: expected {expected}, found {shown(found)}.")
 
 
-def to_jobs(asked: Generate, model: SlotModel, most: int) -> list[GenerationJob]:
-    """The jobs of a request: for each prompt as many as it wants answers.
+def to_jobs(request: Generate, model: SlotModel, most: int) -> list[GenerationJob]:
+    """Return the jobs of a request: one per prompt and requested completion.
 
     Args:
-        most: jobs that the server can hold.
+        most: number of jobs that the server can hold.
 
     Raises:
-        InferenceError: says what is wrong.
+        InferenceError: the request is invalid.
     """
-    rid = asked.rid or secrets.token_hex(8)
-    rows = asked.input_ids if is_batch(asked) else [asked.input_ids]
-    params = asked.sampling_params or SamplingParams()
-    many = params if isinstance(params, list) else [params] * len(rows)
-    expect(len(many) == len(rows), "sampling_params", f"{len(rows)}, one per prompt", len(many))
-    count = sum(each.n for each in many)
-    expect(count <= most, "sampling_params.n", f"at most {most} answers in all, which the server can hold", count)
-    expect(count == 1 or not asked.stream, "stream", "false for several answers; send one request each", True)
-    expect(len(rows) == 1 or not asked.resumed_tokens, "resumed_tokens", "0 for several prompts", asked.resumed_tokens)
+    rid = request.rid or secrets.token_hex(8)
+    prompts = request.input_ids if is_batch(request) else [request.input_ids]
+    params = request.sampling_params or SamplingParams()
+    params_per_prompt = params if isinstance(params, list) else [params] * len(prompts)
+    expect(
+        len(params_per_prompt) == len(prompts),
+        "sampling_params",
+        f"{len(prompts)} entries, one per prompt",
+        len(params_per_prompt),
+    )
+    count = sum(each.n for each in params_per_prompt)
+    expect(
+        count <= most, "sampling_params.n", f"at most {most} completions in total, the capacity of the server", count
+    )
+    expect(count == 1 or not request.stream, "stream", "false for several completions; send one request each", True)
+    expect(
+        len(prompts) == 1 or not request.resumed_tokens,
+        "resumed_tokens",
+        "0 for several prompts",
+        request.resumed_tokens,
+    )
     jobs = [
         job
-        for row, each in zip(rows, many, strict=True)
-        for job in _jobs_of(row, each, rid, asked.resumed_tokens, model)
+        for prompt, each in zip(prompts, params_per_prompt, strict=True)
+        for job in _jobs_of(prompt, each, rid, request.resumed_tokens, model)
     ]
     if len(jobs) > 1:
         for index, job in enumerate(jobs):
@@ -192,31 +207,33 @@ def to_jobs(asked: Generate, model: SlotModel, most: int) -> list[GenerationJob]
     return jobs
 
 
-def is_batch(asked: Generate) -> bool:
-    """Whether there are several prompts, or a list of one."""
-    return bool(asked.input_ids) and isinstance(asked.input_ids[0], list)
+def is_batch(request: Generate) -> bool:
+    """Return whether the request has several prompts, or a list with one prompt."""
+    return bool(request.input_ids) and isinstance(request.input_ids[0], list)
 
 
 def check_ids(ids: Any, model: SlotModel) -> list[int]:
-    """Token ids that the model can read.
+    """Return `ids` if the model can read them.
 
     Raises:
-        InferenceError: not all are integers, none, outside the vocabulary or too long.
+        InferenceError: the list is empty or too long, or an entry is no integer or outside the vocabulary.
     """
     are_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
-    expect(are_ids, "input_ids", "a list of token ids, or of such lists alone", ids)
+    expect(are_ids, "input_ids", "a list of token ids or a list of such lists", ids)
     expect(bool(ids), "input_ids", "a prompt of at least one token", ids)
-    expect(max(ids) < model.vocab_size, "input_ids", f"tokens of the vocabulary of {model.vocab_size}", max(ids))
+    expect(
+        max(ids) < model.vocab_size, "input_ids", f"token ids below the vocabulary size {model.vocab_size}", max(ids)
+    )
     longest = model.context_length
-    expect(len(ids) <= longest, "input_ids", f"at most {longest} tokens, which is the context", len(ids))
+    expect(len(ids) <= longest, "input_ids", f"at most {longest} tokens, the context length", len(ids))
     return ids  # type: ignore[no-any-return]
 
 
 def check_temperature(value: float) -> float:
-    """A temperature that leaves something of the logits.
+    """Return `value` if it is a valid temperature.
 
     Raises:
-        InferenceError: it does not.
+        InferenceError: `value` is not a valid temperature.
     """
     return _generation({"temperature": value}).temperature
 
@@ -224,36 +241,46 @@ def check_temperature(value: float) -> float:
 def _jobs_of(ids: Any, params: Any, rid: str, resumed: int, model: SlotModel) -> list[GenerationJob]:
     prompt, generation = check_ids(ids, model), _generation(msgspec.structs.asdict(params))
     room = model.context_length - len(prompt)
-    fewer = f"fewer tokens than the context of {model.context_length}, to leave room for an answer"
-    expect(room >= 1, "input_ids", fewer, len(prompt))
-    if generation.max_new_tokens > room:  # the answer ends at the context's end, as one that reached its own limit
-        least = min(generation.min_new_tokens, room)
-        generation = replace(generation, max_new_tokens=room, min_new_tokens=least)
-    findable = not generation.stop or model.tokenizer is not None
-    expect(findable, "sampling_params.stop", "none, because the model's directory has no tokenizer", generation.stop)
-    known = resumed < len(prompt)
-    expect(known, "resumed_tokens", f"0 to {len(prompt) - 1} of the prompt's tokens", resumed)
-    vocabulary = f"tokens of the vocabulary of {model.vocab_size}"
+    limit = f"fewer tokens than the context length {model.context_length}, to leave room for a completion"
+    expect(room >= 1, "input_ids", limit, len(prompt))
+    if generation.max_new_tokens > room:  # the context ends the completion, with the same reason as its own limit
+        min_tokens = min(generation.min_new_tokens, room)
+        generation = replace(generation, max_new_tokens=room, min_new_tokens=min_tokens)
+    can_match_stop = not generation.stop or model.tokenizer is not None
+    expect(
+        can_match_stop,
+        "sampling_params.stop",
+        "no stop strings, because the model directory has no tokenizer",
+        generation.stop,
+    )
+    is_valid = resumed < len(prompt)
+    expect(is_valid, "resumed_tokens", f"0 to {len(prompt) - 1}, fewer than the tokens of the prompt", resumed)
+    vocabulary = f"token ids below the vocabulary size {model.vocab_size}"
     for token in generation.stop_token_ids:
         expect(0 <= token < model.vocab_size, "sampling_params.stop_token_ids", vocabulary, token)
     end_ids = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else model.end_ids)
     blocked = end_ids if generation.min_new_tokens == 0 else end_ids | model.end_ids
-    left = len(blocked) < model.vocab_size
-    expect(left, "sampling_params.stop_token_ids", "fewer than all tokens, to leave some for an answer", len(blocked))
+    can_sample = len(blocked) < model.vocab_size
+    expect(
+        can_sample,
+        "sampling_params.stop_token_ids",
+        "fewer than all tokens, to leave some for a completion",
+        len(blocked),
+    )
     seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
     return [
-        GenerationJob(rid, prompt, generation, _wrapped(seed + index), end_ids, blocked, resumed, batch=rid)
+        GenerationJob(rid, prompt, generation, _wrap_int64(seed + index), end_ids, blocked, resumed, batch=rid)
         for index in range(params.n)
     ]
 
 
-def _wrapped(seed: int) -> int:
-    """As int64."""
+def _wrap_int64(seed: int) -> int:
+    """Wrap a seed around to the range of int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _generation(values: dict[str, Any]) -> GenerationConfig:
-    """Sampling parameters without those that are the request's own."""
+    """Return the `GenerationConfig` of sampling parameters, without the fields that only the request has."""
     values = {name: value for name, value in values.items() if name in _hints}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]

@@ -1,4 +1,4 @@
-"""Scores: log-probs of given tokens. A score is a job as an answer is: it waits its turn for the decode thread."""
+"""Scoring of given tokens: like a generation, a score is a job that waits for the decode thread."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ScoreJob:
-    """A sequence to be scored."""
+    """A sequence to score."""
 
     ids: list[int]
-    """Token ids."""
+    """Token ids of the sequence."""
     temperature: float
-    """What logits are divided by."""
+    """Sampling temperature, by which the logits are divided."""
     before: bool = False
-    """Whether at the weights that were served before the last commit; nothing may be staged meanwhile."""
+    """Whether to score with the weights served before the last commit. Nothing may be staged meanwhile."""
     done: Future[tuple[list[float], int]] = field(default_factory=Future)
-    """The log-probs, of which entry 0 is 0, and the version that is served when they are made."""
+    """Future of the log-probs, of which entry 0 is 0, and of the version served at that time."""
     logprobs: list[float] = field(default_factory=list)
-    """Those of the parts so far."""
+    """Log-probs computed so far."""
     version: int = -1
-    """Under which these were made."""
+    """Version of the weights at the time of these log-probs."""
 
 
 class ScoreQueue:
     """Sequences that wait to be scored, first come first served. Belongs to the decode thread.
 
-    A sequence goes through the model in one pass, and what is longer than `part` in several, over pages of the cache.
+    A sequence goes through the model in one pass. A sequence longer than `part` takes several passes and stores its
+    keys and values in pages of the cache.
 
     Args:
-        part: tokens of a pass at most; 0: any number.
+        part: maximum number of tokens per pass; 0: no limit.
     """
 
     def __init__(self, model: SlotModel, weights: ServedWeights, table: SlotTable, part: int) -> None:
@@ -47,10 +48,10 @@ class ScoreQueue:
         self._model = model
         self._weights = weights
         self._table = table
-        self._part = part and min(part, model.block)
+        self._chunk = part and min(part, model.block)
 
     def step(self) -> None:
-        """One pass, of the sequence that waits longest."""
+        """Run one pass, for the sequence that has waited longest."""
         job, failure = self.waiting[0], None
         try:
             if not job.done.cancelled():
@@ -58,9 +59,9 @@ class ScoreQueue:
                     self._score(job)
                 if len(job.logprobs) < len(job.ids):
                     return
-        except Exception as error:  # noqa: BLE001 - handed to the caller
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             failure = error
-        self.waiting.popleft()  # before the result: a client that has it no longer finds the job in the stats
+        self.waiting.popleft()  # before the result is set: then the stats no longer count a job that a client has
         self._model.cache.pages.assign(self._model.cache.slots, [])
         if not job.done.set_running_or_notify_cancel():
             return
@@ -70,23 +71,23 @@ class ScoreQueue:
             job.done.set_exception(failure)
 
     def _score(self, job: ScoreJob) -> None:
-        """The next part, or all of it."""
+        """Score the next chunk of the sequence, or all of it."""
         length, version = len(job.ids), self._weights.version
         if job.version != version:
             job.logprobs, job.version = [], version
-        if not self._part or length <= self._part:
+        if not self._chunk or length <= self._chunk:
             job.logprobs = self._model.score(job.ids, job.temperature)
             self.scored_tokens += length
             return
         start = max(len(job.logprobs) - 1, 0)
-        count = min(self._part, length - 1 - start)
+        count = min(self._chunk, length - 1 - start)
         self._table.make_room(self._model.cache.slots, start + count)
-        found = self._model.score_part(job.ids, start, count, job.temperature)
-        job.logprobs = [*(job.logprobs or [0.0]), *found]
+        logprobs = self._model.score_part(job.ids, start, count, job.temperature)
+        job.logprobs = [*(job.logprobs or [0.0]), *logprobs]
         self.scored_tokens += count
 
     def end(self, error: Exception) -> None:
-        """Fail all that wait."""
+        """Fail all waiting jobs with `error`."""
         for job in self.waiting:
             if job.done.set_running_or_notify_cancel():
                 job.done.set_exception(error)

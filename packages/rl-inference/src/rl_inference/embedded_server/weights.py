@@ -1,7 +1,7 @@
-"""The server's side of a weight update: stage beside the served tensors, take the receipt, exchange pointers.
+"""Server side of a weight update: stage next to the served tensors, compute the receipt, exchange pointers.
 
-A server that starts in the middle of a run serves the version that was committed last, not the one it was started with
-(`restore`).
+A server that starts in the middle of a run loads the version that was committed last, not the one in its command
+line (`restore`).
 """
 
 from __future__ import annotations
@@ -30,54 +30,53 @@ from rl_inference.embedded_server.requests import STAGE_SECONDS
 logger = get_logger("inference.server")
 
 ABANDONED_SECONDS = 10.0
-"""For which a version waits for one before whose client is gone."""
+"""Seconds that staging waits for an earlier staging whose client is gone."""
 OVERTAKEN_SECONDS = 60.0
-"""How long `restore` tries again while newer versions are committed faster than they are read."""
+"""Seconds that `restore` retries while newer versions are committed faster than it reads them."""
 
 
 class _Place(NamedTuple):
-    """What a name that a trainer may send stands for."""
+    """Location of a parameter that a trainer may send: a tensor of the model, or a slice of it."""
 
     key: str
-    """Name of the tensor that has it."""
+    """Name of the tensor."""
     part: HubSlice
-    """Which part of that tensor."""
+    """Slice of that tensor."""
 
     @property
     def where(self) -> tuple[object, ...]:
-        """The same for two names of one place: tied parameters."""
+        """Key that is equal for two names of the same location, as tied parameters have."""
         return (self.key, *self.part[1:])
 
 
 class _Plan(NamedTuple):
-    """Where a version is to go."""
+    """Target tensors of a version to be staged."""
 
     targets: dict[str, torch.Tensor]
-    """Of each parameter that is sent, by name."""
-    told: dict[tuple[object, ...], str]
-    """Under which name each place comes first, because tied tensors may come under several."""
+    """Target of each sent parameter, by name."""
+    first_names: dict[tuple[object, ...], str]
+    """First name sent for each location. Tied tensors may be sent under several names."""
     spare: dict[str, torch.Tensor]
-    """The whole tensors, beside the served ones."""
-    made: dict[str, torch.Tensor]
-    """Of each parameter that is made of the base weights, with an adapter or without, by name."""
+    """Whole staging tensors, by the name of the served tensor."""
+    derived: dict[str, torch.Tensor]
+    """Target of each parameter derived from the base weights, with or without an adapter, by name."""
 
 
 class ServedWeights:
-    """A model's parameters by name, the staged next version, and which version is served.
+    """Parameters of a model by name, the staged next version, and the served version.
 
-    Trainers send them by the names of the model's checkpoint on the hub, where experts lie one by one, or by those that
-    transformers gives them.
+    Trainers send parameters under the names of the model's checkpoint on the hub, which stores each MoE expert
+    separately, or under the names of transformers.
 
-    There are two sets of buffers. Staging fills the one that is not served, and a commit exchanges them, so
-    that after the first update nothing is allocated. `stage` may run beside generation; `commit` only between
-    two forward passes.
+    There are two sets of buffers. Staging fills the set that is not served, and a commit exchanges the sets. After the
+    first update no memory is allocated. `stage` may run during generation; `commit` only between two forward passes.
 
     Args:
-        model: what is served.
-        directory: in which updates are published; empty: none are taken.
-        holder: the server's name.
-        version: of the model's weights.
-        base: directory that the model was loaded from, to whose weights adapters are added.
+        model: the served model.
+        directory: directory in which updates are published. Empty: the server accepts no updates.
+        holder: name of the server.
+        version: version of the model's weights.
+        base: directory from which the model was loaded. Adapters are added to its weights.
     """
 
     def __init__(self, model: torch.nn.Module, directory: str, holder: str, version: int, base: str = "") -> None:
@@ -87,49 +86,50 @@ class ServedWeights:
         self._live: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         self._device = next(iter(self._live.values())).device
         first_name: dict[int, str] = {}
-        # tied parameters are one tensor under several names: the first one stands for it
+        # tied parameters are one tensor under several names; the first name identifies it
         self._canonical = {name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()}
-        # trainers send parameters; a buffer that is not sent stays as it was loaded
+        # trainers must send parameters; a buffer that is not sent keeps its loaded value
         self._required = {key for key in first_name.values() if isinstance(self._live[key], torch.nn.Parameter)}
         self.places = {
             part.name: _Place(self._canonical[name], part)
             for name, parts in hub_slices(model, self._live.items()).items()
             for part in parts
         }
-        """What each name that a trainer may send stands for."""
-        self._told = set(self.places)  # names under which receipts of the served tensors are given
+        """Location of each parameter name that a trainer may send."""
+        self._receipt_names = set(self.places)  # names in the receipt of the served tensors
         for name, tensor in self._live.items():
             whole = HubSlice(name, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
             self.places.setdefault(name, _Place(self._canonical[name], whole))
         self._base = Path(base) if base else None
         self._base_weights: adapters.BaseWeights | None = None
         self._as_loaded = set(first_name.values())
-        """Tensors that serve what the base directory has."""
+        """Names of tensors whose served values are those of the base directory."""
         self._adapter: dict[str, tuple[dict[str, int], int]] = {}
-        """Of each adapted weight: the checksums of its matrices, and of what was made with them."""
+        """For each adapted weight: the checksums of its adapter matrices, and the checksum of the merged weight."""
         self._after_commit = self._as_loaded, self._adapter
         self._spare: dict[str, torch.Tensor] = {}
         self.staged_version: int | None = None
-        """The version that waits for its commit."""
+        """Version that waits for its commit; None if no version is staged."""
         self._spare_version: int | None = None
         self._receiver = WeightReceiver()
         self._staging = threading.Lock()
         self._attempt: object = None
-        """The staging that counts; an earlier one may still be stuck."""
+        """Identity of the current staging; an earlier one may still be stuck."""
 
     def stage(self, meta: WeightUpdateMeta, seconds: float = STAGE_SECONDS) -> WeightReceipt:
-        """Copy a version beside the served one.
+        """Copy a version next to the served one.
 
         Args:
-            seconds: after which it is given up, whoever is waited for.
+            seconds: time limit after which staging is abandoned.
 
         Returns:
-            checksums of the staged tensors, which become the live ones at `commit`, under every name that was
-            sent.
+            Checksums of the staged tensors under every name that was sent. The tensors become the live ones at
+            `commit`.
 
         Raises:
-            WeightUpdateError: a path outside the weights directory, unknown or missing parameters, wrong
-        shapes or dtypes, numbers that are not finite, not there in time."""
+            WeightUpdateError: a path is outside the weights directory, parameters are unknown or missing, shapes or
+                dtypes are wrong, values are not finite, or the time limit passed.
+        """
         self._attempt = attempt = object()
         if self._staging.acquire(timeout=min(ABANDONED_SECONDS, seconds)):
             self._staging.release()
@@ -141,17 +141,18 @@ class ServedWeights:
             self._attempt = None
             self._abandon()
             raise WeightUpdateError(
-                f"route {meta.route}, version {meta.version}: not there within {seconds:g} s. Is the trainer frozen?"
+                f"route {meta.route}, version {meta.version}: not received within {seconds:g} s. "
+                "Check that the trainer is running."
             ) from None
 
     def _abandon(self) -> None:
-        """Leave what is being staged to itself: it keeps what it may still write to, and comes too late."""
+        """Detach the current staging: it keeps the buffers that it may still write to, and its result is ignored."""
         self._spare, self._spare_version, self.staged_version = {}, None, None
         self._staging, self._receiver = threading.Lock(), WeightReceiver()
 
     def _stage(self, meta: WeightUpdateMeta, attempt: object) -> WeightReceipt:
         receiver = self._receiver
-        with self._staging:  # a request that its client gave up may still be at work on the spare buffers
+        with self._staging:  # an abandoned request may still write to the spare buffers
             try:
                 plan = self._plan(meta)
             except WeightUpdateError as error:
@@ -160,65 +161,73 @@ class ServedWeights:
             self.staged_version = self._spare_version = None
             try:
                 sums = receiver.receive(meta, plan.targets)
-                applied = self._make(meta.adapter, plan, sums)
+                applied = self._derive(meta.adapter, plan, sums)
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise WeightUpdateError(
                     f"route {meta.route}, version {meta.version}: cannot be read: {error}"
                 ) from error
             if self._attempt is not attempt:
-                raise WeightUpdateError(f"version {meta.version}: given up before it was there.")
+                raise WeightUpdateError(
+                    f"version {meta.version}: staging was abandoned; it timed out or a later request replaced it."
+                )
             self._spare, self.staged_version = plan.spare, meta.version
             sent = {name: self.places[name] for name in sums if name in self.places}
-            self._told.update(sent)
+            self._receipt_names.update(sent)
             changed = {self.places[name].key for name in (*sent, *applied)}
-            self._after_commit = (self._as_loaded | {self.places[name].key for name in plan.made}) - changed, applied
-            receipt = sums | {name: sums[plan.told[place.where]] for name, place in sent.items()}
+            self._after_commit = (self._as_loaded | {self.places[name].key for name in plan.derived}) - changed, applied
+            receipt = sums | {name: sums[plan.first_names[place.where]] for name, place in sent.items()}
             return WeightReceipt(self.holder, meta.version, receipt)
 
-    def _make(
+    def _derive(
         self, adapter: AdapterSpec | None, plan: _Plan, sums: dict[str, int]
     ) -> dict[str, tuple[dict[str, int], int]]:
-        """Fill what is made of the base weights; what `_adapter` is to be."""
+        """Fill the tensors derived from the base weights, and return the next value of `_adapter`."""
         applied = dict[str, tuple[dict[str, int], int]]()
         if adapter is None:
             return applied
-        base = self._known_base()
-        for name, target in plan.made.items():
+        base = self._load_base()
+        for name, target in plan.derived.items():
             weight, scale = base[name].to(target.device), adapter.scales.get(name)
             if scale is None:
                 target.copy_(weight)
                 continue
             matrices = adapter.matrices(name)
             a, b = (plan.targets[each] for each in matrices)
-            found = copy_summed(target, adapters.merged(weight, a, b, scale))
-            if not found.finite:
+            merged = copy_summed(target, adapters.merged(weight, a, b, scale))
+            if not merged.finite:
                 raise ValueError(f"weight {name!r} is not finite with its adapter")
-            applied[name] = {each: sums[each] for each in matrices}, found.value
+            applied[name] = {each: sums[each] for each in matrices}, merged.value
         return applied
 
-    def _known_base(self) -> adapters.BaseWeights:
+    def _load_base(self) -> adapters.BaseWeights:
         if self._base is None:
-            raise WeightUpdateError("this server does not know its base weights; set publish.adapter=never.")
+            raise WeightUpdateError(
+                "the server does not know its base weights, so it cannot add an adapter; set publish.adapter=never."
+            )
         if self._base_weights is None:
             self._base_weights = adapters.BaseWeights(self._base)
         return self._base_weights
 
     def receipt(self) -> WeightReceipt:
-        """What is served now: checksums of the live tensors under every name that they have, and of an adapter's
-        matrices where the weight still is what was made with them. Between two forward passes."""
-        placed = {name: self.places[name] for name in self._told}
+        """Return checksums of the live tensors under all their names. Call between two forward passes.
+
+        The checksums of an adapter's matrices are included if the live weight is still the one that was merged with
+        them.
+        """
+        places = {name: self.places[name] for name in self._receipt_names}
         sums = {
             place.where: checksum(place.part.slice_of(self._live[place.key].contiguous()).contiguous())
-            for place in {place.where: place for place in placed.values()}.values()
+            for place in {place.where: place for place in places.values()}.values()
         }
-        found = {name: sums[place.where] for name, place in placed.items()}
+        checksums = {name: sums[place.where] for name, place in places.items()}
         for name, (matrices, value) in self._adapter.items():
-            found |= matrices if sums[self.places[name].where] == value else {}
-        return WeightReceipt(self.holder, self.version, found)
+            checksums |= matrices if sums[self.places[name].where] == value else {}
+        return WeightReceipt(self.holder, self.version, checksums)
 
     def commit(self, version: int) -> None:
-        """Serve the staged tensors. Asking again for the served version does nothing, so that a client may
-        retry.
+        """Serve the staged tensors.
+
+        A repeated commit of the served version does nothing, so that a client may retry.
 
         Raises:
             WeightUpdateError: another version, or none, is staged.
@@ -236,19 +245,22 @@ class ServedWeights:
 
     def _exchange(self) -> None:
         for key, tensor in self._spare.items():
-            # `.data`, so that the parameter object stays: tied names and compiled graphs hold on to it
+            # Assign `.data` to keep the parameter object, which tied names and compiled graphs reference.
             self._spare[key], self._live[key].data = self._live[key].data, tensor
 
     @contextmanager
     def before(self) -> Iterator[None]:
-        """For the time of a block, compute with the weights that were served before the last commit. Between two
-        forward passes, and while nothing is staged.
+        """Compute with the weights served before the last commit, within a `with` block.
+
+        Use it between two forward passes and while nothing is staged.
 
         Raises:
-            WeightUpdateError: they are gone.
+            WeightUpdateError: the earlier weights are gone.
         """
         if self._spare_version is None:
-            raise WeightUpdateError("no earlier weights are held: nothing was committed since the last were staged.")
+            raise WeightUpdateError(
+                "the server has no earlier weights: staging overwrote them, or nothing was committed yet."
+            )
         self._exchange()
         try:
             yield
@@ -256,7 +268,7 @@ class ServedWeights:
             self._exchange()
 
     def _plan(self, meta: WeightUpdateMeta) -> _Plan:
-        """Refuses a version before anything of it is read."""
+        """Return the targets of a version, or reject it before any data is read."""
         self._check_location(meta)
         plan, covered, adapter = _Plan({}, {}, {}, {}), Counter[str](), meta.adapter
         matrices = {} if adapter is None else {each for name in adapter.scales for each in adapter.matrices(name)}
@@ -266,7 +278,7 @@ class ServedWeights:
                 continue
             place = self._check(meta.version, spec.name, spec.shape, getattr(torch, spec.dtype, spec.dtype))
             target = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
-            if plan.told.setdefault(place.where, spec.name) == spec.name:
+            if plan.first_names.setdefault(place.where, spec.name) == spec.name:
                 plan.targets[spec.name] = target
                 covered[place.key] += target.numel()
             else:
@@ -282,41 +294,46 @@ class ServedWeights:
         return plan
 
     def _plan_base(self, version: int, adapter: AdapterSpec, plan: _Plan, covered: Counter[str]) -> None:
-        """Add what is made of the base weights: what is adapted, and what does not serve them now."""
-        base = self._known_base()
+        """Add the parameters derived from the base weights to the plan.
+
+        These are the adapted weights, and weights whose served or staging tensor differs from the base.
+        """
+        base = self._load_base()
         base.check(adapter)
         lacking = sorted(each for name in adapter.scales for each in adapter.matrices(name) if each not in plan.targets)
         if lacking or adapter.scales.keys() - adapter.base.keys():
-            raise WeightUpdateError(f"version {version}: the adapter is not whole; missing are {lacking[:3]}.")
+            raise WeightUpdateError(f"version {version}: the adapter is incomplete; it lacks {lacking[:3]}.")
         places = {}
         for name in adapter.base:
             dtype = getattr(torch, adapter.dtype, adapter.dtype) if name in adapter.scales else None
             places[name] = self._check(version, name, tuple(base[name].shape), dtype)
         changed = plan.spare.keys() | {places[name].key for name in adapter.scales}
         for name, place in places.items():
-            if plan.told.setdefault(place.where, name) == name:
+            if plan.first_names.setdefault(place.where, name) == name:
                 covered[place.key] += torch.Size(place.part.shape).numel()
                 if place.key in changed or place.key not in self._as_loaded:
-                    plan.made[name] = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
+                    plan.derived[name] = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
 
     def _staging_tensor(self, key: str, spare: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor beside a served one; that of the last version but one, where there is one."""
+        """Return the staging tensor of a served one; reuse the tensor of the last version but one if it exists."""
         if key not in spare:
-            kept, live = self._spare.get(key), self._live[key]
-            fresh = torch.contiguous_format
-            spare[key] = torch.empty_like(live, memory_format=fresh, requires_grad=False) if kept is None else kept
+            previous, live = self._spare.get(key), self._live[key]
+            layout = torch.contiguous_format
+            spare[key] = (
+                torch.empty_like(live, memory_format=layout, requires_grad=False) if previous is None else previous
+            )
         return spare[key]
 
     def _check_location(self, meta: WeightUpdateMeta) -> None:
         if self._directory is None:
-            raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
+            raise WeightUpdateError("the server takes no weight updates; start it with --weights-dir.")
         for part in meta.parts if meta.route in STORED_ROUTES else ():
             file = Path(part.location, FILE if meta.route == "disk" else "").resolve()  # links are followed
             if not file.is_relative_to(self._directory):
                 raise WeightUpdateError(f"{part.location}: outside the server's weights directory {self._directory}.")
 
     def _check(self, version: int, name: str, shape: tuple[int, ...], dtype: object | None) -> _Place:
-        """Where a parameter goes; any dtype will do where it is None."""
+        """Return the location of a parameter after checking its shape and dtype; `dtype=None` accepts any dtype."""
         place = self.places.get(name)
         if place is None:
             raise WeightUpdateError(f"version {version}: the model has no parameter {name!r}.")
@@ -330,19 +347,25 @@ class ServedWeights:
 
 
 def restore(weights: ServedWeights, directory: str) -> None:
-    """Stage and commit what the record in `directory` names; nothing without a record. Before the decode thread runs.
+    """Stage and commit the version in the commit record of `directory`, if there is one.
 
-    A version is written over the last but one, so one that is overtaken while it is read has a newer record. The same
-    record with other weights than it says is no race.
+    Call it before the decode thread runs. Trainers overwrite the version before the last one. If a version is
+    overwritten while it is read, the record has changed, and `restore` tries again. If the record is unchanged but the
+    weights differ from it, that is an error.
 
     Raises:
-        WeightUpdateError: what the last record names cannot be read, or is not what was committed; names the parameter.
+        WeightUpdateError: the version in the last record cannot be read, or differs from the committed one; names
+            the parameter.
     """
     deadline = time.monotonic() + OVERTAKEN_SECONDS
     record = read_committed(directory) if directory else None
     while record is not None:
         if not record.readable:
-            logger.info("version %d came over %s, which leaves nothing to read", record.version, record.meta.route)
+            logger.info(
+                "not restoring version %d: route %s stores no weights that a restarted server could read",
+                record.version,
+                record.meta.route,
+            )
             return
         try:
             verify_receipt(record.receipt, weights.stage(record.meta), record.meta.route)

@@ -1,1 +1,1 @@
-"""The model of the embedded server: attention, KV cache, pages, memory."""
+"""Model of the embedded server: attention, KV cache, pages and memory."""

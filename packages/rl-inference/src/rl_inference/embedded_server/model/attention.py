@@ -1,7 +1,7 @@
-"""Attention of tokens to their own sequences: what a pass consists of, and the arithmetic.
+"""Attention of tokens to their own sequences: the description of a pass, and the computation.
 
-A pass lays the tokens of many sequences end to end; a `TokenPass` says which token is whose. A model's own
-peculiarities (sliding windows, soft caps, attention sinks, scaling) are arguments, so there is no code per model.
+A pass concatenates the tokens of many sequences; a `TokenPass` says to which sequence each token belongs. Features
+of a model (sliding windows, soft caps, attention sinks, scaling) are arguments, so there is no code per model.
 """
 
 from __future__ import annotations
@@ -12,68 +12,68 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-_SCORES = 2**24
-"""Scores of tokens to positions that are written out at once."""
+_MAX_SCORES = 2**24
+"""Maximum number of attention scores computed explicitly at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Several tokens of one sequence, next to each other in a pass."""
+    """Consecutive tokens of one sequence in a pass."""
 
     slot: int
-    """Where the sequence lies in the cache."""
+    """Slot of the sequence in the KV cache."""
     start: int
-    """Position of the first of them in the sequence; those before it are in the cache."""
+    """Position of the segment's first token in the sequence; earlier positions are in the KV cache."""
     first: int
-    """Index of the first of them in the pass."""
+    """Index of the segment's first token in the pass."""
     count: int
-    """How many."""
+    """Number of tokens."""
 
 
 @dataclass
 class TokenPass:
-    """The tokens of one forward pass, [tokens], and where they belong."""
+    """Tokens of one forward pass, [tokens], and the sequences that they belong to."""
 
     slots: torch.Tensor
     """Slot of each token's sequence, int64 [tokens]."""
     positions: torch.Tensor
     """Position of each token in its sequence, int64 [tokens]."""
     longest: int
-    """More than every position."""
+    """Upper bound that exceeds every position."""
     singles: int
-    """The first `singles` tokens are the only ones of their sequences."""
+    """Number of leading tokens that are the only token of their sequence."""
     segments: tuple[Segment, ...] = ()
-    """The other tokens, shorter segments first."""
+    """Segments of the other tokens, shorter segments first."""
     cached: bool = True
-    """Whether keys and values are kept at all (scoring does not need them)."""
+    """Whether to store keys and values (scoring in one pass does not need them)."""
     wanted: torch.Tensor | None = None
-    """Indices of the tokens whose logits are wanted, int64 [wanted]; None: all."""
+    """Indices of the tokens whose logits are computed, int64 [wanted]; None: all."""
     scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """What all layers compute alike: masks, places in the cache."""
+    """Values shared by all layers: masks and positions in the cache."""
 
 
 class Scoring(NamedTuple):
-    """How a layer turns queries and keys into weights."""
+    """Attention settings of a layer: how it turns queries and keys into weights."""
 
     scale: float
     window: int
-    """Positions that are looked at; 0: all."""
+    """Number of visible positions; 0: all."""
     softcap: float | None
-    """tanh cap of the scores, where the model has one."""
+    """Limit c of the scores, c * tanh(score / c), or None."""
     sinks: torch.Tensor | None
-    """[query heads]: a learned score that takes part in the softmax only, where the model has one."""
+    """Learned score per query head that only adds to the softmax denominator, [query heads], or None."""
 
     @property
     def plain(self) -> bool:
-        """Whether torch's fused attention can do it."""
+        """Whether torch's fused attention supports these settings."""
         return self.softcap is None and self.sinks is None
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attention of a whole sequence to itself, or of its last tokens to all of it.
+    """Compute the attention of a whole sequence to itself, or of its last tokens to all of it.
 
     Args:
-        query: [1, query heads, tokens, head dim]: the sequence's last `tokens`.
+        query: [1, query heads, tokens, head dim], the last `tokens` of the sequence.
         key, value: [1, key heads, positions, head dim].
 
     Returns:
@@ -84,34 +84,34 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring:
     if scoring.plain and tokens == positions and not windowed:
         shared = query.shape[1] > key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=shared)
-    place = torch.arange(positions - tokens, positions, device=query.device)[:, None]
-    at_once = max(_SCORES // (query.shape[1] * positions), 1)
-    parts = [slice(start, start + at_once) for start in range(0, tokens, at_once)]
-    masks = (visible(place[part], positions, scoring.window)[None, None] for part in parts)
-    found = [masked(query[:, :, part], key, value, mask, scoring) for part, mask in zip(parts, masks, strict=True)]
-    return torch.cat(found, 2) if len(found) > 1 else found[0]
+    query_positions = torch.arange(positions - tokens, positions, device=query.device)[:, None]
+    chunk_size = max(_MAX_SCORES // (query.shape[1] * positions), 1)
+    chunks = [slice(start, start + chunk_size) for start in range(0, tokens, chunk_size)]
+    masks = (visible(query_positions[chunk], positions, scoring.window)[None, None] for chunk in chunks)
+    outputs = [masked(query[:, :, chunk], key, value, mask, scoring) for chunk, mask in zip(chunks, masks, strict=True)]
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
 
 
-def visible(place: torch.Tensor, length: int, window: int) -> torch.Tensor:
-    """What tokens at `place` may look at: nothing later and, with a window, nothing `window` or more before.
+def visible(query_positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    """Return the mask of visible positions: none later and, with a window, none `window` or more before.
 
     Args:
-        place: int64 [..., 1].
+        query_positions: int64 [..., 1].
 
     Returns:
         bool [..., length].
     """
-    keys = torch.arange(length, device=place.device)
-    return (keys <= place) & (keys > place - window) if window else keys <= place
+    keys = torch.arange(length, device=query_positions.device)
+    return (keys <= query_positions) & (keys > query_positions - window) if window else keys <= query_positions
 
 
 def masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention of tokens to what their mask shows.
+    """Compute the attention of tokens to the positions in their mask.
 
-    Query heads that share a key head are laid along the token dimension, so that keys and values are never repeated in
-    memory.
+    Query heads that share a key head are folded into the token dimension, so that keys and values are never repeated
+    in memory.
 
     Args:
         query: [rows, query heads, tokens, head dim].
@@ -145,14 +145,17 @@ def _explicit(
     scoring: Scoring,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same written out, for what the fused kernels cannot do. Softmax in float32, as the models do it."""
+    """Compute the same without fused kernels, which do not support soft caps and sinks.
+
+    The softmax is in float32, as in the models of transformers.
+    """
     scores = torch.matmul(query, key.transpose(2, 3)) * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).float()
     if sinks is not None:
-        extra = sinks.reshape(1, sinks.shape[0], -1, 1).float().expand(scores.shape[0], -1, -1, -1)
-        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+        sink_scores = sinks.reshape(1, sinks.shape[0], -1, 1).float().expand(scores.shape[0], -1, -1, -1)
+        weights = torch.cat([scores, sink_scores], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return torch.matmul(weights.to(value.dtype), value)

@@ -1,8 +1,9 @@
 """Attention of single tokens over the KV cache on a CPU, compiled by numba.
 
-The fused kernels of torch work on whole tiles of queries and on one length for all rows. A decode step has one query
-per sequence, and sequences of all lengths; here each reads exactly its own keys. Keys lie transposed, [head dim,
-positions], so that the scores of all positions are sums of contiguous rows and nothing is reduced across a vector.
+The fused kernels of torch process whole tiles of queries and one length for all rows. A decode step has one query
+per sequence, and sequences of all lengths; this kernel reads exactly the keys of each sequence. Keys are stored
+transposed, [head dim, positions]. Then the scores of all positions are sums of contiguous rows, without a reduction
+across a vector.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _LOG2E = _F(1.4426950408889634)
 _LN2_HIGH = _F(0.693359375)
 _LN2_LOW = _F(-2.12194440e-4)
 _LOWEST = _F(-87.0)
-"""exp of anything below is 0 for our purposes; the exponent would leave its bits."""
+"""Lower bound of the exponents: below it exp is practically 0, and the exponent would overflow its bits."""
 
 
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy", inline="always")
 def _exponentials(scores: Any, bits: Any, count: int, top: Any) -> Any:  # pragma: no cover - compiled
-    """Replace scores by exp(score - top), in two loops that vectorise; returns their sum.
+    """Replace scores by exp(score - top), in two loops that vectorize, and return their sum.
 
-    exp(x) = 2^k exp(r) with r in [-ln 2 / 2, ln 2 / 2] and a polynomial of degree 7 for exp(r), Cody and Waite (1980);
-    the coefficients are those of the Cephes library's expf (error below 2e-7).
+    exp(x) = 2^k exp(r) with r in [-ln 2 / 2, ln 2 / 2] and a polynomial of degree 7 for exp(r), Cody and Waite
+    (1980). The coefficients are those of the Cephes library's expf (error below 2e-7).
     """
     powers = bits.view(np.float32)
     for j in range(count):
@@ -49,7 +50,7 @@ def _exponentials(scores: Any, bits: Any, count: int, top: Any) -> Any:  # pragm
 
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy", inline="always")
 def _score(scores: Any, query: Any, keys: Any, low: int, count: int, scale: Any) -> None:  # pragma: no cover
-    """scores[j] = scale * query . keys[:, low + j], four rows of keys at a time."""
+    """Set scores[j] = scale * query . keys[:, low + j], four rows of keys at a time."""
     whole = query.shape[0] // 4 * 4
     for d in range(0, whole, 4):
         a, b, c, e = query[d] * scale, query[d + 1] * scale, query[d + 2] * scale, query[d + 3] * scale
@@ -69,7 +70,7 @@ def _score(scores: Any, query: Any, keys: Any, low: int, count: int, scale: Any)
 
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy", inline="always")
 def _mix(out: Any, weights: Any, values: Any, low: int, count: int, factor: Any) -> None:  # pragma: no cover
-    """out += factor * sum_j weights[j] values[low + j], four positions at a time."""
+    """Add factor * sum_j weights[j] values[low + j] to out, four positions at a time."""
     width = out.shape[0]
     j = 0
     while j + 4 <= count:
@@ -87,22 +88,22 @@ def _mix(out: Any, weights: Any, values: Any, low: int, count: int, factor: Any)
 
 @njit(nogil=True, cache=True)
 def write(keys: Any, values: Any, new_keys: Any, new_values: Any, rows: Any) -> None:
-    """Put each token's key and value into its place.
+    """Store the key and value of each token in the cache.
 
     Args:
         keys: float32 [pages, heads, head dim, positions of a page].
         values: float32 [pages, heads, positions of a page, head dim].
         new_keys, new_values: [tokens, heads, head dim].
-        rows: page times positions of a page, plus the position in the page, int64 [tokens].
+        rows: page index times positions of a page, plus the position in the page, int64 [tokens].
     """
     size = keys.shape[3]
     for i in range(rows.shape[0]):
-        page, place = rows[i] // size, rows[i] % size
+        page, offset = rows[i] // size, rows[i] % size
         for h in range(new_keys.shape[1]):
             for d in range(new_keys.shape[2]):
-                keys[page, h, d, place] = new_keys[i, h, d]
+                keys[page, h, d, offset] = new_keys[i, h, d]
             for d in range(new_values.shape[2]):
-                values[page, h, place, d] = new_values[i, h, d]
+                values[page, h, offset, d] = new_values[i, h, d]
 
 
 def _attend(
@@ -118,17 +119,17 @@ def _attend(
     softcap: Any,
     sinks: Any,
 ) -> None:
-    """Attention of each token over positions 0..its own of its slot.
+    """Compute the attention of each token over positions 0 to its own position in its slot.
 
     Args:
         query: float32 [tokens, query heads, head dim].
         keys, values: as in `write`.
         table: pages of each slot in the order of its positions, int64 [slots, pages].
         slots, positions: int64 [tokens].
-        out: float32 [tokens, query heads, head dim], is overwritten.
-        window: positions that are looked at, 0 for all.
-        softcap: tanh cap of the scores, 0 for none.
-        sinks: float32 [query heads], a score per head that takes part in the softmax only; empty for none.
+        out: float32 [tokens, query heads, head dim], overwritten with the result.
+        window: number of visible positions, 0 for all.
+        softcap: limit of the scores by tanh, 0 for none.
+        sinks: float32 [query heads], a score per head that only adds to the softmax denominator; empty for none.
     """
     heads, size = keys.shape[1], keys.shape[3]
     shared = query.shape[1] // heads
@@ -141,8 +142,8 @@ def _attend(
             h = q // shared
             for p in range(low // size, (end - 1) // size + 1):
                 first, last = max(low, p * size), min(end, (p + 1) * size)
-                part = scores[first - low : last - low]
-                _score(part, query[i, q], keys[table[slot, p], h], first - p * size, last - first, scale)
+                page_scores = scores[first - low : last - low]
+                _score(page_scores, query[i, q], keys[table[slot, p], h], first - p * size, last - first, scale)
             if softcap > 0:
                 for j in range(count):
                     scores[j] = np.tanh(scores[j] / softcap) * softcap
@@ -158,19 +159,19 @@ def _attend(
                 out[i, q, d] = _F(0.0)
             for p in range(low // size, (end - 1) // size + 1):
                 first, last = max(low, p * size), min(end, (p + 1) * size)
-                part = scores[first - low : last - low]
-                _mix(out[i, q], part, values[table[slot, p], h], first - p * size, last - first, _F(1.0) / total)
+                page_scores = scores[first - low : last - low]
+                _mix(out[i, q], page_scores, values[table[slot, p], h], first - p * size, last - first, _F(1.0) / total)
 
 
-_attend_here: Any = njit(fastmath=True, nogil=True, cache=True, error_model="numpy")(_attend)
+_attend_serial: Any = njit(fastmath=True, nogil=True, cache=True, error_model="numpy")(_attend)
 _attend_parallel: Any = njit(fastmath=True, nogil=True, cache=True, error_model="numpy", parallel=True)(_attend)
 
 
 def attend(threads: int, *arguments: Any) -> None:
-    """`_attend` with its arguments, on so many threads."""
+    """Call `_attend` with these arguments, on up to `threads` threads."""
     threads = min(threads, config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     if threads == 1:
-        _attend_here(*arguments)
+        _attend_serial(*arguments)
     else:
         set_num_threads(threads)
         _attend_parallel(*arguments)

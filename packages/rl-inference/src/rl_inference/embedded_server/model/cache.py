@@ -1,6 +1,6 @@
-"""The KV cache: pages that the sequences in the slots get as they grow.
+"""KV cache in pages, which the sequences in the slots get as they grow.
 
-Two layouts of a layer: `TorchLayer` works everywhere, `KernelLayer` is faster on a CPU in float32.
+A layer has one of two layouts: `TorchLayer` works on all devices, `KernelLayer` is faster on a CPU in float32.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from rl_inference.embedded_server.model.attention import Scoring, Segment, Token
 from rl_inference.embedded_server.model.pages import BLOCK, PAGE, PageTable, pages_of
 
 KERNEL_SEGMENT = 64
-"""Longest segment whose attention the single-token kernel computes; torch's tiles win beyond."""
-_TRIAL = 4 * PAGE
-"""Positions of slot 0 before `SlotCache.allocate`, for a model's trial."""
+"""Length of the longest segment computed by the single-token kernel; for longer ones torch's tiles are faster."""
+_CHECK_POSITIONS = 4 * PAGE
+"""Number of positions of slot 0 before `SlotCache.allocate`, for the numerical check of a model at load time."""
 
 
 def padded_length(tokens: int) -> int:
-    """`tokens` rounded up to a whole number of blocks: few shapes, and aligned for fused kernels."""
+    """Return `tokens` rounded up to whole blocks, which gives few shapes and alignment for fused kernels."""
     return -(-tokens // BLOCK) * BLOCK
 
 
 class SlotLayer(ABC):
-    """Keys and values of one layer, from the first pass on. All layers, sliding ones too, keep every position; windows
-    are a matter of what is looked at."""
+    """Keys and values of one layer, allocated at the first pass.
+
+    All layers, including those with a sliding window, store every position. A window only masks positions.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -36,40 +38,41 @@ class SlotLayer(ABC):
 
     @property
     def used(self) -> bool:
-        """Whether a pass has come to this layer."""
+        """Whether the layer has run a pass."""
         return self._like is not None
 
     @property
     def token_bytes(self) -> int:
-        """What a position takes, by the shapes of the first pass; 0 if there was none."""
-        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in self._like or ())
+        """Bytes per position, from the shapes of the first pass; 0 before it."""
+        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in self._like or ())
 
     def allocate(self) -> None:
-        """Make empty stores of as many pages as there are."""
+        """Allocate empty storage for all pages."""
         if self._like is not None:
             self._allocate(*self._like)
 
     @abstractmethod
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The same.
+        """Allocate empty storage for all pages.
 
         Args:
-            keys, values: [1, heads, 0, head dim], for heads, sizes, dtype and device.
+            keys, values: [1, heads, 0, head dim], examples of heads, sizes, dtype and device.
         """
 
     @abstractmethod
     def reset_pages(self, pages: torch.Tensor) -> None:
-        """Make pages, int64 [pages], fit for a new sequence."""
+        """Prepare pages, int64 [pages], for a new sequence."""
 
     @abstractmethod
     def copy_page(self, source: int, target: int) -> None:
-        """Copy what is in a page."""
+        """Copy the content of a page to another page."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
     ) -> torch.Tensor:
-        """Keep the pass's keys and values and compute its attention. The first pass tells heads, sizes, dtype and
-        device.
+        """Store the keys and values of the pass and compute its attention.
+
+        The first pass determines heads, sizes, dtype and device.
 
         Args:
             query: [1, query heads, tokens, head dim].
@@ -83,7 +86,7 @@ class SlotLayer(ABC):
             self.allocate()
             self.reset_pages(torch.arange(self.pages.count, device=key.device))
         rows = span.scratch.get(("rows", 0))
-        if rows is None:  # of a store whose pages lie end to end
+        if rows is None:  # indices into storage with consecutive pages
             rows = self.pages.table[span.slots, span.positions // PAGE] * PAGE + span.positions % PAGE
             span.scratch["rows", 0] = rows
         return self._attend(query, key, value, span, scoring, rows)
@@ -101,32 +104,36 @@ class SlotLayer(ABC):
 
     @abstractmethod
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a slot's first `length` positions, [1, key heads, length, head dim]."""
+        """Return keys and values of a slot's first `length` positions, [1, key heads, length, head dim]."""
 
     def segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment: Segment, scoring: Scoring
     ) -> torch.Tensor:
-        """Attention of one segment, whose keys and values are in the cache already: [1, query heads, count, dim]."""
-        here = slice(segment.first, segment.first + segment.count)
+        """Compute the attention of one segment whose keys and values are already in the cache.
+
+        Returns:
+            [1, query heads, count, head dim].
+        """
+        tokens = slice(segment.first, segment.first + segment.count)
         if segment.start == 0:
-            return causal(query[:, :, here], key[:, :, here], value[:, :, here], scoring)
+            return causal(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], scoring)
         keys, values = self.sequence(segment.slot, segment.start + segment.count)
-        return causal(query[:, :, here], keys, values, scoring)
+        return causal(query[:, :, tokens], keys, values, scoring)
 
 
 class TorchLayer(SlotLayer):
-    """Keys and values [heads, pages, PAGE, head dim], attended to by torch's fused kernels."""
+    """Keys and values [heads, pages, PAGE, head dim], processed by torch's fused kernels."""
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        def store(like: torch.Tensor) -> torch.Tensor:
-            made = like.new_empty(like.shape[1], self.pages.count, PAGE, like.shape[3])
-            made[:, 0] = 0
-            return made
+        def allocate(like: torch.Tensor) -> torch.Tensor:
+            storage = like.new_empty(like.shape[1], self.pages.count, PAGE, like.shape[3])
+            storage[:, 0] = 0
+            return storage
 
-        self.keys, self.values = store(keys), store(values)
+        self.keys, self.values = allocate(keys), allocate(values)
 
     def reset_pages(self, pages: torch.Tensor) -> None:
-        # zeros, not what was there: attention multiplies masked values by 0, and 0 * nan is nan
+        # Zeros replace the old content: attention multiplies masked values by 0, and 0 * NaN is NaN.
         for store in (self.keys, self.values):
             store[:, pages] = 0
 
@@ -134,15 +141,15 @@ class TorchLayer(SlotLayer):
         for store in (self.keys, self.values):
             store[:, target] = store[:, source]
 
-    def _laid(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is in the pages of some rows, int64 [rows, pages], as [rows, heads, positions, head dim]."""
+    def _gather_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of pages, int64 [rows, pages], as [rows, heads, positions, head dim]."""
         rows = pages.shape[0]
-        both = (store.index_select(1, pages.view(-1)) for store in (self.keys, self.values))
-        keys, values = (part.view(part.shape[0], rows, -1, part.shape[3]).transpose(0, 1) for part in both)
+        gathered = (store.index_select(1, pages.view(-1)) for store in (self.keys, self.values))
+        keys, values = (states.view(states.shape[0], rows, -1, states.shape[3]).transpose(0, 1) for states in gathered)
         return keys, values
 
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._laid(self.pages.table[slot : slot + 1, : pages_of(length)])
+        keys, values = self._gather_pages(self.pages.table[slot : slot + 1, : pages_of(length)])
         return keys[:, :, :length], values[:, :, :length]
 
     def _attend(
@@ -155,27 +162,27 @@ class TorchLayer(SlotLayer):
         rows: torch.Tensor,
     ) -> torch.Tensor:
         self._write(key, value, span, rows)
-        parts = [self._singles(query, span, scoring)] if span.singles else []
-        parts += [self.segment(query, key, value, segment, scoring).transpose(1, 2) for segment in span.segments]
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+        outputs = [self._singles(query, span, scoring)] if span.singles else []
+        outputs += [self.segment(query, key, value, segment, scoring).transpose(1, 2) for segment in span.segments]
+        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0].contiguous()
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, span: TokenPass, rows: torch.Tensor) -> None:
         heads = key.shape[1]
-        place = span.scratch.get(("place", heads))
-        if place is None:
-            head = torch.arange(heads, device=key.device)[:, None]
-            place = (head * (self.pages.count * PAGE) + rows).view(-1)
-            span.scratch["place", heads] = place
+        indices = span.scratch.get(("place", heads))
+        if indices is None:
+            head_index = torch.arange(heads, device=key.device)[:, None]
+            indices = (head_index * (self.pages.count * PAGE) + rows).view(-1)
+            span.scratch["place", heads] = indices
         for store, states in ((self.keys, key), (self.values, value)):
-            store.view(-1, store.shape[3]).index_copy_(0, place, states.reshape(-1, store.shape[3]))
+            store.view(-1, store.shape[3]).index_copy_(0, indices, states.reshape(-1, store.shape[3]))
 
     def _singles(self, query: torch.Tensor, span: TokenPass, scoring: Scoring) -> torch.Tensor:
-        """[1, singles, query heads, head dim]."""
+        """Compute the attention of the single tokens, [1, singles, query heads, head dim]."""
         count, length = span.singles, padded_length(span.longest)
         pages = span.scratch.get(("pages", 0))
         if pages is None:
             span.scratch["pages", 0] = pages = self.pages.table[span.slots[:count], : pages_of(length)]
-        keys, values = self._laid(pages)
+        keys, values = self._gather_pages(pages)
         mask = span.scratch.get(("mask", scoring.window))
         if mask is None:
             mask = visible(span.positions[:count, None], length, scoring.window)[:, None, None]
@@ -185,7 +192,7 @@ class TorchLayer(SlotLayer):
 
 
 class KernelLayer(SlotLayer):
-    """Keys [pages, heads, head dim, PAGE], values [pages, heads, PAGE, head dim], for `kernel`."""
+    """Keys [pages, heads, head dim, PAGE] and values [pages, heads, PAGE, head dim], for `attention_kernel`."""
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys = keys.new_empty(self.pages.count, keys.shape[1], keys.shape[3], PAGE)
@@ -194,7 +201,7 @@ class KernelLayer(SlotLayer):
         self._table = self.pages.table.numpy()
 
     def reset_pages(self, pages: torch.Tensor) -> None:
-        """Nothing to do: each token reads its own positions alone."""
+        """Do nothing: each token reads only positions that were written."""
 
     def copy_page(self, source: int, target: int) -> None:
         for store in (self.keys, self.values):
@@ -240,13 +247,13 @@ class KernelLayer(SlotLayer):
             sinks.numpy(),
         )
         for segment in tiled:
-            part = self.segment(query, key, value, segment, scoring)
-            output[segment.first : segment.first + segment.count] = part[0].transpose(0, 1)
+            attended = self.segment(query, key, value, segment, scoring)
+            output[segment.first : segment.first + segment.count] = attended[0].transpose(0, 1)
         return output[None]
 
 
 class SlotCache:
-    """All layers' pages, and the slots that they belong to: those of answers, and a last one for scores."""
+    """Pages of all layers, and the slots that own them: one per completion, and a last one for scores."""
 
     def __init__(
         self,
@@ -257,46 +264,48 @@ class SlotCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.slots = slots
-        self.pages = PageTable(slots + 1, max(context_length, _TRIAL), torch.device(device))
-        self.pages.reset(1 + pages_of(_TRIAL))
+        self.pages = PageTable(slots + 1, max(context_length, _CHECK_POSITIONS), torch.device(device))
+        self.pages.reset(1 + pages_of(_CHECK_POSITIONS))
         self.pages.assign(0, list(range(1, self.pages.count)))
         self.layers = [layer(self.pages) for _ in range(layers)]
 
     @property
     def tokens(self) -> int:
-        """How many the pages hold."""
+        """Number of tokens that the pages can hold."""
         return (self.pages.count - 1) * PAGE
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in all layers, by the shapes of the first pass."""
+        """Bytes per token in all layers, from the shapes of the first pass."""
         return sum(layer.token_bytes for layer in self.layers)
 
     def allocate(self, tokens: int) -> None:
-        """Have room for so many tokens in all; what was kept is lost."""
+        """Allocate storage for `tokens` tokens in total; the previous content is lost."""
         self.pages.reset(1 + pages_of(tokens))
         for layer in self.layers:
             layer.allocate()
 
     def grow(self, slot: int, tokens: int) -> bool:
-        """Make room for `tokens` positions in a slot; False, and nothing is done, if there are too few pages."""
-        mine, free = self.pages.of[slot], self.pages.free
-        lacking = pages_of(tokens) - len(mine)
-        if lacking > len(free):
+        """Allocate pages for `tokens` positions in a slot; return False without any change if too few are free."""
+        slot_pages, free = self.pages.of[slot], self.pages.free
+        missing = pages_of(tokens) - len(slot_pages)
+        if missing > len(free):
             return False
-        if lacking > 0:
-            new = [free.pop() for _ in range(lacking)]
-            self.pages.assign(slot, mine + new)
+        if missing > 0:
+            new_pages = [free.pop() for _ in range(missing)]
+            self.pages.assign(slot, slot_pages + new_pages)
             for layer in self.layers:
-                layer.reset_pages(torch.tensor(new, device=self.pages.table.device))
+                layer.reset_pages(torch.tensor(new_pages, device=self.pages.table.device))
         return True
 
     def copy(self, source: int, slot: int, length: int) -> None:
-        """Have in a slot what is in the first `length` positions of another one, or of itself, and nothing else. Whole
-        pages are shared; the last one is copied, to which a free one is needed."""
-        pages, rest = self.pages.of[source][: pages_of(length)], length % PAGE
-        if rest:
-            copied, pages[-1] = pages[-1], self.pages.free.pop()
+        """Replace the content of a slot by the first `length` positions of another slot, or of itself.
+
+        Whole pages are shared. A last partial page is copied, which needs a free page.
+        """
+        pages, remainder = self.pages.of[source][: pages_of(length)], length % PAGE
+        if remainder:
+            shared_page, pages[-1] = pages[-1], self.pages.free.pop()
             for layer in self.layers:
-                layer.copy_page(copied, pages[-1])
+                layer.copy_page(shared_page, pages[-1])
         self.pages.assign(slot, pages)

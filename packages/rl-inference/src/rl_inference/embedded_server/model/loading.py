@@ -1,4 +1,4 @@
-"""From a model directory to a model that can be served, or to the reason why it cannot."""
+"""Load a model directory and check that the embedded server can serve it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from rl_inference.embedded_server.model.slot_model import IMPLEMENTATION, SlotMo
 logger = get_logger("inference.server.loading")
 
 _DEFAULT_CONTEXT = 32768
-_PARTS = (7, 5, 1, 1, 3)
-"""Tokens of each pass over the slots: the start of a prompt, a further part of it, single tokens."""
-_SHORT = 8
-"""Window that models have while they are tried: fewer than the tokens."""
+_CHECK_CHUNKS = (7, 5, 1, 1, 3)
+"""Number of tokens of each check pass: the start of a prompt, a further chunk of it, single tokens, another chunk."""
+_CHECK_WINDOW = 8
+"""Attention window during the check: shorter than the checked sequence."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""Mean absolute difference of the log-probs that rounding may make, relative to their range where that is below one
-nat; what is wrong differs by whole nats in some."""
+"""Mean absolute difference of log-probs that rounding may cause.
+
+It scales with the range of the log-probs if that is below one nat. A wrong computation differs by whole nats.
+"""
 
 
 def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) -> SlotModel:
-    """Load a Hugging Face directory; `sharing` as `fit_cache` has it.
+    """Load a Hugging Face directory; for `sharing` see `fit_cache`.
 
     Raises:
-        ModelError: no weights, weights that do not fit the config, or an architecture that cannot be served.
+        ModelError: the directory has no weights, its weights do not fit the config, or its architecture is
+            unsupported.
     """
     path = Path(spec.model_path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -56,19 +59,19 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
         model, info = loaded
         model.to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if IMPLEMENTATION in error.args:  # a table of attentions that ours is not in
+        if IMPLEMENTATION in error.args:  # the model has a fixed table of attention classes
             raise ModelError(_no_attention(str(hf_config.model_type))) from error
         raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{path}: the weights lack {len(missing)} parameters of {type(model).__name__}, the first "
+            f"{path}: the weights lack {len(missing)} parameters of {type(model).__name__}, first "
             f"{missing[:3]}. Save the model with `save_pretrained` (full weights, not an adapter)."
         )
     _check_architecture(path, model)
-    longest = _positions(path, hf_config.get_text_config(), config.context_length)
+    longest = _usable_positions(path, hf_config.get_text_config(), config.context_length)
     model.eval().requires_grad_(False)
-    if not spec.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
+    if not spec.deterministic:  # a trainer that reproduces the bits uses torch's default product
         use_faster_matmul(model)
     if config.compile:
         compile_pass(model)
@@ -82,29 +85,29 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     return result
 
 
-def _positions(path: Path, config: Any, wanted: int) -> int:
-    """How long a sequence may be.
+def _usable_positions(path: Path, config: Any, requested: int) -> int:
+    """Return the maximum sequence length.
 
-    transformers gives all of a row other rotary frequencies (longrope) once it is longer than the original length. A
-    server cannot: what it answered before would be what no forward of the whole row gives.
+    transformers changes all rotary frequencies of a sequence (longrope) once it is longer than the original length. A
+    server cannot do this: earlier tokens would then differ from a forward pass over the whole sequence.
 
     Raises:
-        ModelError: `wanted` is longer.
+        ModelError: `requested` is longer.
     """
     longest: int = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
     usable = min([longest, *(kind["original_max_position_embeddings"] for kind in kinds)])
-    why = "" if usable == longest else f" before its rotary embeddings (longrope) change, out of {longest}"
-    if wanted > usable:
-        raise ModelError(f"context_length {wanted}: {path} has {usable} positions{why}; lower it.")
-    if why and not wanted:
-        logger.warning("%s: sequences are at most %d tokens long, its positions%s", path, usable, why)
+    reason = "" if usable == longest else f" before its rotary embeddings (longrope) change, out of {longest}"
+    if requested > usable:
+        raise ModelError(f"context_length={requested} is too long: {path} has {usable} positions{reason}; lower it.")
+    if reason and not requested:
+        logger.warning("%s: the context length is limited to %d tokens, its positions%s", path, usable, reason)
     return usable
 
 
 def _check_class(config: Any) -> None:
-    """See that models of this configuration ask for their attention by its name, before one is made."""
+    """Check that the model class lets its attention be replaced, before a model is created."""
     kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is not None and not kind._can_set_attn_implementation():
         raise ModelError(_no_attention(kind.__name__))
@@ -122,31 +125,34 @@ def _check_architecture(path: Path, model: Any) -> None:
     other = other_layers(model.config)
     if other:
         raise ModelError(
-            f"{path}: {name} has layers of type {other}; the embedded server knows full and sliding "
-            "attention. Use another engine for this model."
+            f"{path}: {name} has layers of type {other}; the embedded server supports only full and "
+            "sliding attention. Use another engine for this model."
         )
     if model.get_output_embeddings() is None:
-        raise ModelError(f"{path}: {name} has no projection onto a vocabulary. Use another engine for this model.")
+        raise ModelError(f"{path}: {name} has no `lm_head`, so it cannot generate. Use another engine for this model.")
 
 
 def _load_tokenizer(path: Path) -> Any | None:
-    """The directory's tokenizer; None where it has none (then there is no text, and no stop strings)."""
+    """Return the tokenizer of the directory, or None if it has none.
+
+    Without a tokenizer, replies carry no text, and requests with stop strings are rejected.
+    """
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        logger.warning("%s has no tokenizer: answers carry no text, and stop strings are refused", path)
+        logger.warning("%s has no tokenizer: replies carry no text, and requests with stop strings are rejected", path)
         return None
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def _end_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: set[int] = set()
+    token_ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for value in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return frozenset(int(token) for token in found)
+        token_ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(int(token) for token in token_ids)
 
 
 def compile_pass(model: Any) -> None:
-    """Compile the layers of a transformers model in place; its first passes do the work.
+    """Compile the layers of a transformers model in place; compilation happens in its first passes.
 
     Raises:
         ModelError: there is no C++ compiler, on a CPU.
@@ -159,7 +165,7 @@ def compile_pass(model: Any) -> None:
             get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ModelError(
-            "compile=true: torch finds no C++ compiler, which it needs on a CPU. Install g++ (or name one in CXX), or "
+            "compile=true: torch finds no C++ compiler, which it needs on a CPU. Install g++ (or set CXX), or "
             "set compile=false."
         ) from error
     model.base_model.compile(dynamic=True)
@@ -167,64 +173,65 @@ def compile_pass(model: Any) -> None:
 
 @torch.inference_mode()
 def check_numbers(model: SlotModel) -> None:
-    """Compare log-probs of a sequence that was read in parts into a slot with the model's own attention.
+    """Compare log-probs of a sequence that was read in chunks into a slot with those of the model's own attention.
 
     Raises:
-        ModelError: they differ, or the model cannot be run over slots at all.
+        ModelError: the log-probs differ, or the model cannot run over decode slots.
     """
-    count = min(sum(_PARTS), model.context_length)
+    count = min(sum(_CHECK_CHUNKS), model.context_length)
     ids = (torch.arange(count, device=model.device) * 7919 + 3) % model.vocab_size
     name = type(model.model).__name__
-    with short_windows(model.model, _SHORT) as windowed:
+    with short_windows(model.model, _CHECK_WINDOW) as windowed:
         if windowed:
             with uncompiled():
-                _compare(model, name, ids)
-    _compare(model, name, ids)
+                _compare_logprobs(model, name, ids)
+    _compare_logprobs(model, name, ids)
     if not all(layer.used for layer in model.cache.layers):
         raise ModelError(_no_attention(name))
 
 
-def _compare(model: SlotModel, name: str, ids: torch.Tensor) -> None:
+def _compare_logprobs(model: SlotModel, name: str, ids: torch.Tensor) -> None:
     try:
-        found = _over_slots(model, ids)
+        actual = _slot_logprobs(model, ids)
         expected = _reference_logprobs(model, ids)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise ModelError(
-            f"{name} cannot be run over the slots of the embedded server ({type(error).__name__}: {error}). Use "
+            f"{name} cannot run in the decode slots of the embedded server ({type(error).__name__}: {error}). Use "
             "another engine for this model."
         ) from error
     allowed = _TOLERANCES[model.model.dtype] * min(1.0, (expected.max() - expected.min()).item())
-    difference = (found - expected).abs().mean().item()
+    difference = (actual - expected).abs().mean().item()
     if not difference <= allowed:
         raise ModelError(
-            f"{name} computes other numbers over the slots of the embedded server than by itself: log-probs differ by "
-            f"{difference:.2g} on average, at most {allowed:.2g} is rounding. Use another engine for this model."
+            f"{name} computes other log-probs in the decode slots of the embedded server than with its own attention: "
+            f"the mean difference is {difference:.2g}, rounding allows {allowed:.2g}. "
+            "Use another engine for this model."
         )
 
 
-def _over_slots(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs [tokens, vocab], read in parts into slot 0."""
-    parts, start = [], 0
-    for count in _PARTS:
+def _slot_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return log-probs [tokens, vocab], read in chunks into slot 0."""
+    logits, start = [], 0
+    for count in _CHECK_CHUNKS:
         count = min(count, len(ids) - start)
         if not count:
             break
-        places = torch.arange(start, start + count, device=ids.device)
-        one = count == 1
+        positions = torch.arange(start, start + count, device=ids.device)
+        is_single = count == 1
         span = TokenPass(
-            slots=torch.zeros_like(places),
-            positions=places,
+            slots=torch.zeros_like(positions),
+            positions=positions,
             longest=start + count,
-            singles=1 if one else 0,
-            segments=() if one else (Segment(0, start, 0, count),),
+            singles=1 if is_single else 0,
+            segments=() if is_single else (Segment(0, start, 0, count),),
         )
-        parts.append(model.run(ids[start : start + count], span))
+        logits.append(model.run(ids[start : start + count], span))
         start += count
-    return torch.log_softmax(torch.cat(parts).float(), -1)
+    return torch.log_softmax(torch.cat(logits).float(), -1)
 
 
 def _reference_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs [tokens, vocab] with the model's own attention and no cache."""
+    """Return log-probs [tokens, vocab] of the model's own attention without a cache."""
     model.model.set_attn_implementation("eager")
     try:
         with uncompiled():

@@ -1,4 +1,4 @@
-"""How much memory there is, and how many tokens the cache may hold."""
+"""Free memory of the device, and the capacity of the KV cache."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ if TYPE_CHECKING:
 logger = get_logger("inference.server.memory")
 
 _GIB = 2**30
-_SHARES = {"cpu": 0.25, "cuda": 0.5}
-"""Of the free memory, for keys and values; the rest is for passes and for others on the machine."""
+_CACHE_FRACTIONS = {"cpu": 0.25, "cuda": 0.5}
+"""Fractions of the free memory for keys and values. The rest is for passes and for other processes."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be had: of a GPU, or of the machine and of the control groups that this process is in."""
+    """Return the free bytes of a GPU, or of the machine and of the control groups of this process."""
     if device.type == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([_machine(), *group_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([_machine_free_bytes(), *group_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process has of it: tensors on a GPU, else pages of memory, as far as it can give them back."""
+    """Return the bytes that this process uses: tensors on a GPU, else resident memory.
+
+    Unused GPU cache or heap memory is released first.
+    """
     if device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_allocated(device))
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -49,7 +52,7 @@ def used_bytes(device: torch.device) -> int:
         return 0
 
 
-def _machine() -> int:
+def _machine_free_bytes() -> int:
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -58,47 +61,50 @@ def _machine() -> int:
 
 
 def group_bytes(listing: Path, mount: Path) -> list[int]:
-    """What each control group with a limit still allows; file pages that it can drop count as free.
+    """Return the bytes that each control group with a limit still allows.
+
+    File pages that can be dropped count as free.
 
     Args:
-        listing: as `/proc/self/cgroup`.
-        mount: as `/sys/fs/cgroup`.
+        listing: a file such as `/proc/self/cgroup`.
+        mount: a directory such as `/sys/fs/cgroup`.
     """
-    found: list[int] = []
+    remaining: list[int] = []
     for group, first_version in control_groups("memory", listing, mount):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, usage, droppable = names if first_version else ("memory.max", "memory.current", "inactive_file")
+        limit, usage, reclaimable = names if first_version else ("memory.max", "memory.current", "inactive_file")
         if (group / limit).exists():
             allowed = (group / limit).read_text().strip()
-            stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
-            used = int((group / usage).read_text()) - int(stat.get(droppable, 0))
-            found += [] if allowed == "max" else [max(int(allowed) - used, 0)]
-    return found
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / usage).read_text()) - int(stat.get(reclaimable, 0))
+            remaining += [] if allowed == "max" else [max(int(allowed) - used, 0)]
+    return remaining
 
 
 def fit_cache(model: SlotModel, cache_gib: float, context_length: int, staged: bool, sharing: int = 1) -> None:
-    """Give the cache its memory, and the model the context that it can serve.
+    """Allocate the cache, and limit the model's context length to its capacity.
 
     Args:
-        cache_gib: for keys and values at most; 0: a quarter of what is free, half of a GPU's.
-        context_length: that was asked for; 0: the longest that fits.
-        staged: whether room for a second set of weights is to be left.
-        sharing: servers that have the same memory, of which each takes a part: what they promise, they have not touched
-            yet, so it still looks free.
+        cache_gib: maximum size of keys and values; 0: a quarter of the free memory, or half of a GPU's.
+        context_length: requested context length; 0: the longest that fits.
+        staged: whether to leave room for a second set of weights.
+        sharing: number of servers that share the memory; each takes an equal part. The other servers may not have
+            allocated theirs yet, so that it still looks free.
 
     Raises:
-        ModelError: too little memory for what was asked for.
+        ModelError: the memory is too small for the request.
     """
     cache, free = model.cache, free_bytes(model.device) // sharing
-    weights = sum(each.numel() * each.element_size() for each in model.model.parameters()) if staged else 0
-    share = _SHARES.get(model.device.type, 0.25)
-    budget = cache_gib * _GIB or share * max(free - weights, 0)
+    weights = (
+        sum(parameter.numel() * parameter.element_size() for parameter in model.model.parameters()) if staged else 0
+    )
+    fraction = _CACHE_FRACTIONS.get(model.device.type, 0.25)
+    budget = cache_gib * _GIB or fraction * max(free - weights, 0)
     page = PAGE * cache.token_bytes
     needed = pages_of(context_length or 1) * page
     arithmetic = (
-        f"a token takes {cache.token_bytes:,} bytes in the cache; {free / _GIB:.2f} GiB of memory are free for this "
-        f"one of {sharing} servers, of which {weights / _GIB:.2f} GiB are left for weights that are staged, and the "
-        f"cache may take {budget / _GIB:.2f} GiB"
+        f"{cache.token_bytes:,} bytes per token; {free / _GIB:.2f} GiB free for each of {sharing} servers, "
+        f"of which {weights / _GIB:.2f} GiB for staged weights and at most {budget / _GIB:.2f} GiB for the cache"
     )
     if budget > free - weights or needed > budget:
         raise ModelError(
@@ -107,6 +113,6 @@ def fit_cache(model: SlotModel, cache_gib: float, context_length: int, staged: b
         )
     cache.allocate(min(int(budget // page), (cache.slots + 1) * pages_of(model.context_length)) * PAGE)
     if cache.tokens < model.context_length:
-        logger.warning("sequences are at most %d tokens long: %s", cache.tokens, arithmetic)
+        logger.warning("the context length is limited to %d tokens: %s", cache.tokens, arithmetic)
         model.context_length = cache.tokens
     logger.info("the cache holds %d tokens in %d slots: %s", cache.tokens, cache.slots, arithmetic)

@@ -1,10 +1,11 @@
-"""A model of transformers, run over slots.
+"""Model of transformers, run over decode slots.
 
-transformers lets a registered function replace a model's attention. That is all that continuous batching needs: a pass
-lays the tokens of many sequences end to end, and the function below, told by a `TokenPass` which token is whose, sees
-to it that each looks at its own sequence.
+transformers lets a registered function replace a model's attention. Continuous batching needs nothing else. A pass
+concatenates the tokens of many sequences, and the function below computes attention within each sequence. A
+`TokenPass` says to which sequence each token belongs.
 
-Where the pass is compiled, the compiler sees one opaque operator here, and so no cache and no lengths that change.
+If the pass is compiled, the compiler sees attention as one opaque operator. It therefore sees no cache and no
+changing lengths.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rl_inference.embedded_server.model.attention import Scoring, Segment, Token
 from rl_inference.embedded_server.model.cache import SlotCache, SlotLayer, TorchLayer
 
 IMPLEMENTATION = "rl_slots"
-"""Name under which the attention is registered."""
+"""Name under which the attention function is registered."""
 _SCORED_AT_ONCE = 1024
-"""Positions whose logits are held in float32 at once when a sequence is scored."""
+"""Number of positions whose logits are held in float32 at once during scoring."""
 
 
-class _Running(threading.local):
-    now: tuple[SlotCache, TokenPass] | None = None
+class _PassContext(threading.local):
+    current: tuple[SlotCache, TokenPass] | None = None
 
 
-_running = _Running()
-"""What the forward pass in this thread is about: all that attention and head are told beside their inputs."""
+_pass_context = _PassContext()
+"""Cache and pass of the forward pass in this thread, for attention and `lm_head`, which get no other arguments."""
 
 
 def slot_attention(
@@ -48,23 +49,23 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer in the pass that runs in this thread.
+    """Compute the attention of one layer in the current pass of this thread.
 
     Args:
         query: [1, query heads, tokens, head dim].
         key, value: [1, key heads, tokens, head dim], of the same tokens.
 
     Returns:
-        [1, tokens, query heads, head dim], and no weights.
+        [1, tokens, query heads, head dim], and None for the attention weights.
 
     Raises:
-        ModelError: the layer asks for what is not done here.
+        ModelError: the layer needs a mask or a bias, which is unsupported.
     """
-    if attention_mask is not None or more.get("position_bias") is not None:
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ModelError(
-            f"{type(module).__name__} brings a mask or a bias of its own to attention, so the embedded server cannot "
+            f"{type(module).__name__} passes its own mask or bias to attention, so the embedded server cannot "
             "serve it. Use another engine for this model."
         )
     layer: Any = module.layer_idx
@@ -84,9 +85,9 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[1, tokens, query heads, head dim]."""
-    assert _running.now is not None
-    cache, span = _running.now
+    """Compute attention, [1, tokens, query heads, head dim]."""
+    assert _pass_context.current is not None
+    cache, span = _pass_context.current
     scoring = Scoring(scale, window, softcap, sinks)
     if not span.cached:
         return causal(query, key, value, scoring).transpose(1, 2).contiguous()
@@ -107,24 +108,24 @@ torch.library.register_fake("rl_inference::attend", _attend_shape, lib=_operator
 AttentionInterface.register(IMPLEMENTATION, slot_attention)
 
 
-def _pick_wanted(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    wanted = None if _running.now is None else _running.now[1].wanted
-    return None if wanted is None else (inputs[0][:, wanted], *inputs[1:])
+def _select_hidden_states(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    indices = None if _pass_context.current is None else _pass_context.current[1].wanted
+    return None if indices is None else (inputs[0][:, indices], *inputs[1:])
 
 
-def _head_in_float32(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """What a 16-bit head computes, not rounded to its type: [..., H] to float32 [..., V]."""
-    logits = float32_logits(hidden.flatten(0, -2), head.weight, head.bias)
+def _lm_head_in_float32(lm_head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of a 16-bit `lm_head` without rounding to 16 bits: [..., H] to float32 [..., V]."""
+    logits = float32_logits(hidden.flatten(0, -2), lm_head.weight, lm_head.bias)
     return logits.unflatten(0, hidden.shape[:-1])
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Within it nothing is compiled, and nothing compiled is used."""
+    """Return a context in which nothing is compiled and no compiled code runs."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
 
 
 class SlotModel:
-    """A causal language model of transformers and the cache that it generates into."""
+    """Causal language model of transformers with the KV cache that it generates into."""
 
     def __init__(
         self,
@@ -141,74 +142,73 @@ class SlotModel:
         text_config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.block = max(LOGITS_AT_ONCE // self.vocab_size, 1)
-        """Positions of a sequence whose logits are made at once, at most, when it is scored."""
+        """Maximum number of positions whose logits are computed at once during scoring."""
         self.context_length = context_length
         self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length, layer, self.device)
         self.end_ids = end_ids
-        # The head runs on the wanted tokens alone: [tokens, vocab] logits of a prefill would dwarf everything else.
-        head = model.get_output_embeddings()
-        head.register_forward_pre_hook(_pick_wanted)
-        if type(head) is torch.nn.Linear and model.dtype != torch.float32:
-            head.forward = partial(_head_in_float32, head)  # type: ignore[method-assign]
+        # `lm_head` runs only on the wanted tokens: [tokens, vocab] logits of a prefill would need too much memory.
+        lm_head = model.get_output_embeddings()
+        lm_head.register_forward_pre_hook(_select_hidden_states)
+        if type(lm_head) is torch.nn.Linear and model.dtype != torch.float32:
+            lm_head.forward = partial(_lm_head_in_float32, lm_head)  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run one token in slot 0, which is free, so that nothing is compiled or imported under the first request."""
+        """Run one token in the free slot 0, so that no compilation or import delays the first request."""
         self.cache.grow(0, 1)
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.run(nothing, TokenPass(nothing, nothing, longest=1, singles=1))
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.run(zero, TokenPass(zero, zero, longest=1, singles=1))
         self.cache.pages.assign(0, [])
 
     def run(self, tokens: torch.Tensor, span: TokenPass) -> torch.Tensor:
-        """One forward pass over tokens of many sequences.
+        """Run one forward pass over tokens of many sequences.
 
         Args:
             tokens: int64 [tokens].
 
         Returns:
-            logits of the wanted tokens, [wanted, vocab].
+            Logits of the wanted tokens, [wanted, vocab].
         """
-        _running.now = (self.cache, span)
+        _pass_context.current = (self.cache, span)
         try:
-            # a single token as it is, since the compiler would make another graph for it
+            # run a single token uncompiled, since the compiler would build another graph for it
             with uncompiled() if len(tokens) == 1 else nullcontext():
                 output = self.model(input_ids=tokens[None], position_ids=span.positions[None], use_cache=False)
         finally:
-            _running.now = None
+            _pass_context.current = None
         logits: torch.Tensor = output.logits[0]
         return logits
 
     @torch.inference_mode()
     def score(self, input_ids: list[int], temperature: float) -> list[float]:
-        """Log-probs of given tokens at the current weights; entry 0 is 0.
+        """Return log-probs of given tokens with the current weights; entry 0 is 0.
 
-        The decoder runs once, the head on a `block` of the positions that predict a token at a time, and the rest
-        is the trainers' own expression: a trainer that runs this sequence alone, with the same kernels, gets the
-        same bits.
+        The decoder runs once, and `lm_head` on up to `block` positions at a time. The remaining computation is the
+        trainer's code. A trainer that runs this sequence alone, with the same kernels, gets the same bits.
         """
-        length, found = len(input_ids), [0.0]
-        places = torch.arange(length, device=self.device)
-        parts = places[:-1].split(self.block) if length > 1 else ()
-        with self._decoded_once() if len(parts) > 1 else nullcontext():
-            for part in parts:
-                span = TokenPass(torch.zeros_like(places), places, length, singles=0, cached=False, wanted=part)
-                chosen = input_ids[len(found) : len(found) + len(part)]
-                found += self._chosen(input_ids, span, chosen, temperature)
-        return found
+        length, logprobs = len(input_ids), [0.0]
+        positions = torch.arange(length, device=self.device)
+        chunks = positions[:-1].split(self.block) if length > 1 else ()
+        with self._cached_decoder() if len(chunks) > 1 else nullcontext():
+            for chunk in chunks:
+                span = TokenPass(torch.zeros_like(positions), positions, length, singles=0, cached=False, wanted=chunk)
+                targets = input_ids[len(logprobs) : len(logprobs) + len(chunk)]
+                logprobs += self._target_logprobs(input_ids, span, targets, temperature)
+        return logprobs
 
     @contextmanager
-    def _decoded_once(self) -> Iterator[None]:
-        """Within it, the decoder computes in the first pass, and what it found there is what the others have."""
-        decoder, held = self.model.base_model, list[Any]()
+    def _cached_decoder(self) -> Iterator[None]:
+        """Run the decoder only in the first pass of a `with` block, and reuse its output in later passes."""
+        decoder, outputs = self.model.base_model, list[Any]()
         forward = decoder.forward
 
-        def remembered(*args: Any, **kwargs: Any) -> Any:
-            if not held:
-                held.append(forward(*args, **kwargs))
-            return held[0]
+        def cached_forward(*args: Any, **kwargs: Any) -> Any:
+            if not outputs:
+                outputs.append(forward(*args, **kwargs))
+            return outputs[0]
 
-        if decoder is not self.model:  # else each pass computes anew
-            decoder.forward = remembered
+        if decoder is not self.model:  # otherwise each pass runs the whole model
+            decoder.forward = cached_forward
         try:
             yield
         finally:
@@ -216,23 +216,25 @@ class SlotModel:
 
     @torch.inference_mode()
     def score_part(self, input_ids: list[int], start: int, count: int, temperature: float) -> list[float]:
-        """Log-probs of `count` tokens of a long sequence, those after position `start`.
+        """Return log-probs of `count` tokens of a long sequence, those after position `start`.
 
-        Earlier parts lie in the slot of scores, which has room for this one.
+        Keys and values of earlier tokens are in the slot of scores, which has room for this chunk.
         """
         slot = self.cache.slots
-        places = torch.arange(start, start + count, device=self.device)
+        positions = torch.arange(start, start + count, device=self.device)
         segments = (Segment(slot, start, 0, count),)
-        span = TokenPass(torch.full_like(places, slot), places, start + count, singles=0, segments=segments)
-        part = slice(start + 1, start + count + 1)
-        return self._chosen(input_ids[start : start + count], span, input_ids[part], temperature)
+        span = TokenPass(torch.full_like(positions, slot), positions, start + count, singles=0, segments=segments)
+        targets = slice(start + 1, start + count + 1)
+        return self._target_logprobs(input_ids[start : start + count], span, input_ids[targets], temperature)
 
-    def _chosen(self, fed: list[int], span: TokenPass, chosen: list[int], temperature: float) -> list[float]:
-        """Log-probs of the tokens that were chosen after a pass's wanted ones."""
-        logits = self.run(torch.tensor(fed, device=self.device), span)
-        targets = torch.tensor(chosen, device=self.device)
-        sharpness = torch.full((len(chosen),), temperature or 1.0, device=self.device).reciprocal()
-        parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, len(chosen), _SCORED_AT_ONCE)]
-        found = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part]) for part in parts]
-        values: list[float] = torch.cat(found).tolist()
+    def _target_logprobs(
+        self, input_ids: list[int], span: TokenPass, target_ids: list[int], temperature: float
+    ) -> list[float]:
+        """Return the log-probs of the target tokens after the wanted tokens of a pass."""
+        logits = self.run(torch.tensor(input_ids, device=self.device), span)
+        targets = torch.tensor(target_ids, device=self.device)
+        sharpness = torch.full((len(target_ids),), temperature or 1.0, device=self.device).reciprocal()
+        chunks = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, len(target_ids), _SCORED_AT_ONCE)]
+        logprobs = [chosen_logprobs(logits[chunk].float(), targets[chunk], sharpness[chunk]) for chunk in chunks]
+        values: list[float] = torch.cat(logprobs).tolist()
         return values

@@ -465,7 +465,7 @@ class Elsewhere:
 
 TWO = "two parts read it in copies, which do not tell whose they are"
 SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
-IGNORED = "test_generate_minimum_length_suppresses_end_tokens_even_where_they_are_ignored"
+IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
 TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
 BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
 FILES = "test_save_hf_in_several_files_has_an_index_and_loads"
@@ -515,7 +515,7 @@ ELSEWHERE = [
     Elsewhere(
         "rollout.server.compile",
         "minutes on a CPU",
-        "packages/rl-inference/tests/test_inference_compiled.py::test_compiled_changed_weights_are_used",
+        "packages/rl-inference/tests/test_inference_compiled.py::test_compiled_model_uses_changed_weights",
         (GRPO, SFT),
     ),
     *(

@@ -1,4 +1,4 @@
-"""The compiled pass: the same numbers in one graph, and errors that say what is missing."""
+"""Compiled forward pass: the log-probs of transformers in one graph, and errors that name the missing compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
         pytest.param("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}, marks=pytest.mark.nightly),
     ],
 )
-def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
+def test_compiled_passes_of_any_size_equal_transformers_in_one_graph(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path / "model", family, **settings)
@@ -63,7 +63,7 @@ def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
 
 
 @pytest.mark.slow
-def test_compiled_changed_weights_are_used(tmp_path: Path) -> None:
+def test_compiled_model_uses_changed_weights(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", "qwen3")
     model = load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
     ids = [5, 9, 30, 77, 12]
@@ -75,12 +75,12 @@ def test_compiled_changed_weights_are_used(tmp_path: Path) -> None:
     reference = reference_model(path)
     for parameter in reference.parameters():
         parameter.data.mul_(1.5)
-    found, expected = model.score(ids, 1.0)[1:], reference_logprobs(reference, ids[:1], ids[1:])
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found != pytest.approx(before[1:], abs=1e-3)
+    logprobs, expected = model.score(ids, 1.0)[1:], reference_logprobs(reference, ids[:1], ids[1:])
+    assert logprobs == pytest.approx(expected, abs=1e-5)
+    assert logprobs != pytest.approx(before[1:], abs=1e-3)
 
 
-def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_cpp_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model(tmp_path / "model", "qwen3")
     import torch._inductor.config as inductor
 
@@ -90,6 +90,6 @@ def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeyp
         load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
 
 
-def test_compile_with_deterministic_is_refused() -> None:
+def test_compile_with_deterministic_is_rejected() -> None:
     with pytest.raises(ConfigError, match="compile"):
         EmbeddedEngineConfig(compile=True).check(ServeSpec("m", deterministic=True))

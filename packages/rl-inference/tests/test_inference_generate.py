@@ -61,7 +61,7 @@ async def get(http: aiohttp.ClientSession, server: ServerProcess, path: str) -> 
 async def until_counter(
     http: aiohttp.ClientSession, server: ServerProcess, name: str, condition: Callable[[float], bool]
 ) -> None:
-    """Return once a counter of the server fulfills the condition."""
+    """Wait until a counter of the server fulfills the condition."""
 
     async def holds() -> bool:
         return condition((await get(http, server, "/stats"))[name])
@@ -100,28 +100,30 @@ async def test_generate_logprobs_equal_transformers_forward(
         assert response.stop_reason is StopReason.LENGTH
 
 
-async def test_generate_same_seed_same_tokens_whatever_else_runs(engine: EmbeddedEngine) -> None:
+async def test_generate_same_seed_gives_same_tokens_in_any_batch(engine: EmbeddedEngine) -> None:
     alone = await engine.agenerate(request(PROMPT, 11, max_new_tokens=40, ignore_eos=True))
-    others = [request([7 + i, *PROMPT], i, max_new_tokens=10 + 3 * i) for i in range(20)]
+    other_requests = [request([7 + i, *PROMPT], i, max_new_tokens=10 + 3 * i) for i in range(20)]
 
-    among, *_ = await asyncio.gather(
-        *(engine.agenerate(r) for r in [request(PROMPT, 11, max_new_tokens=40, ignore_eos=True), *others])
+    batched, *_ = await asyncio.gather(
+        *(engine.agenerate(r) for r in [request(PROMPT, 11, max_new_tokens=40, ignore_eos=True), *other_requests])
     )
     other_seed = await engine.agenerate(request(PROMPT, 12, max_new_tokens=40, ignore_eos=True))
 
-    assert among.output_ids == alone.output_ids
+    assert batched.output_ids == alone.output_ids
     assert other_seed.output_ids != alone.output_ids
 
 
-async def test_generate_continued_from_its_own_prefix_goes_on_the_same(engine: EmbeddedEngine) -> None:
-    whole = await engine.agenerate(request(PROMPT, 5, max_new_tokens=30, ignore_eos=True))
+async def test_generate_continued_from_own_tokens_gives_same_tokens(engine: EmbeddedEngine) -> None:
+    complete = await engine.agenerate(request(PROMPT, 5, max_new_tokens=30, ignore_eos=True))
 
-    rest = await engine.agenerate(request(PROMPT + whole.output_ids[:13], 5, max_new_tokens=17, ignore_eos=True))
+    continued = await engine.agenerate(
+        request(PROMPT + complete.output_ids[:13], 5, max_new_tokens=17, ignore_eos=True)
+    )
 
-    assert rest.output_ids == whole.output_ids[13:]
+    assert continued.output_ids == complete.output_ids[13:]
 
 
-async def test_generate_stop_token_ends_with_it(engine: EmbeddedEngine) -> None:
+async def test_generate_stop_token_is_last_token(engine: EmbeddedEngine) -> None:
     free = await engine.agenerate(request(PROMPT, 3, max_new_tokens=40, ignore_eos=True))
     stop = free.output_ids[20]
     first = free.output_ids.index(stop)
@@ -133,7 +135,7 @@ async def test_generate_stop_token_ends_with_it(engine: EmbeddedEngine) -> None:
 
 
 @pytest.mark.slow
-async def test_generate_minimum_length_suppresses_end_tokens_even_where_they_are_ignored(
+async def test_generate_minimum_length_blocks_ignored_end_tokens(
     engine: EmbeddedEngine,
 ) -> None:
     settings = {"max_new_tokens": 200, "min_new_tokens": 200, "ignore_eos": True, "temperature": 2.0}
@@ -143,7 +145,7 @@ async def test_generate_minimum_length_suppresses_end_tokens_even_where_they_are
     assert all(len(r.output_ids) == 200 and END_ID not in r.output_ids for r in responses)
 
 
-async def test_generate_stop_string_over_several_tokens_ends_and_is_cut_from_the_text(
+async def test_generate_stop_string_of_several_tokens_is_cut_from_text(
     server: ServerProcess,
 ) -> None:
     params = {"max_new_tokens": 60, "min_new_tokens": 1, "ignore_eos": True, "sampling_seed": 4}
@@ -165,7 +167,7 @@ async def test_generate_stop_string_over_several_tokens_ends_and_is_cut_from_the
     assert len(cut["output_ids"]) < 60
 
 
-async def test_generate_stop_string_across_a_resumed_prefix_is_found(server: ServerProcess) -> None:
+async def test_generate_stop_string_across_resumed_tokens_ends_generation(server: ServerProcess) -> None:
     params = {"max_new_tokens": 60, "ignore_eos": True, "min_new_tokens": 0, "sampling_seed": 4}
     async with session() as http:
         body: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": params}
@@ -185,17 +187,20 @@ async def test_generate_stop_string_across_a_resumed_prefix_is_found(server: Ser
     assert resumed["output_ids"] == free["output_ids"][seam : seam + 1]
 
 
-async def test_generate_batch_of_prompts_answers_in_order(server: ServerProcess) -> None:
+async def test_generate_batch_replies_in_order_of_prompts(server: ServerProcess) -> None:
     params = {"max_new_tokens": 5, "sampling_seed": 1, "ignore_eos": True}
     async with session() as http:
-        rows = [PROMPT, PROMPT[:3], [9]]
-        many = await post(http, server, "/generate", {"input_ids": rows, "sampling_params": params})
-        each = [await post(http, server, "/generate", {"input_ids": row, "sampling_params": params}) for row in rows]
+        prompts = [PROMPT, PROMPT[:3], [9]]
+        batched = await post(http, server, "/generate", {"input_ids": prompts, "sampling_params": params})
+        single = [
+            await post(http, server, "/generate", {"input_ids": prompt, "sampling_params": params})
+            for prompt in prompts
+        ]
 
-    assert [one["output_ids"] for one in many] == [one["output_ids"] for one in each]
+    assert [reply["output_ids"] for reply in batched] == [reply["output_ids"] for reply in single]
 
 
-async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) -> None:
+async def test_abort_request_returns_tokens_so_far(server: ServerProcess) -> None:
     params = {"max_new_tokens": 400, "min_new_tokens": 400, "ignore_eos": True}
     body = {
         "input_ids": PROMPT,
@@ -207,14 +212,14 @@ async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) ->
     async with session() as http:
         await post(http, server, "/pause_generation", {})
         async with http.post(server.address + "/generate", json=body) as response:
-            first = await response.content.readline()  # the heartbeat of a job that waits
-            answer = asyncio.create_task(response.content.read())
+            first = await response.content.readline()  # the heartbeat of a waiting job
+            stream = asyncio.create_task(response.content.read())
             await post(http, server, "/continue_generation", {})
             await until_counter(http, server, "running", lambda count: count > 0)
 
             aborted = await post(http, server, "/abort_request", {"rid": "to-abort"})
             chunks = [
-                json.loads(line[6:]) for line in (first + await answer).splitlines() if line.startswith(b"data: {")
+                json.loads(line[6:]) for line in (first + await stream).splitlines() if line.startswith(b"data: {")
             ]
 
     assert aborted == {"aborted": 1}
@@ -224,57 +229,55 @@ async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) ->
 
 
 @pytest.mark.slow
-async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
-    server: ServerProcess, engine: EmbeddedEngine
-) -> None:
+async def test_agenerate_aborted_by_other_client_is_completed(server: ServerProcess, engine: EmbeddedEngine) -> None:
     settings = {"max_new_tokens": 300, "min_new_tokens": 300, "ignore_eos": True}
-    whole = await engine.agenerate(request(PROMPT, 8, **settings))
+    complete = await engine.agenerate(request(PROMPT, 8, **settings))
     async with session() as http:
-        answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
+        task = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
         await until_counter(http, server, "running", lambda count: count > 0)
         await post(http, server, "/abort_request", {"abort_all": True})
 
-    broken = await answer
+    resumed = await task
 
-    assert broken.resubmissions == 1
-    assert broken.output_ids == whole.output_ids
-    assert broken.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert resumed.resubmissions == 1
+    assert resumed.output_ids == complete.output_ids
+    assert resumed.logprobs == pytest.approx(complete.logprobs, abs=1e-5)
 
 
 @pytest.mark.slow
-async def test_generate_with_penalties_interrupted_goes_on_the_same_with_unpenalised_logprobs(
+async def test_generate_with_penalties_interrupted_keeps_tokens_and_logprobs(
     server: ServerProcess, engine: EmbeddedEngine, model_path: Path
 ) -> None:
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
     settings = {"max_new_tokens": 300, "min_new_tokens": 300, "ignore_eos": True, **penalties}
-    whole = await engine.agenerate(request(PROMPT, 8, **settings))
+    complete = await engine.agenerate(request(PROMPT, 8, **settings))
     async with session() as http:
-        answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
+        task = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
         await until_counter(http, server, "running", lambda count: count > 0)
         await post(http, server, "/abort_request", {"abort_all": True})
 
-    broken = await answer
+    resumed = await task
     plain = await engine.agenerate(request(PROMPT, 8, max_new_tokens=300, min_new_tokens=300, ignore_eos=True))
 
-    expected = reference_logprobs(reference_model(model_path), PROMPT, whole.output_ids)
-    assert whole.logprobs == pytest.approx(expected, abs=1e-5)
-    assert broken.resubmissions == 1
-    assert broken.output_ids == whole.output_ids
-    assert len(set(whole.output_ids[:60])) > len(set(plain.output_ids[:60]))
+    expected = reference_logprobs(reference_model(model_path), PROMPT, complete.output_ids)
+    assert complete.logprobs == pytest.approx(expected, abs=1e-5)
+    assert resumed.resubmissions == 1
+    assert resumed.output_ids == complete.output_ids
+    assert len(set(complete.output_ids[:60])) > len(set(plain.output_ids[:60]))
 
 
-async def test_client_gone_frees_the_slot(server: ServerProcess, engine: EmbeddedEngine) -> None:
+async def test_client_disconnect_frees_slot(server: ServerProcess, engine: EmbeddedEngine) -> None:
     async with session() as http:
-        answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=500, ignore_eos=True)))
+        task = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=500, ignore_eos=True)))
         await until_counter(http, server, "running", lambda count: count > 0)
 
-        answer.cancel()
+        task.cancel()
 
         await until_counter(http, server, "running", lambda count: count == 0)
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("body", "message"),
     [
         (
             {"input_ids": [5], "sampling_params": {"max_tokens": 5}},
@@ -292,33 +295,33 @@ async def test_client_gone_frees_the_slot(server: ServerProcess, engine: Embedde
             {"input_ids": [5], "sampling_params": {"temperature": "hot"}},
             "sampling_params.temperature: expected float, found str",
         ),
-        ({"input_ids": [5, 160]}, "expected tokens of the vocabulary of 160, found 160"),
+        ({"input_ids": [5, 160]}, "input_ids: expected token ids below the vocabulary size 160, found 160"),
         ({"input_ids": [-1]}, "input_ids[0]: expected int >= 0"),
         ({"input_ids": []}, "input_ids: expected a prompt of at least one token"),
         ({"input_ids": "text"}, "input_ids: expected array, found str"),
-        ({"input_ids": [5] * 512}, "fewer tokens than the context of 512, to leave room for an answer, found 512"),
+        ({"input_ids": [5] * 512}, "input_ids: expected fewer tokens than the context length 512"),
         (
             {"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}},
-            "stop_token_ids: expected tokens of the vocabulary of 160, found 999",
+            "stop_token_ids: expected token ids below the vocabulary size 160, found 999",
         ),
-        ({"input_ids": [[5], [6]], "stream": True}, "stream: expected false for several answers"),
+        ({"input_ids": [[5], [6]], "stream": True}, "stream: expected false for several completions"),
     ],
 )
-async def test_generate_bad_request_answers_400_with_one_sentence(
-    server: ServerProcess, body: dict[str, Any], sentence: str
+async def test_generate_invalid_request_returns_400_and_names_the_field(
+    server: ServerProcess, body: dict[str, Any], message: str
 ) -> None:
     async with session() as http, http.post(server.address + "/generate", json=body) as response:
         assert response.status == 400
-        assert sentence in (await response.json())["error"]["message"]
+        assert message in (await response.json())["error"]["message"]
 
 
-async def test_agenerate_refused_request_raises_at_once_with_the_sentence(engine: EmbeddedEngine) -> None:
-    with pytest.raises(InferenceError, match="fewer tokens than the context of 512, to leave room for an answer"):
+async def test_agenerate_rejected_request_raises_at_once(engine: EmbeddedEngine) -> None:
+    with pytest.raises(InferenceError, match=r"input_ids: .*context length 512"):
         await engine.agenerate(request([5] * 512, max_new_tokens=1))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/score", "/stage_weights", "/commit_weights", "/shutdown"])
-async def test_post_without_the_key_answers_401(server: ServerProcess, path: str) -> None:
+async def test_post_without_valid_key_returns_401(server: ServerProcess, path: str) -> None:
     for key in ("", "another key"):
         async with session(key) as http, http.post(server.address + path, json={}) as response:
             assert response.status == 401
@@ -342,77 +345,75 @@ async def test_score_equals_transformers_forward(engine: EmbeddedEngine, model_p
 
 async def test_pause_stops_generation_until_resume(server: ServerProcess, engine: EmbeddedEngine) -> None:
     await engine.pause()
-    answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=5, ignore_eos=True)))
+    task = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=5, ignore_eos=True)))
     async with session() as http:
         await until_counter(http, server, "waiting", lambda count: count > 0)
     generated = (await engine.stats())["generated_tokens"]
-    assert not answer.done()
+    assert not task.done()
 
     await engine.resume()
 
-    assert len((await answer).output_ids) == 5
+    assert len((await task).output_ids) == 5
     stats = await engine.stats()
     assert stats["generated_tokens"] == generated + 5
     assert stats["servers"] == 1
     assert stats["busy_seconds"] > 0
 
 
-async def test_destroy_fails_requests_that_wait(server: ServerProcess) -> None:
+async def test_destroy_fails_waiting_requests(server: ServerProcess) -> None:
     engine = EmbeddedEngine()
     engine.initialize([server.address], KEY)
     async with session() as http:
         await post(http, server, "/pause_generation", {})
-        answer = asyncio.create_task(engine.agenerate(request(PROMPT)))
+        task = asyncio.create_task(engine.agenerate(request(PROMPT)))
         await until_counter(http, server, "waiting", lambda count: count > 0)
 
         await engine.destroy()
 
         with pytest.raises(InferenceError, match="closed"):
-            await answer
+            await task
         await post(http, server, "/continue_generation", {})
 
 
-async def test_generate_body_too_large_answers_413(server: ServerProcess) -> None:
+async def test_generate_body_too_large_returns_413(server: ServerProcess) -> None:
     body = {"input_ids": [5] * 100_000}
     async with session() as http, http.post(server.address + "/generate", json=body) as response:
         assert response.status == 413
 
 
-async def test_generate_queue_full_answers_503_and_the_client_gets_through(
+async def test_generate_queue_full_returns_503_and_client_retries(
     server: ServerProcess, engine: EmbeddedEngine
 ) -> None:
     await engine.pause()
-    held = [asyncio.create_task(engine.agenerate(request(PROMPT, i, max_new_tokens=3))) for i in range(48)]
+    queued = [asyncio.create_task(engine.agenerate(request(PROMPT, i, max_new_tokens=3))) for i in range(48)]
     async with session() as http:
         await until_counter(http, server, "waiting", lambda count: count >= 48)
         async with http.post(server.address + "/generate", json={"input_ids": PROMPT}) as response:
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
-    late = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=3)))
+    retried = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=3)))
 
     await engine.resume()
 
-    assert all(len(answer.output_ids) <= 3 for answer in await asyncio.gather(*held, late))
+    assert all(len(response.output_ids) <= 3 for response in await asyncio.gather(*queued, retried))
 
 
-async def test_probe_of_another_client_learns_the_load_that_a_server_has(
-    server: ServerProcess, engine: EmbeddedEngine
-) -> None:
-    other = EmbeddedEngine(client=ClientConfig(probe_interval=0.05))
-    other.initialize([server.address], KEY)
-    seen = other._router.servers[0]
-    long = [request(PROMPT, i, max_new_tokens=400, ignore_eos=True) for i in range(2)]
-    answers = [asyncio.create_task(engine.agenerate(one)) for one in long]
+async def test_probe_reports_load_from_other_clients(server: ServerProcess, engine: EmbeddedEngine) -> None:
+    probing_engine = EmbeddedEngine(client=ClientConfig(probe_interval=0.05))
+    probing_engine.initialize([server.address], KEY)
+    server_state = probing_engine._router.servers[0]
+    requests = [request(PROMPT, i, max_new_tokens=400, ignore_eos=True) for i in range(2)]
+    tasks = [asyncio.create_task(engine.agenerate(item)) for item in requests]
     try:
-        other._monitor.start()
+        probing_engine._monitor.start()
         async with asyncio.timeout(60):
-            while seen.others != 2:
-                assert not all(answer.done() for answer in answers)
+            while server_state.others != 2:
+                assert not all(task.done() for task in tasks)
                 await asyncio.sleep(0.01)
-            assert seen.load == 2
-            await asyncio.gather(*answers)
-            while seen.others:  # noqa: ASYNC110 - another process's event
+            assert server_state.load == 2
+            await asyncio.gather(*tasks)
+            while server_state.others:  # noqa: ASYNC110 - another process's event
                 await asyncio.sleep(0.01)
     finally:
-        await asyncio.wait(answers)
-        await other.destroy()
+        await asyncio.wait(tasks)
+        await probing_engine.destroy()

@@ -1,4 +1,4 @@
-"""What sequences take of the cache, who gives way where it is short, and what a server promises."""
+"""Memory of the KV cache: pages of sequences, eviction when pages are short, and the announced context length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_inference.testing import VOCAB_SIZE, ServerProcess, reference_logprobs, 
 
 
 def load(path: Path, slots: int, tokens: int = 0, **settings: Any) -> SlotTable:
-    """Slots whose cache holds so many tokens in all (0: as many as they can need)."""
+    """Return slots over a cache of `tokens` tokens in total (0: enough for all slots)."""
     model = load_model(EmbeddedEngineConfig(slots=slots, **settings), ServeSpec(str(path), device="cpu"))
     if tokens:
         model.cache.allocate(tokens)
@@ -39,19 +39,19 @@ def job(prompt: list[int], tokens: int, seed: int = 1) -> GenerationJob:
 
 
 def run(table: SlotTable, jobs: list[GenerationJob]) -> int:
-    """Answer them; how often one gave up its slot."""
-    waiting, given_up = deque(jobs), 0
+    """Run the jobs to their end, and return the number of evictions."""
+    waiting, evictions = deque(jobs), 0
     while waiting or table.jobs:
         table.admit(waiting)
         table.step()
-        lost = table.take_evicted()
-        waiting.extendleft(lost)
-        given_up += len(lost)
-    return given_up
+        evicted = table.take_evicted()
+        waiting.extendleft(evicted)
+        evictions += len(evicted)
+    return evictions
 
 
 def check(path: Path, jobs: list[GenerationJob]) -> None:
-    """All have their length and the log-probs of transformers."""
+    """Assert that all jobs have their full length and the log-probs of transformers."""
     model = reference_model(path)
     for each in jobs:
         assert len(each.output_ids) == each.generation.max_new_tokens
@@ -62,39 +62,39 @@ def ids(count: int, start: int = 0) -> list[int]:
     return [3 + (7 * i + start) % 90 for i in range(count)]
 
 
-def test_long_sequence_takes_pages_for_itself_alone_and_they_can_be_had_again(model_path: Path) -> None:
+def test_long_sequence_takes_and_frees_only_its_own_pages(model_path: Path) -> None:
     table = load(model_path, slots=8)
     cache = table.model.cache
-    others = [job([5, 9, 30 + i], 20, i) for i in range(4)]
+    short_jobs = [job([5, 9, 30 + i], 20, i) for i in range(4)]
     long = job(ids(400), 10)
 
-    waiting = deque([*others, long])
+    waiting = deque([*short_jobs, long])
     table.admit(waiting)
     table.step()
 
-    taken = cache.tokens - len(cache.pages.free) * PAGE
-    assert taken == 4 * PAGE + 4 * PAGE  # a page for each of the others
+    used_tokens = cache.tokens - len(cache.pages.free) * PAGE
+    assert used_tokens == 4 * PAGE + 4 * PAGE  # one page for each short job
     run(table, [])
-    check(model_path, [*others, long])
+    check(model_path, [*short_jobs, long])
     table.forget_prefixes()
     assert len(cache.pages.free) * PAGE == cache.tokens
 
 
 @pytest.mark.slow
-def test_memory_short_the_youngest_give_way_and_all_answers_are_right(model_path: Path) -> None:
+def test_cache_full_evicts_youngest_jobs_and_all_complete(model_path: Path) -> None:
     table = load(model_path, slots=6, tokens=5 * PAGE)
     jobs = [job(ids(90, i), 200, seed=i) for i in range(6)]
 
-    given_up = run(table, jobs)
+    evictions = run(table, jobs)
 
-    assert given_up > 0
+    assert evictions > 0
     check(model_path, jobs)
-    assert len(table.model.cache.pages.free) < 5  # prefixes are still held
+    assert len(table.model.cache.pages.free) < 5  # prefixes are still cached
     table.forget_prefixes()
     assert len(table.model.cache.pages.free) == 5
 
 
-def test_memory_prompt_that_does_not_fit_beside_the_others_waits(model_path: Path) -> None:
+def test_prompt_without_room_in_cache_waits(model_path: Path) -> None:
     table = load(model_path, slots=4, tokens=4 * PAGE)
     first, large = job([5, 9], 30), job(ids(450), 20)
     waiting = deque([first])
@@ -109,9 +109,9 @@ def test_memory_prompt_that_does_not_fit_beside_the_others_waits(model_path: Pat
     check(model_path, [first, large])
 
 
-def test_memory_prefix_that_fills_it_gives_way_to_a_prompt(model_path: Path) -> None:
+def test_prefix_that_fills_cache_is_evicted_for_new_prompt(model_path: Path) -> None:
     table = load(model_path, slots=4, tokens=4 * PAGE)
-    jobs = [job(ids(440), 20), job([*ids(200), *ids(240, 50)], 20)]  # the second could share a page
+    jobs = [job(ids(440), 20), job([*ids(200), *ids(240, 50)], 20)]  # the second job could share a page
 
     for each in jobs:
         run(table, [each])
@@ -119,14 +119,14 @@ def test_memory_prefix_that_fills_it_gives_way_to_a_prompt(model_path: Path) -> 
     check(model_path, jobs)
 
 
-def test_prefix_shared_pages_are_not_written_by_who_goes_on(model_path: Path) -> None:
+def test_prefix_shared_pages_are_not_overwritten(model_path: Path) -> None:
     table = load(model_path, slots=4)
     prompt = ids(300)
     first = job(prompt, 40, seed=1)
     group = [job(prompt, 40, seed=seed) for seed in (2, 3)]
     run(table, [first, *group])
     free = len(table.model.cache.pages.free)
-    # both go on from what the first one holds: one in its slot, one from its beginning
+    # both continue a cached sequence of the first job: one in its slot, one from a prefix of it
     further = [job([*first.tokens, 8, 9], 30, seed=4), job([*prompt[:290], 7], 30, seed=5)]
 
     run(table, further)
@@ -137,65 +137,65 @@ def test_prefix_shared_pages_are_not_written_by_who_goes_on(model_path: Path) ->
     assert table.prompt_tokens == 3 * 300 + 342 + 291
 
 
-def test_prefix_conversations_that_take_turns_read_only_what_is_new(model_path: Path) -> None:
+def test_prefix_alternating_conversations_prefill_only_new_tokens(model_path: Path) -> None:
     table = load(model_path, slots=8)
-    talks = [ids(40, 1), ids(40, 5)]
+    conversations = [ids(40, 1), ids(40, 5)]
 
-    read = 0
+    prefilled = 0
     for turn in range(6):
         for number in (0, 1):
             before = table.prefix_tokens
-            each = job([*talks[number], 10 + turn], 10, seed=turn)
+            each = job([*conversations[number], 10 + turn], 10, seed=turn)
             run(table, [each])
-            read += len(each.prompt) - (table.prefix_tokens - before)
-            talks[number] = each.tokens
+            prefilled += len(each.prompt) - (table.prefix_tokens - before)
+            conversations[number] = each.tokens
 
-    # the first prompts whole; then the last token of each answer and the new one
-    assert read == 2 * 41 + 2 * 5 * 2
+    # the whole first prompts; then the last token of each completion and the new token
+    assert prefilled == 2 * 41 + 2 * 5 * 2
 
 
-def test_prefix_all_slots_used_the_least_recently_used_gives_way(model_path: Path) -> None:
+def test_prefix_least_recently_used_is_evicted_first(model_path: Path) -> None:
     table = load(model_path, slots=3)
-    talks = [job(ids(40, start), 2) for start in (1, 5, 9)]
-    for each in talks:
+    conversations = [job(ids(40, start), 2) for start in (1, 5, 9)]
+    for each in conversations:
         run(table, [each])
-    talks[0] = job([*talks[0].tokens, 7], 2)
-    run(table, [talks[0]])  # uses the first one again
+    conversations[0] = job([*conversations[0].tokens, 7], 2)
+    run(table, [conversations[0]])  # uses the first one again
     run(table, [job(ids(40, 13), 2)])  # takes the slot of the second
 
-    found = []
-    for each in (talks[0], talks[2], talks[1]):
+    reused = []
+    for each in (conversations[0], conversations[2], conversations[1]):
         before = table.prefix_tokens
         run(table, [job([*each.tokens, 8], 2)])
-        found.append(table.prefix_tokens - before)
+        reused.append(table.prefix_tokens - before)
 
-    assert found == [len(talks[0].tokens) - 1, 41, 0]
+    assert reused == [len(conversations[0].tokens) - 1, 41, 0]
 
 
-def test_waiting_answers_are_hashed_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prompts_are_hashed_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_inference.embedded_server import slots
 
     table = load(model_path, slots=4)
     table._prefill_tokens = 16
     hashed: list[int] = []
 
-    def counted(tokens: list[int]) -> list[int]:
+    def counted_prefix_keys(tokens: list[int]) -> list[int]:
         hashed.append(len(tokens))
         return pages.prefix_keys(tokens)
 
-    monkeypatch.setattr(slots, "prefix_keys", counted)
+    monkeypatch.setattr(slots, "prefix_keys", counted_prefix_keys)
     waiting = deque(job(ids(200), 4, seed=i) for i in range(200))
 
     for _ in range(10):
         table.admit(waiting)
         table.step()
 
-    assert len(waiting) == 199  # they wait for the first one's prompt
+    assert len(waiting) == 199  # they wait for the prefill of the first prompt
     assert len(hashed) <= 5
 
 
 @pytest.mark.slow
-def test_weights_that_compute_nan_leave_nothing_behind_in_bfloat16(model_path: Path) -> None:
+def test_nan_of_broken_weights_does_not_reach_later_jobs(model_path: Path) -> None:
     table = load(model_path, slots=4, dtype="bfloat16")
     weight = table.model.model.get_input_embeddings().weight
     good = weight.data.clone()
@@ -214,7 +214,7 @@ def test_weights_that_compute_nan_leave_nothing_behind_in_bfloat16(model_path: P
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_stage_weights_that_are_not_finite_are_refused_by_name(model_path: Path, tmp_path: Path, number: float) -> None:
+def test_stage_non_finite_weights_names_the_parameter(model_path: Path, tmp_path: Path, number: float) -> None:
     weights = ServedWeights(load(model_path, slots=1).model.model, str(tmp_path), "test", version=0)
     tensors = {name: p.detach().clone() for name, p in reference_model(model_path).named_parameters()}
     tensors["model.norm.weight"][5] = number
@@ -229,30 +229,30 @@ def test_stage_weights_that_are_not_finite_are_refused_by_name(model_path: Path,
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_score_in_parts_equals_the_whole(model_path: Path, dtype: str) -> None:
+def test_score_in_chunks_equals_one_pass(model_path: Path, dtype: str) -> None:
     table = load(model_path, slots=2, tokens=5 * PAGE, dtype=dtype)
-    row = ids(450)
-    whole = table.model.score(row, 0.7)
-    answers = [job(ids(60, i), 150, seed=i) for i in range(2)]
-    table.admit(deque(answers))
+    sequence = ids(450)
+    expected = table.model.score(sequence, 0.7)
+    jobs = [job(ids(60, i), 150, seed=i) for i in range(2)]
+    table.admit(deque(jobs))
     table.step()
 
-    parts = [0.0]
-    for start in range(0, len(row) - 1, 100):
-        count = min(100, len(row) - 1 - start)
+    logprobs = [0.0]
+    for start in range(0, len(sequence) - 1, 100):
+        count = min(100, len(sequence) - 1 - start)
         table.make_room(2, start + count)
-        parts += table.model.score_part(row, start, count, 0.7)
+        logprobs += table.model.score_part(sequence, start, count, 0.7)
 
-    assert parts == pytest.approx(whole, abs=2e-5 if dtype == "float32" else 0.1)
-    lost = table.take_evicted()
-    assert lost == [answers[1]]  # one of five pages was left for it
+    assert logprobs == pytest.approx(expected, abs=2e-5 if dtype == "float32" else 0.1)
+    evicted = table.take_evicted()
+    assert evicted == [jobs[1]]  # only one of five pages remained for it
     table.model.cache.pages.assign(2, [])
-    run(table, lost)
+    run(table, evicted)
     if dtype == "float32":
-        check(model_path, answers)
+        check(model_path, jobs)
 
 
-def test_load_announces_the_context_that_fits(model_path: Path) -> None:
+def test_load_limits_context_to_cache(model_path: Path) -> None:
     model = load_model(EmbeddedEngineConfig(slots=4, cache_gib=200 * 2**10 / 2**30), ServeSpec(str(model_path)))
 
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes
@@ -261,10 +261,8 @@ def test_load_announces_the_context_that_fits(model_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_server_serves_the_context_it_announces_to_more_than_fit_at_once(
-    model_path: Path, tmp_path: Path
-) -> None:
-    """The cache holds one: they take turns, and nobody fails."""
+async def test_server_with_small_cache_completes_full_context_requests(model_path: Path, tmp_path: Path) -> None:
+    """The cache holds one sequence; the requests take turns, and none fails."""
     options = {"slots": 4, "cache_gib": 200 * 2**10 / 2**30}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         async with aiohttp.ClientSession(server.address) as http, http.get("/model_info") as response:
@@ -272,74 +270,74 @@ async def test_server_serves_the_context_it_announces_to_more_than_fit_at_once(
         assert 3 * PAGE == context < reference_model(model_path).config.max_position_embeddings
         engine = EmbeddedEngine()
         engine.initialize([server.address])
-        asked = [
+        requests = [
             ModelRequest(ids(context - 40, start), GenerationConfig(max_new_tokens=40, min_new_tokens=40))
             for start in range(6)
         ]
         try:
-            answers = await asyncio.gather(*(engine.agenerate(request) for request in asked))
+            responses = await asyncio.gather(*(engine.agenerate(request) for request in requests))
             with pytest.raises(InferenceError, match=f"{context}"):
                 await engine.agenerate(ModelRequest(ids(context), GenerationConfig()))
         finally:
             await engine.destroy()
         assert server.exit_code is None
-    assert [len(answer.output_ids) for answer in answers] == [40] * 6
+    assert [len(response.output_ids) for response in responses] == [40] * 6
 
 
 @pytest.mark.parametrize("weights_dir", ["", "somewhere"])
-def test_load_servers_that_share_a_machine_promise_no_more_together_than_one_alone(
+def test_load_with_sharing_divides_the_cache_between_servers(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, weights_dir: str
 ) -> None:
     monkeypatch.setattr("rl_inference.embedded_server.model.memory.free_bytes", lambda _: 8 * 2**20)
 
-    def promised(sharing: int) -> int:
+    def cache_size(sharing: int) -> int:
         spec = ServeSpec(str(model_path), device="cpu", weights_dir=weights_dir)
         return load_model(EmbeddedEngineConfig(slots=64), spec, sharing).cache.tokens
 
-    assert 0 < 4 * promised(4) <= promised(1)
+    assert 0 < 4 * cache_size(4) <= cache_size(1)
 
 
 @pytest.mark.slow
-def test_server_takes_its_part_of_what_it_shares(model_path: Path, tmp_path: Path) -> None:
+def test_server_with_sharing_uses_its_part_of_the_memory(model_path: Path, tmp_path: Path) -> None:
     server = ServerProcess(model_path, tmp_path / "server.log", options={"sharing": 10**9})
 
-    with pytest.raises(InferenceError, match="free for this one of 1000000000 servers"):
+    with pytest.raises(InferenceError, match="each of 1000000000 servers"):
         server.start().wait_ready()
 
 
-def test_score_whole_sequence_makes_a_bounded_block_of_logits_at_once_and_reads_it_once(model_path: Path) -> None:
-    """As the deterministic mode scores an answer when it ends."""
-    model, row, blocks, passes = load(model_path, slots=1).model, ids(350), list[int](), list[int]()
-    whole = model.score(row, 0.7)
-    head = model.model.get_output_embeddings()
-    head.register_forward_hook(lambda _, __, logits: blocks.append(logits.numel()))
+def test_score_computes_logits_in_blocks_after_one_decoder_pass(model_path: Path) -> None:
+    """The deterministic mode scores a completion this way when it ends."""
+    model, sequence, logit_counts, passes = load(model_path, slots=1).model, ids(350), list[int](), list[int]()
+    expected = model.score(sequence, 0.7)
+    lm_head = model.model.get_output_embeddings()
+    lm_head.register_forward_hook(lambda _, __, logits: logit_counts.append(logits.numel()))
     model.model.base_model.layers[0].register_forward_hook(lambda *_: passes.append(1))
     assert model.block == 2**26 // VOCAB_SIZE
     model.block = 100
 
-    parts = model.score(row, 0.7)
+    logprobs = model.score(sequence, 0.7)
 
-    assert parts == pytest.approx(whole, abs=2e-5)
-    assert blocks == [100 * VOCAB_SIZE] * 3 + [49 * VOCAB_SIZE]
+    assert logprobs == pytest.approx(expected, abs=2e-5)
+    assert logit_counts == [100 * VOCAB_SIZE] * 3 + [49 * VOCAB_SIZE]
     assert len(passes) == 1
-    assert model.score(row[:90], 0.7) == pytest.approx(whole[:90], abs=2e-5)
+    assert model.score(sequence[:90], 0.7) == pytest.approx(expected[:90], abs=2e-5)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"cache_gib": 1e-4, "context_length": 500}, r"500 tokens of context need .*512 bytes.*cache_gib"),
-        ({"cache_gib": 1e6}, r"GiB of memory are free"),
+        ({"cache_gib": 1e6}, r"GiB free for each of 1 servers"),
     ],
 )
-def test_load_cache_that_does_not_fit_is_refused_with_the_arithmetic(
+def test_load_cache_that_does_not_fit_is_rejected_with_sizes(
     model_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(EmbeddedEngineConfig(slots=4, **settings), ServeSpec(str(model_path), device="cpu"))
 
 
-def test_group_bytes_of_both_versions_is_what_every_group_still_allows(tmp_path: Path) -> None:
+def test_group_bytes_returns_remaining_bytes_of_each_group(tmp_path: Path) -> None:
     listing = tmp_path / "cgroup"
     files = {
         "a/b/memory.max": "max",
@@ -367,44 +365,44 @@ async def cache_tokens(server: ServerProcess) -> int:
 
 
 @pytest.mark.slow
-async def test_server_that_sleeps_gives_the_caches_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_sleeping_server_frees_cache_and_resumes_completions(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "wide", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
-    needed = 8 * 350 * 4 * 2 * 4 * 128 * 4  # bytes of the keys and values of eight answers
-    options = GenerationConfig(max_new_tokens=250, min_new_tokens=250, ignore_eos=True)
+    cache_bytes = 8 * 350 * 4 * 2 * 4 * 128 * 4  # bytes of the keys and values of eight completions
+    generation = GenerationConfig(max_new_tokens=250, min_new_tokens=250, ignore_eos=True)
     with ServerProcess(path, tmp_path / "server.log", options={"slots": 8}) as server:
         engine = EmbeddedEngine(client=ClientConfig(progress_timeout=60))
         engine.initialize([server.address])
-        room = await cache_tokens(server)
+        tokens_before = await cache_tokens(server)
 
-        def asked() -> Any:
-            return asyncio.gather(*(engine.agenerate(ModelRequest(ids(100, i), options, seed=i)) for i in range(8)))
+        def generate_all() -> Any:
+            return asyncio.gather(*(engine.agenerate(ModelRequest(ids(100, i), generation, seed=i)) for i in range(8)))
 
-        await asked()
-        going = asyncio.ensure_future(asked())
+        await generate_all()
+        task = asyncio.ensure_future(generate_all())
         async with asyncio.timeout(30):
             while (await engine.stats())["running"] < 8:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
         process = psutil.Process(server.process.pid)
-        awake = process.memory_info().rss
-        said = await engine.sleep()
-        seen = awake - process.memory_info().rss
+        bytes_before = process.memory_info().rss
+        reported_bytes = await engine.sleep()
+        measured_bytes = bytes_before - process.memory_info().rss
         scoring = asyncio.ensure_future(engine.score(ids(400)))
         assert await cache_tokens(server) == 0
-        assert not going.done()
+        assert not task.done()
         await engine.wake()
-        after = await asyncio.wait_for(going, 60)
+        responses = await asyncio.wait_for(task, 60)
         await asyncio.wait_for(scoring, 60)
-        assert await cache_tokens(server) == room
-        async with aiohttp.ClientSession() as session, session.post(f"{server.address}/sleep", json={}) as refused:
-            assert refused.status >= 400
-            assert "only a paused server sleeps" in await refused.text()
+        assert await cache_tokens(server) == tokens_before
+        async with aiohttp.ClientSession() as session, session.post(f"{server.address}/sleep", json={}) as rejected:
+            assert rejected.status >= 400
+            assert "must be paused" in await rejected.text()
         await engine.destroy()
 
-    assert said > 0.8 * needed
-    assert seen > 0.8 * needed
+    assert reported_bytes > 0.8 * cache_bytes
+    assert measured_bytes > 0.8 * cache_bytes
     model = reference_model(path)
-    for answer in after[:2]:
-        assert len(answer.output_ids) == 250
-        assert answer.logprobs == pytest.approx(
-            reference_logprobs(model, answer.input_ids, answer.output_ids), abs=2e-5
+    for response in responses[:2]:
+        assert len(response.output_ids) == 250
+        assert response.logprobs == pytest.approx(
+            reference_logprobs(model, response.input_ids, response.output_ids), abs=2e-5
         )

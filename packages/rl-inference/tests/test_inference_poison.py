@@ -1,5 +1,4 @@
-"""Requests that make a pass fail or end the process: they fail alone, and the client does not carry them through the
-fleet."""
+"""Requests that crash a pass or the server: only they fail, and the client does not send them to every server."""
 
 from __future__ import annotations
 
@@ -21,24 +20,24 @@ from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess
 
 POISON = [77, 78, 77, 78, 79]
-"""No answer of the tiny model has these in a row."""
-FAULT = """
+"""Token ids that the completions of the tiny model never contain in a row."""
+FAULTY_SERVER = """
 import os, signal, sys
 from rl_inference.embedded_server.__main__ import main
 from rl_inference.embedded_server.model.slot_model import SlotModel
 run = SlotModel.run
-def fails(self, tokens, span):
+def faulty_run(self, tokens, span):
     if str({poison})[1:-1] in str(tokens.tolist()):
         {action}
     return run(self, tokens, span)
-SlotModel.run = fails
+SlotModel.run = faulty_run
 sys.exit(main(sys.argv[1:]))
 """
-RAISES = FAULT.format(poison=POISON, action="raise RuntimeError('planted')")
-KILLS = FAULT.format(poison=POISON, action="os.kill(os.getpid(), signal.SIGKILL)")
+RAISING_SERVER = FAULTY_SERVER.format(poison=POISON, action="raise RuntimeError('injected')")
+CRASHING_SERVER = FAULTY_SERVER.format(poison=POISON, action="os.kill(os.getpid(), signal.SIGKILL)")
 
 
-SPOILS = FAULT.format(poison=POISON, action="return run(self, tokens, span) * float('nan')")
+NAN_SERVER = FAULTY_SERVER.format(poison=POISON, action="return run(self, tokens, span) * float('nan')")
 
 
 @contextmanager
@@ -68,46 +67,46 @@ def request(prompt: list[int], seed: int, tokens: int) -> ModelRequest:
 
 
 @pytest.mark.nightly
-async def test_pass_fails_by_one_request_and_that_one_alone_fails(model_path: Path, tmp_path: Path) -> None:
-    with serving(model_path, tmp_path, 1, RAISES) as servers:
+async def test_request_that_crashes_a_pass_fails_alone(model_path: Path, tmp_path: Path) -> None:
+    with serving(model_path, tmp_path, 1, RAISING_SERVER) as servers:
         async with client(servers) as engine, asyncio.timeout(120):
             prompts = [[5 + i, 17, 40] for i in range(6)]
             alone = [await engine.agenerate(request(prompt, 0, 200)) for prompt in prompts]
-            others = [asyncio.create_task(engine.agenerate(request(prompt, 0, 200))) for prompt in prompts]
+            tasks = [asyncio.create_task(engine.agenerate(request(prompt, 0, 200))) for prompt in prompts]
             while (await engine.stats())["running"] < 6:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
 
-            with pytest.raises(InferenceError, match=r"abandoned.*RuntimeError: planted"):
+            with pytest.raises(InferenceError, match=r"abandoned.*RuntimeError: injected"):
                 await engine.agenerate(request([5, *POISON, 6], 0, 8))
-            among = await asyncio.gather(*others)
+            concurrent = await asyncio.gather(*tasks)
 
-        assert [answer.output_ids for answer in among] == [answer.output_ids for answer in alone]
-        assert all(answer.resubmissions == 0 for answer in among)
+        assert [response.output_ids for response in concurrent] == [response.output_ids for response in alone]
+        assert all(response.resubmissions == 0 for response in concurrent)
         assert servers[0].exit_code is None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["answer", "score"])
-async def test_request_that_ends_servers_is_given_up_after_two_and_the_third_lives(
+@pytest.mark.parametrize("kind", ["completion", "score"])
+async def test_request_that_crashes_servers_fails_after_two_servers(
     model_path: Path, tmp_path: Path, kind: str
 ) -> None:
-    with serving(model_path, tmp_path, 3, KILLS) as servers:
+    with serving(model_path, tmp_path, 3, CRASHING_SERVER) as servers:
         async with client(servers) as engine, asyncio.timeout(60):
             poison = [5, *POISON, 6]
-            asked = engine.agenerate(request(poison, 0, 8)) if kind == "answer" else engine.score(poison)
+            call = engine.agenerate(request(poison, 0, 8)) if kind == "completion" else engine.score(poison)
             with pytest.raises(InferenceError, match="2 servers ended or failed"):
-                await asked
-            answer = await engine.agenerate(request([5, 6], 0, 8))
+                await call
+            response = await engine.agenerate(request([5, 6], 0, 8))
 
-        ended = [server.exit_code for server in servers]
-        assert sorted(code is None for code in ended) == [False, False, True]
-        assert ended.count(-signal.SIGKILL) == 2
-        assert len(answer.output_ids) == 8
+        exit_codes = [server.exit_code for server in servers]
+        assert sorted(code is None for code in exit_codes) == [False, False, True]
+        assert exit_codes.count(-signal.SIGKILL) == 2
+        assert len(response.output_ids) == 8
 
 
 @pytest.mark.nightly
-async def test_score_that_is_not_finite_answers_500_and_no_nan(model_path: Path, tmp_path: Path) -> None:
-    with serving(model_path, tmp_path, 1, SPOILS) as servers:
+async def test_score_with_nan_returns_500_without_nan(model_path: Path, tmp_path: Path) -> None:
+    with serving(model_path, tmp_path, 1, NAN_SERVER) as servers:
         async with (
             aiohttp.ClientSession(servers[0].address) as http,
             http.post("/score", json={"input_ids": [5, *POISON, 6]}) as response,
@@ -115,4 +114,4 @@ async def test_score_that_is_not_finite_answers_500_and_no_nan(model_path: Path,
             text = await response.text()
 
     assert response.status == 500
-    assert "computes numbers that are not finite" in json.loads(text, parse_constant=pytest.fail)["error"]["message"]
+    assert "not finite" in json.loads(text, parse_constant=pytest.fail)["error"]["message"]

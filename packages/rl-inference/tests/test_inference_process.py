@@ -1,4 +1,4 @@
-"""The server process: what it says when it cannot start, and how it ends."""
+"""The server process: its errors at start, and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND = (sys.executable, "-m", "rl_inference.embedded_server")
 MAIN = "import sys; from rl_inference.embedded_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
-LOADED = """
+LOAD_PROGRAM = """
 import asyncio, gc, sys
 from rl_inference.backends.embedded.config import parse
 from rl_inference.embedded_server.__main__ import _load
@@ -36,34 +36,35 @@ asyncio.run(main())
 """
 
 
-def start_refused(model: Path, tmp_path: Path, port: int = 0) -> tuple[int, str]:
-    """Exit code and last log line of a server that should not start."""
+def start_failing(model: Path, tmp_path: Path, port: int = 0) -> tuple[int, str]:
+    """Return the exit code and last log line of a server that fails to start."""
     server = ServerProcess(model, tmp_path / "server.log", port=port, command=COMMAND).start()
     return server.wait(), server.log.read_text().strip().splitlines()[-1]
 
 
-def test_start_model_without_weights_says_what_is_there(tmp_path: Path) -> None:
+def test_start_model_without_weights_names_the_files_found(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
 
-    code, last = start_refused(model, tmp_path)
+    code, last_line = start_failing(model, tmp_path)
 
     assert code == 1
-    assert "expected weights (*.safetensors) beside config.json, found config.json" in last
-    assert "save_pretrained" in last
+    assert "expected weights (*.safetensors) beside config.json, found config.json" in last_line
+    assert "save_pretrained" in last_line
 
 
-def test_start_no_model_directory_says_so(tmp_path: Path) -> None:
-    code, last = start_refused(tmp_path / "nothing", tmp_path)
+def test_start_without_model_directory_fails(tmp_path: Path) -> None:
+    code, last_line = start_failing(tmp_path / "nothing", tmp_path)
 
     assert code == 1
     assert (
-        f"model {tmp_path / 'nothing'}: expected config.json, found nothing there (there is no such directory)" in last
+        f"model {tmp_path / 'nothing'}: expected config.json, found nothing there (there is no such directory)"
+        in last_line
     )
 
 
-def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
+def test_load_weights_without_a_parameter_names_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = tiny_model(tmp_path / "model")
@@ -75,42 +76,42 @@ def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
         load_model(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
-def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -> None:
-    with pytest.raises(ModelError, match="context_length 1000"):
+def test_load_context_longer_than_the_model_is_rejected(model_path: Path) -> None:
+    with pytest.raises(ModelError, match="context_length=1000"):
         load_model(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
 
 
 @pytest.mark.nightly
-def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
-    command = [sys.executable, "-c", LOADED, "--model", str(model_path), "--port", "0", "--device", "cpu"]
+def test_load_freezes_imports_and_model_for_garbage_collection(model_path: Path) -> None:
+    command = [sys.executable, "-c", LOAD_PROGRAM, "--model", str(model_path), "--port", "0", "--device", "cpu"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    left_out, visited = map(int, output.split())
+    frozen, tracked = map(int, output.split())
 
-    assert left_out > 100_000, "torch and transformers alone are more"
-    assert visited < left_out / 10
+    assert frozen > 100_000, "torch and transformers alone have more objects"
+    assert tracked < frozen / 10
 
 
 @pytest.mark.slow
-def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -> None:
+def test_load_unsupported_layers_are_rejected(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
 
     with pytest.raises(ModelError, match=r"layers of type .'linear_attention'"):
         load_model(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
-def test_start_port_in_use_gives_one_clear_error(model_path: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_start_with_port_in_use_names_the_port(model_path: Path, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
 
-        code, last = start_refused(model_path, tmp_path, port)
+        code, last_line = start_failing(model_path, tmp_path, port)
 
     assert code == 1
-    assert f"port {port} of 127.0.0.1 is in use" in last
+    assert f"port {port} of 127.0.0.1 is in use" in last_line
 
 
-def test_start_bad_setting_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_start_invalid_setting_is_rejected_before_loading(tmp_path: Path) -> None:
     arguments = ["--model", str(tmp_path), "--port", "0", "--dtype", "int3"]
     done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=60)
 
@@ -118,9 +119,7 @@ def test_start_bad_setting_is_refused_before_anything_is_loaded(tmp_path: Path) 
     assert "server.dtype: expected one of float32, bfloat16, float16, found 'int3'" in done.stderr
 
 
-async def test_sigterm_while_generating_returns_partial_answer_and_frees_the_port(
-    model_path: Path, tmp_path: Path
-) -> None:
+async def test_sigterm_returns_partial_completion_and_frees_port(model_path: Path, tmp_path: Path) -> None:
     with ServerProcess(model_path, tmp_path / "server.log") as server:
         params = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
         async with aiohttp.ClientSession() as http:
@@ -137,13 +136,11 @@ async def test_sigterm_while_generating_returns_partial_answer_and_frees_the_por
 
 
 @pytest.mark.slow
-async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
-    model_path: Path, tmp_path: Path
-) -> None:
+async def test_decode_thread_crash_fails_requests_and_ends_process(model_path: Path, tmp_path: Path) -> None:
     fault = (
         "from rl_inference.embedded_server.slots import SlotTable\n"
         "from rl_inference.embedded_server.model.slot_model import SlotModel\n"
-        "def broken(self, *_): raise ZeroDivisionError('planted')\n"
+        "def broken(self, *_): raise ZeroDivisionError('injected')\n"
         "def step(self): SlotModel.run = broken; broken(self)\n"
         "SlotTable.step = step\n"
     )
@@ -156,13 +153,13 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
             message = (await response.json())["error"]["message"]
 
         assert response.status == 500
-        assert "ZeroDivisionError: planted" in message
+        assert "ZeroDivisionError: injected" in message
         assert await asyncio.to_thread(server.wait) == 1
         assert "Traceback" in server.log.read_text()
 
 
 @pytest.mark.nightly
-async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(model_path: Path, tmp_path: Path) -> None:
+async def test_decode_thread_stuck_client_uses_other_server(model_path: Path, tmp_path: Path) -> None:
     fault = (
         "import time\nfrom rl_inference.embedded_server.slots import SlotTable\n"
         "SlotTable.step = lambda self: time.sleep(600)\n"
@@ -172,25 +169,25 @@ async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(mo
     settings = ClientConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
     with (
         ServerProcess(model_path, tmp_path / "stuck.log", command=command, options=options) as stuck,
-        ServerProcess(model_path, tmp_path / "well.log") as well,
+        ServerProcess(model_path, tmp_path / "well.log") as healthy,
     ):
         engine = EmbeddedEngine(client=settings)
-        engine.initialize([stuck.address, well.address])
+        engine.initialize([stuck.address, healthy.address])
         try:
             requests = [ModelRequest([5, 6], GenerationConfig(max_new_tokens=8, ignore_eos=True)) for _ in range(4)]
-            answers = await asyncio.wait_for(asyncio.gather(*map(engine.agenerate, requests)), 60)
+            responses = await asyncio.wait_for(asyncio.gather(*map(engine.agenerate, requests)), 60)
             async with asyncio.timeout(60):
                 while len(engine._router.live) == 2:  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.02)
 
-            assert {answer.server for answer in answers} == {well.address}
+            assert {response.server for response in responses} == {healthy.address}
             assert "the decode thread has made no progress for" in str(engine._router.servers[0].evicted)
         finally:
             await engine.destroy()
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/stats")])
-async def test_request_before_the_model_is_loaded_answers_503(
+async def test_request_before_model_is_loaded_returns_503(
     model_path: Path, tmp_path: Path, method: str, path: str
 ) -> None:
     server = ServerProcess(model_path, tmp_path / "server.log").start()
@@ -208,8 +205,8 @@ async def test_request_before_the_model_is_loaded_answers_503(
         server.stop()
 
 
-def resident(server: ServerProcess) -> int:
-    """Resident KiB of the server."""
+def resident_kib(server: ServerProcess) -> int:
+    """Return the resident memory of the server in KiB."""
     assert server.process is not None
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
@@ -218,14 +215,14 @@ def resident(server: ServerProcess) -> int:
 @pytest.mark.nightly
 async def test_passes_of_many_sizes_do_not_grow_memory(model_path: Path, tmp_path: Path) -> None:
     sizes = [*range(2, 512, 2), *range(3, 512, 2)]  # no size of the first half is in the second
-    after: list[int] = []
+    kib_after_half: list[int] = []
 
     with ServerProcess(model_path, tmp_path / "server.log") as server:
         async with aiohttp.ClientSession(server.address, raise_for_status=True) as http:
             for number, size in enumerate(sizes, 1):
-                async with http.post("/score", json={"input_ids": [3 + i % 90 for i in range(size)]}) as answer:
-                    await answer.read()
+                async with http.post("/score", json={"input_ids": [3 + i % 90 for i in range(size)]}) as response:
+                    await response.read()
                 if number in (len(sizes) // 2, len(sizes)):
-                    after.append(resident(server))
+                    kib_after_half.append(resident_kib(server))
 
-    assert after[1] <= 1.05 * after[0], after
+    assert kib_after_half[1] <= 1.05 * kib_after_half[0], kib_after_half

@@ -1,4 +1,4 @@
-"""What can be asked of a server beside one answer: several, the end of a batch, stop strings after a minimum length."""
+"""Requests for several completions, aborts of a batch, stop strings after a minimum length, and the run key."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> 
         return await response.json()
 
 
-async def test_generate_n_answers_have_the_seeds_that_follow(http: aiohttp.ClientSession) -> None:
+async def test_generate_n_completions_use_consecutive_seeds(http: aiohttp.ClientSession) -> None:
     params = {"max_new_tokens": 12, "ignore_eos": True}
-    several = await post(
+    completions = await post(
         http, "/generate", {"input_ids": PROMPT, "rid": "a", "sampling_params": {**params, "sampling_seed": 5, "n": 3}}
     )
     alone = [
@@ -49,17 +49,19 @@ async def test_generate_n_answers_have_the_seeds_that_follow(http: aiohttp.Clien
         for seed in (5, 6, 7)
     ]
 
-    assert [answer["output_ids"] for answer in several] == [answer["output_ids"] for answer in alone]
-    assert len({tuple(answer["output_ids"]) for answer in several}) == 3
-    assert [answer["meta_info"]["id"] for answer in several] == ["a-0", "a-1", "a-2"]
+    assert [completion["output_ids"] for completion in completions] == [
+        completion["output_ids"] for completion in alone
+    ]
+    assert len({tuple(completion["output_ids"]) for completion in completions}) == 3
+    assert [completion["meta_info"]["id"] for completion in completions] == ["a-0", "a-1", "a-2"]
 
 
-async def test_abort_request_ends_every_answer_of_a_batch_by_its_name(http: aiohttp.ClientSession) -> None:
-    endless = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
-    body = {"input_ids": [PROMPT, PROMPT[:3], [9]], "rid": "batch", "sampling_params": endless}
+async def test_abort_request_with_batch_id_ends_all_its_completions(http: aiohttp.ClientSession) -> None:
+    params = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
+    body = {"input_ids": [PROMPT, PROMPT[:3], [9]], "rid": "batch", "sampling_params": params}
     await post(http, "/pause_generation", {})
-    answers = asyncio.create_task(post(http, "/generate", body))
-    other = asyncio.create_task(
+    batch = asyncio.create_task(post(http, "/generate", body))
+    other_request = asyncio.create_task(
         post(http, "/generate", {"input_ids": PROMPT, "rid": "other", "sampling_params": {"max_new_tokens": 3}})
     )
     async with asyncio.timeout(30):
@@ -72,11 +74,11 @@ async def test_abort_request_ends_every_answer_of_a_batch_by_its_name(http: aioh
     await post(http, "/continue_generation", {})
 
     assert aborted == {"aborted": 3}
-    assert {answer["meta_info"]["finish_reason"]["type"] for answer in await answers} == {"abort"}
-    assert (await other)["meta_info"]["finish_reason"]["type"] != "abort"
+    assert {completion["meta_info"]["finish_reason"]["type"] for completion in await batch} == {"abort"}
+    assert (await other_request)["meta_info"]["finish_reason"]["type"] != "abort"
 
 
-async def test_generate_tiny_top_p_takes_the_likeliest(http: aiohttp.ClientSession) -> None:
+async def test_generate_tiny_top_p_equals_greedy(http: aiohttp.ClientSession) -> None:
     greedy, tiny = [
         await post(http, "/generate", {"input_ids": PROMPT, "sampling_params": {**params, "max_new_tokens": 20}})
         for params in ({"temperature": 0.0}, {"top_p": 1e-46})
@@ -86,17 +88,15 @@ async def test_generate_tiny_top_p_takes_the_likeliest(http: aiohttp.ClientSessi
 
 
 @pytest.mark.parametrize("resumed", [0, 4])
-def test_stop_string_counts_where_new_text_completes_it_after_the_minimum_length(
-    model_path: Path, resumed: int
-) -> None:
+def test_stop_string_completed_before_minimum_length_is_ignored(model_path: Path, resumed: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    answer = tokenizer.encode("abXYcdefghXYz")
+    completion = tokenizer.encode("abXYcdefghXYz")
     settings = GenerationConfig(stop=["XY"], min_new_tokens=7 - resumed)
-    job = GenerationJob("a", [9, *answer[:resumed]], settings, 0, frozenset(), resumed=resumed)
+    job = GenerationJob("a", [9, *completion[:resumed]], settings, 0, frozenset(), resumed=resumed)
 
-    for token in answer[resumed:]:
+    for token in completion[resumed:]:
         job.append(token, -1.0, 0)
         if (matched := job.matched_stop(tokenizer)) is not None:
             break
@@ -108,7 +108,7 @@ def test_stop_string_counts_where_new_text_completes_it_after_the_minimum_length
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
-def test_start_beyond_loopback_without_a_key_is_refused(
+def test_start_beyond_loopback_without_run_key_is_rejected(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RL_RUN_KEY", raising=False)
@@ -116,4 +116,5 @@ def test_start_beyond_loopback_without_a_key_is_refused(
     done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 2
-    assert "server.host: expected this machine's own address (127.0.0.1), or a key in RL_RUN_KEY" in done.stderr
+    assert "server.host: expected a loopback address" in done.stderr
+    assert "RL_RUN_KEY" in done.stderr

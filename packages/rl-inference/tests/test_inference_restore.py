@@ -1,4 +1,4 @@
-"""What a server does with the record of the last commit when it starts."""
+"""Restore of the last committed version when a server starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_contracts.weights import write_committed
 from rl_inference.embedded_server.weights import ServedWeights, restore
 
 
-def made(value: float) -> torch.nn.Module:
+def make_model(value: float) -> torch.nn.Module:
     model = torch.nn.Linear(4, 3, dtype=torch.float32)
     torch.nn.init.constant_(model.weight, value)
     torch.nn.init.constant_(model.bias, -value)
@@ -23,22 +23,22 @@ def made(value: float) -> torch.nn.Module:
 
 
 def commit(directory: Path, version: int, route: str = "shm") -> WeightUpdateMeta:
-    """Publish weights that are the version's number, and leave the record."""
-    tensors = [(name, p.detach()) for name, p in made(float(version)).named_parameters()]
+    """Publish weights whose values are the version number, and write the commit record."""
+    tensors = [(name, p.detach()) for name, p in make_model(float(version)).named_parameters()]
     meta, receipt = put_weights(directory, version, tensors, route)
     write_committed(directory, meta, receipt)
     return meta
 
 
-def served(model: torch.nn.Module, directory: Path) -> ServedWeights:
+def serve(model: torch.nn.Module, directory: Path) -> ServedWeights:
     return ServedWeights(model, str(directory), "server", 0)
 
 
 @pytest.mark.parametrize("route", ["shm", "disk"])
 def test_restore_serves_the_committed_version(tmp_path: Path, route: str) -> None:
     commit(tmp_path, 6, route)
-    model = made(0.0)
-    weights = served(model, tmp_path)
+    model = make_model(0.0)
+    weights = serve(model, tmp_path)
 
     restore(weights, str(tmp_path))
 
@@ -47,8 +47,8 @@ def test_restore_serves_the_committed_version(tmp_path: Path, route: str) -> Non
     assert weights.receipt().version == 6
 
 
-def test_restore_without_a_record_leaves_the_model_as_it_is(tmp_path: Path) -> None:
-    weights = served(made(0.5), tmp_path)
+def test_restore_without_record_keeps_the_model(tmp_path: Path) -> None:
+    weights = serve(make_model(0.5), tmp_path)
 
     restore(weights, str(tmp_path))
     restore(weights, "")
@@ -56,55 +56,53 @@ def test_restore_without_a_record_leaves_the_model_as_it_is(tmp_path: Path) -> N
     assert weights.version == 0
 
 
-def test_restore_other_weights_than_recorded_raises_naming_the_parameter(tmp_path: Path) -> None:
+def test_restore_weights_that_differ_from_record_names_parameter(tmp_path: Path) -> None:
     path = Path(commit(tmp_path, 6).parts[0].location)
     data = bytearray(path.read_bytes())
     data[-64] ^= 1  # the bias
     path.write_bytes(data)
 
     with pytest.raises(WeightUpdateError, match="version 6, server: parameter 'bias' differs"):
-        restore(served(made(0.0), tmp_path), str(tmp_path))
+        restore(serve(make_model(0.0), tmp_path), str(tmp_path))
 
 
-def test_restore_route_without_files_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+def test_restore_route_without_files_keeps_the_model(tmp_path: Path) -> None:
     write_committed(tmp_path, WeightUpdateMeta("broadcast", 6), WeightReceipt("trainer", 6, {}))
-    weights = served(made(0.0), tmp_path)
+    weights = serve(make_model(0.0), tmp_path)
 
     restore(weights, str(tmp_path))
 
     assert weights.version == 0
 
 
-def test_restore_overtaken_while_it_reads_takes_the_newer_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restore_version_overwritten_meanwhile_takes_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(tmp_path, 6)
-    weights = served(made(0.0), tmp_path)
+    weights = serve(make_model(0.0), tmp_path)
     stage: Callable[[WeightUpdateMeta], WeightReceipt] = weights.stage
 
-    def overtaken(meta: WeightUpdateMeta) -> WeightReceipt:
+    def overwrite_and_stage(meta: WeightUpdateMeta) -> WeightReceipt:
         if meta.version == 6:
             commit(tmp_path, 7)
-            commit(tmp_path, 8)  # in the place of version 6
+            commit(tmp_path, 8)  # overwrites version 6
         return stage(meta)
 
-    monkeypatch.setattr(weights, "stage", overtaken)
+    monkeypatch.setattr(weights, "stage", overwrite_and_stage)
 
     restore(weights, str(tmp_path))
 
     assert weights.version == 8
 
 
-def test_restore_never_catches_up_gives_up_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_overwritten_repeatedly_fails_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(tmp_path, 6)
-    weights = served(made(0.0), tmp_path)
+    weights = serve(make_model(0.0), tmp_path)
     stage: Callable[[WeightUpdateMeta], WeightReceipt] = weights.stage
 
-    def overtaken(meta: WeightUpdateMeta) -> WeightReceipt:
+    def overwrite_and_stage(meta: WeightUpdateMeta) -> WeightReceipt:
         commit(tmp_path, meta.version + 2)
         return stage(meta)
 
-    monkeypatch.setattr(weights, "stage", overtaken)
+    monkeypatch.setattr(weights, "stage", overwrite_and_stage)
     monkeypatch.setattr("rl_inference.embedded_server.weights.OVERTAKEN_SECONDS", 0.2)
 
     with pytest.raises(WeightUpdateError, match="differs"):

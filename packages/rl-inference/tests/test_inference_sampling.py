@@ -1,4 +1,4 @@
-"""The sampler: its distribution, its truncations, its randomness."""
+"""Sampler: distribution, truncation and randomness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch(rows: int, seeds: list[int] | None = None, **config: Any) -> SamplingB
 
 
 def draws(logits: torch.Tensor, count: int, **config: Any) -> torch.Tensor:
-    """`count` tokens of the same distribution, each with a seed of its own."""
+    """Return `count` tokens drawn from the same logits, each with its own seed."""
     return batch(count, **config).sample(logits.expand(count, -1), torch.full((count,), 5))[0]
 
 
@@ -40,23 +40,23 @@ def test_uniforms_many_seeds_and_positions_are_uniform_and_uncorrelated() -> Non
         assert abs(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]) < 0.01
 
 
-def test_uniforms_known_seed_stay_what_they_were() -> None:
-    found = uniforms(torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 7, 123456, 3]))
+def test_uniforms_equal_the_reference_in_python_integers() -> None:
+    values = uniforms(torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 7, 123456, 3]))
 
     expected = [_reference_uniform(*pair) for pair in ((0, 0), (1, 7), (-1, 123456), (2**62, 3))]
-    assert found.tolist() == expected
+    assert values.tolist() == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_uniforms_on_a_gpu_are_the_same() -> None:
+def test_uniforms_on_gpu_equal_cpu() -> None:
     seeds, positions = torch.arange(-5000, 5000) * 2**50, torch.arange(10_000)
 
     assert torch.equal(uniforms(seeds.cuda(), positions.cuda()).cpu(), uniforms(seeds, positions))
 
 
 def _reference_uniform(seed: int, position: int) -> float:
-    """The same in Python integers."""
+    """Compute `uniforms` in Python integers."""
     mask = 2**64 - 1
 
     def mix(z: int) -> int:
@@ -79,7 +79,7 @@ def test_sample_many_draws_follow_the_tempered_distribution(temperature: float) 
     torch.testing.assert_close(counts, torch.softmax(logits[0] / temperature, -1), atol=0.01, rtol=0)
 
 
-def test_sample_logprobs_are_of_the_full_distribution_even_when_truncated() -> None:
+def test_sample_truncated_logprobs_are_of_the_full_distribution() -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 30) * 2
 
@@ -89,7 +89,7 @@ def test_sample_logprobs_are_of_the_full_distribution_even_when_truncated() -> N
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
 
 
-def test_sample_greedy_takes_the_likeliest_with_logprob_at_temperature_one() -> None:
+def test_sample_greedy_takes_likeliest_token_at_temperature_one() -> None:
     logits = torch.randn(10, 30)
 
     tokens, logprobs = batch(10, temperature=0.0).sample(logits, torch.arange(10))
@@ -110,34 +110,34 @@ def test_sample_truncated_draws_stay_inside_the_allowed_set(seed: int, top_k: in
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 12, generator=generator) * 2
 
-    found = set(draws(logits, 300, top_k=top_k, top_p=top_p, min_p=min_p).tolist())
+    tokens = set(draws(logits, 300, top_k=top_k, top_p=top_p, min_p=min_p).tolist())
 
-    assert found <= _allowed(logits[0], top_k, top_p, min_p)
+    assert tokens <= _allowed(logits[0], top_k, top_p, min_p)
 
 
 def _allowed(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Written the slow way, with room for rounding at the edges."""
+    """Return the allowed tokens, computed in plain Python with tolerance for rounding at the limits."""
     order = logits.argsort(descending=True).tolist()[: top_k or None]
     probs = torch.softmax(logits[order].double(), -1).tolist()
-    kept, mass = set(), 0.0
+    allowed, mass = set(), 0.0
     for token, p in zip(order, probs, strict=True):
         if mass < top_p + 1e-5 and p >= min_p * probs[0] - 1e-6:
-            kept.add(token)
+            allowed.add(token)
         mass += p
-    return kept
+    return allowed
 
 
-def test_sample_mixed_settings_in_one_batch_do_not_disturb_each_other() -> None:
+def test_sample_mixed_settings_in_one_batch_are_independent() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 40) * 2
     configs = [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"temperature": 0.5, "top_k": 3}]
     jobs = [GenerationJob("", [1], GenerationConfig(**c), 7, frozenset()) for c in configs]  # type: ignore[arg-type]
 
-    together, _ = SamplingBatch.of(jobs, CPU).sample(logits, torch.full((4,), 9))
+    batched, _ = SamplingBatch.of(jobs, CPU).sample(logits, torch.full((4,), 9))
 
-    for row, one in enumerate(jobs):
-        alone, _ = SamplingBatch.of([one], CPU).sample(logits[row : row + 1], torch.tensor([9]))
-        assert alone.item() == together[row].item()
+    for row, job in enumerate(jobs):
+        single, _ = SamplingBatch.of([job], CPU).sample(logits[row : row + 1], torch.tensor([9]))
+        assert single.item() == batched[row].item()
 
 
 def test_sample_blocked_token_of_nearly_all_mass_is_never_drawn() -> None:

@@ -1,4 +1,4 @@
-"""The sampler against one written token by token in plain Python."""
+"""Sampler compared with a reference in plain Python, token by token."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from rl_inference.embedded_server.sampling import SamplingBatch, uniforms
 
 CPU = torch.device("cpu")
 VOCAB = 12
-EDGE = 1e-4
-"""Distance of a decision from rounding below which the reference does not insist."""
+TOLERANCE = 1e-4
+"""Tolerance of decisions: within it, rounding may decide otherwise."""
 
 
-def penalised(logits: list[float], job: GenerationJob) -> list[float]:
-    """Logits after repetition, frequency and presence penalties."""
-    wanted, answer = job.generation, job.prompt[len(job.prompt) - job.resumed :] + job.output_ids
+def penalized(logits: list[float], job: GenerationJob) -> list[float]:
+    """Return the logits after repetition, frequency and presence penalties."""
+    config, completion = job.generation, job.prompt[len(job.prompt) - job.resumed :] + job.output_ids
     result = []
     for token, x in enumerate(logits):
-        if token in job.prompt or token in answer:
-            x = x / wanted.repetition_penalty if x > 0 else x * wanted.repetition_penalty
-        count = answer.count(token)
-        result.append(x - wanted.frequency_penalty * count - wanted.presence_penalty * (count > 0))
+        if token in job.prompt or token in completion:
+            x = x / config.repetition_penalty if x > 0 else x * config.repetition_penalty
+        count = completion.count(token)
+        result.append(x - config.frequency_penalty * count - config.presence_penalty * (count > 0))
     return result
 
 
 def acceptable(logits: list[float], job: GenerationJob) -> set[int]:
-    """Every token that the sampler may draw now; several where rounding decides."""
-    wanted = job.generation
-    scores = [x / (wanted.temperature or 1.0) for x in penalised(logits, job)]
+    """Return all tokens that the sampler may draw now; several if rounding decides."""
+    config = job.generation
+    scores = [x / (config.temperature or 1.0) for x in penalized(logits, job)]
     if job.length < job.first_stop_position:
         scores = [-math.inf if token in job.blocked_ids else x for token, x in enumerate(scores)]
-    if wanted.greedy:
-        return {token for token, x in enumerate(scores) if x > max(scores) - EDGE}
+    if config.greedy:
+        return {token for token, x in enumerate(scores) if x > max(scores) - TOLERANCE}
     order = sorted(range(VOCAB), key=lambda token: (-scores[token], token))
-    order = order[: wanted.top_k or VOCAB]
+    order = order[: config.top_k or VOCAB]
     mass = [math.exp(scores[token] - scores[order[0]]) for token in order]
     probs = [m / sum(mass) for m in mass]
     u = uniforms(torch.tensor([job.seed]), torch.tensor([job.length])).item()
-    found = set()
-    for slack in (-EDGE, 0.0, EDGE):
-        before, kept = 0.0, set()
+    tokens = set()
+    for slack in (-TOLERANCE, 0.0, TOLERANCE):
+        before, allowed = 0.0, set()
         for token, p in zip(order, probs, strict=True):
-            if (before < wanted.top_p + slack or wanted.top_p >= 1) and p >= wanted.min_p * probs[0] + slack:
-                kept.add(token)
+            if (before < config.top_p + slack or config.top_p >= 1) and p >= config.min_p * probs[0] + slack:
+                allowed.add(token)
             before += p
-        for shift in (-EDGE, 0.0, EDGE):
-            total, seen = sum(probs[order.index(token)] for token in kept), 0.0
-            for token in sorted(kept):
-                seen += probs[order.index(token)]
-                if seen > (u + shift) * total:
-                    found.add(token)
+        for shift in (-TOLERANCE, 0.0, TOLERANCE):
+            total, cumulative = sum(probs[order.index(token)] for token in allowed), 0.0
+            for token in sorted(allowed):
+                cumulative += probs[order.index(token)]
+                if cumulative > (u + shift) * total:
+                    tokens.add(token)
                     break
-    return found
+    return tokens
 
 
 CONFIGS = st.builds(
@@ -83,7 +83,7 @@ CONFIGS = st.builds(
     seed=st.integers(0, 2**31),
     resumed=st.integers(0, 5),
 )
-def test_sample_any_mix_of_settings_draws_what_the_reference_draws(
+def test_sample_any_mix_of_settings_equals_reference(
     configs: list[GenerationConfig], prompts: list[list[int]], seed: int, resumed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -108,11 +108,14 @@ def job(seed: int, prompt: list[int], resumed: int = 0, **config: Any) -> Genera
     return GenerationJob("", prompt, GenerationConfig(**config), seed, frozenset(), frozenset(), resumed)
 
 
-def run(jobs: list[GenerationJob], steps: int, anew: bool = False) -> None:
-    """Draw `steps` tokens for all, from logits that depend on the row's position alone."""
+def run(jobs: list[GenerationJob], steps: int, rebuild: bool = False) -> None:
+    """Draw `steps` tokens for all jobs, from logits that depend only on the position.
+
+    With `rebuild`, the batch is built again at every step.
+    """
     batch = SamplingBatch.of(jobs, CPU)
     for _ in range(steps):
-        batch = SamplingBatch.of(jobs, CPU) if anew else batch
+        batch = SamplingBatch.of(jobs, CPU) if rebuild else batch
         positions = torch.tensor([job.length for job in jobs])
         logits = torch.stack([torch.randn(40, generator=torch.Generator().manual_seed(int(p))) for p in positions])
         tokens, logprobs = batch.sample(logits, positions)
@@ -123,45 +126,45 @@ def run(jobs: list[GenerationJob], steps: int, anew: bool = False) -> None:
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 
 
-def test_penalties_rows_gathered_anew_at_every_step_draw_the_same() -> None:
-    once, anew = ([job(seed, [1, 2, seed], **PENALTIES) for seed in range(4)] for _ in range(2))
+def test_penalties_batch_rebuilt_at_every_step_draws_same_tokens() -> None:
+    kept_batch, rebuilt = ([job(seed, [1, 2, seed], **PENALTIES) for seed in range(4)] for _ in range(2))
 
-    run(once, 30)
-    run(anew, 30, anew=True)
+    run(kept_batch, 30)
+    run(rebuilt, 30, rebuild=True)
 
-    assert [each.output_ids for each in once] == [each.output_ids for each in anew]
+    assert [each.output_ids for each in kept_batch] == [each.output_ids for each in rebuilt]
 
 
-def test_penalties_same_seed_draws_the_same_alone_and_among_others() -> None:
-    alone, among = job(7, [1, 2, 3], **PENALTIES), job(7, [1, 2, 3], **PENALTIES)
-    others = [job(seed, [5], top_p=0.5) for seed in range(3)] + [job(9, [1, 6], frequency_penalty=2.0)]
+def test_penalties_same_seed_draws_same_tokens_in_any_batch() -> None:
+    alone, batched = job(7, [1, 2, 3], **PENALTIES), job(7, [1, 2, 3], **PENALTIES)
+    other_jobs = [job(seed, [5], top_p=0.5) for seed in range(3)] + [job(9, [1, 6], frequency_penalty=2.0)]
 
     run([alone], 30)
-    run([*others[:2], among, *others[2:]], 30)
+    run([*other_jobs[:2], batched, *other_jobs[2:]], 30)
 
-    assert among.output_ids == alone.output_ids
-
-
-def test_penalties_answer_continued_elsewhere_goes_on_the_same() -> None:
-    whole = job(3, [1, 2], **PENALTIES)
-    run([whole], 30)
-    rest = job(3, [1, 2, *whole.output_ids[:11]], resumed=11, **PENALTIES)
-
-    run([rest], 19)
-
-    assert rest.output_ids == whole.output_ids[11:]
+    assert batched.output_ids == alone.output_ids
 
 
-def test_penalties_of_one_row_leave_the_others_untouched() -> None:
-    plain, beside = job(4, [1, 2]), job(4, [1, 2])
+def test_penalties_continued_completion_draws_same_tokens() -> None:
+    complete = job(3, [1, 2], **PENALTIES)
+    run([complete], 30)
+    continued = job(3, [1, 2, *complete.output_ids[:11]], resumed=11, **PENALTIES)
 
-    run([plain], 20)
-    run([job(5, [1, 2], presence_penalty=2.0), beside], 20)
+    run([continued], 19)
 
-    assert (plain.output_ids, plain.logprobs) == (beside.output_ids, beside.logprobs)
+    assert continued.output_ids == complete.output_ids[11:]
 
 
-def test_presence_penalty_greedy_never_repeats_where_logits_are_close() -> None:
+def test_penalties_of_one_job_do_not_change_other_jobs() -> None:
+    alone, batched = job(4, [1, 2]), job(4, [1, 2])
+
+    run([alone], 20)
+    run([job(5, [1, 2], presence_penalty=2.0), batched], 20)
+
+    assert (alone.output_ids, alone.logprobs) == (batched.output_ids, batched.logprobs)
+
+
+def test_presence_penalty_greedy_close_logits_never_repeats() -> None:
     each = job(1, [1], temperature=0.0, presence_penalty=2.0)
     batch = SamplingBatch.of([each], CPU)
     logits = torch.linspace(0, 1.9, 20)[None]
@@ -171,5 +174,5 @@ def test_presence_penalty_greedy_never_repeats_where_logits_are_close() -> None:
     assert drawn == list(range(19, -1, -1))
 
 
-def test_batch_without_penalties_holds_no_counts() -> None:
+def test_batch_without_penalties_has_no_counts() -> None:
     assert SamplingBatch.of([job(1, [1], top_p=0.5)], CPU).penalties is None

@@ -1,4 +1,4 @@
-"""Weight updates: staged beside the served weights, receipts, versions at a switch."""
+"""Weight updates: staging next to the served weights, receipts, and versions around a commit."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def served_version(server: ServerProcess) -> int:
 
 @pytest.fixture
 async def engine(server: ServerProcess, model_path: Path, scratch: Path) -> AsyncIterator[EmbeddedEngine]:
-    """An engine whose server serves `model_path` under an even version; the next one is free."""
+    """Yield an engine whose server serves `model_path` under an even version; the next version is free."""
     probe = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
     probe.initialize([server.address])
-    now = served_version(server)
-    old = now + 2 - now % 2
-    meta, _ = publish(reference_model(model_path), scratch, old)
+    current = served_version(server)
+    even = current + 2 - current % 2
+    meta, _ = publish(reference_model(model_path), scratch, even)
     await probe.stage_weights(meta)
-    await probe.commit_weights(old)
+    await probe.commit_weights(even)
     yield probe
     await probe.destroy()
 
@@ -62,7 +62,7 @@ async def engine(server: ServerProcess, model_path: Path, scratch: Path) -> Asyn
 def publish(
     model: Any, scratch: Path, version: int, route: str = "shm", drop: str = ""
 ) -> tuple[WeightUpdateMeta, WeightReceipt]:
-    """Write a model's parameters onto a route, as a trainer does."""
+    """Write the parameters of a model to a route, as a trainer does."""
     tensors = [(name, p.detach()) for name, p in model.named_parameters() if name != drop]
     return put_weights(scratch / "weights", version, tensors, route)
 
@@ -75,8 +75,8 @@ def request(tokens: int, seed: int = 1) -> ModelRequest:
     )
 
 
-async def generated(engine: EmbeddedEngine, more: int, running: int = 1) -> None:
-    """Wait until the server runs so many answers and has made `more` tokens since."""
+async def wait_for_tokens(engine: EmbeddedEngine, more: int, running: int = 1) -> None:
+    """Wait until the server runs at least `running` completions and has generated `more` further tokens."""
     async with asyncio.timeout(30):
         while (await engine.stats())["running"] < running:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.001)
@@ -86,8 +86,8 @@ async def generated(engine: EmbeddedEngine, more: int, running: int = 1) -> None
             await asyncio.sleep(0.001)
 
 
-def switch(versions: list[int]) -> int:
-    """Where the version changes; it must do so once, and upwards."""
+def switch_position(versions: list[int]) -> int:
+    """Return the index at which the version changes; it must change once, upwards."""
     assert versions == sorted(versions)
     assert len(set(versions)) == 2
     return versions.index(versions[-1])
@@ -115,68 +115,68 @@ async def test_commit_staged_weights_serves_them(
     assert await engine.score(PROMPT) == pytest.approx(expected, abs=1e-5)
 
 
-async def test_commit_recompute_later_logprobs_are_the_new_models_over_the_whole_prefix(
+async def test_commit_recompute_later_logprobs_equal_new_model(
     engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
 ) -> None:
     old, new = reference_model(model_path), reference_model(new_model_path)
     await engine.stage_weights(publish(new, scratch, engine.version + 1)[0])
-    answers = [asyncio.create_task(engine.agenerate(request(480, i))) for i in range(8)]
-    await generated(engine, 100, running=8)
+    tasks = [asyncio.create_task(engine.agenerate(request(480, i))) for i in range(8)]
+    await wait_for_tokens(engine, 100, running=8)
 
     await engine.commit_weights(engine.version + 1, "recompute")
 
-    for answer in await asyncio.gather(*answers):
-        at = switch(answer.versions)
-        head, tail = answer.output_ids[:at], answer.output_ids[at:]
-        assert len(answer.output_ids) == 480
-        assert answer.resubmissions == 0
-        assert answer.logprobs[:at] == pytest.approx(reference_logprobs(old, PROMPT, head), abs=1e-5)
-        assert answer.logprobs[at:] == pytest.approx(reference_logprobs(new, PROMPT + head, tail), abs=1e-5)
+    for response in await asyncio.gather(*tasks):
+        position = switch_position(response.versions)
+        head, tail = response.output_ids[:position], response.output_ids[position:]
+        assert len(response.output_ids) == 480
+        assert response.resubmissions == 0
+        assert response.logprobs[:position] == pytest.approx(reference_logprobs(old, PROMPT, head), abs=1e-5)
+        assert response.logprobs[position:] == pytest.approx(reference_logprobs(new, PROMPT + head, tail), abs=1e-5)
 
 
 @pytest.mark.slow
-async def test_commit_keep_goes_on_with_the_old_cache_and_the_new_weights(
+async def test_commit_keep_uses_old_cache_with_new_weights(
     engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
 ) -> None:
     old, new = reference_model(model_path), reference_model(new_model_path)
     await engine.stage_weights(publish(new, scratch, engine.version + 1)[0])
     task = asyncio.create_task(engine.agenerate(request(480)))
-    await generated(engine, 20)
+    await wait_for_tokens(engine, 20)
 
     await engine.commit_weights(engine.version + 1, "keep")
 
-    answer = await task
-    at = switch(answer.versions)
-    assert answer.logprobs == pytest.approx(kept_logprobs(old, new, answer.output_ids, at), abs=1e-5)
+    response = await task
+    position = switch_position(response.versions)
+    assert response.logprobs == pytest.approx(kept_logprobs(old, new, response.output_ids, position), abs=1e-5)
 
 
 @torch.no_grad()
 def kept_logprobs(old: Any, new: Any, output: list[int], at: int) -> list[float]:
-    """What `keep` means: `old` reads up to the last token before the switch, `new` goes on from there."""
+    """Return the log-probs of `keep`: `old` reads up to the last token before position `at`, `new` continues."""
     ids, first = torch.tensor([PROMPT + output]), len(PROMPT) + at - 1
-    head = old(input_ids=ids[:, :first], use_cache=True)
-    tail = new(input_ids=ids[:, first:-1], past_key_values=head.past_key_values)
-    logits = torch.cat([head.logits[0, len(PROMPT) - 1 :], tail.logits[0]])
+    before = old(input_ids=ids[:, :first], use_cache=True)
+    after = new(input_ids=ids[:, first:-1], past_key_values=before.past_key_values)
+    logits = torch.cat([before.logits[0, len(PROMPT) - 1 :], after.logits[0]])
     chosen: list[float] = torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
     return chosen
 
 
 @pytest.mark.slow
-async def test_commit_wait_lets_running_answers_end_first_and_holds_new_ones(
+async def test_commit_wait_ends_running_completions_and_delays_new_ones(
     engine: EmbeddedEngine, new_model_path: Path, scratch: Path
 ) -> None:
     old = engine.version
     await engine.stage_weights(publish(reference_model(new_model_path), scratch, old + 1)[0])
     running = [asyncio.create_task(engine.agenerate(request(300 + i, i))) for i in range(8)]
-    await generated(engine, 20, running=8)
+    await wait_for_tokens(engine, 20, running=8)
     commit = asyncio.create_task(engine.commit_weights(old + 1, "wait"))
-    await generated(engine, 20)
-    late = asyncio.create_task(engine.agenerate(request(5)))
+    await wait_for_tokens(engine, 20)
+    delayed = asyncio.create_task(engine.agenerate(request(5)))
 
     await commit
 
-    assert all(answer.versions == [old] * len(answer.output_ids) for answer in await asyncio.gather(*running))
-    assert (await late).versions == [old + 1] * 5
+    assert all(response.versions == [old] * len(response.output_ids) for response in await asyncio.gather(*running))
+    assert (await delayed).versions == [old + 1] * 5
 
 
 async def test_commit_while_paused_stays_paused(engine: EmbeddedEngine, new_model_path: Path, scratch: Path) -> None:
@@ -195,8 +195,8 @@ async def test_commit_while_paused_stays_paused(engine: EmbeddedEngine, new_mode
     assert (await task).versions == [engine.version] * 5
 
 
-def turn_a_bit(path: Path) -> None:
-    """Change the last parameter on its way."""
+def flip_bit(path: Path) -> None:
+    """Flip a bit of the last parameter in the file."""
     with path.open("r+b") as file:
         file.seek(-64, 2)
         byte = file.read(1)
@@ -204,11 +204,11 @@ def turn_a_bit(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-async def test_stage_one_wrong_tensor_receipts_differ(
+async def test_stage_changed_tensor_gives_different_receipt(
     engine: EmbeddedEngine, new_model_path: Path, scratch: Path
 ) -> None:
     meta, sent = publish(reference_model(new_model_path), scratch, engine.version + 1)
-    turn_a_bit(Path(meta.parts[0].location))
+    flip_bit(Path(meta.parts[0].location))
 
     (receipt,) = await engine.stage_weights(meta)
 
@@ -216,9 +216,7 @@ async def test_stage_one_wrong_tensor_receipts_differ(
         verify_receipt(sent, receipt, "shm")
 
 
-async def test_stage_parameter_missing_is_refused_by_name(
-    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
-) -> None:
+async def test_stage_without_a_parameter_names_it(engine: EmbeddedEngine, new_model_path: Path, scratch: Path) -> None:
     name = "model.norm.weight"
     meta, _ = publish(reference_model(new_model_path), scratch, engine.version + 1, drop=name)
 
@@ -226,7 +224,7 @@ async def test_stage_parameter_missing_is_refused_by_name(
         await engine.stage_weights(meta)
 
 
-async def test_stage_outside_the_weights_directory_is_refused(
+async def test_stage_outside_weights_directory_is_rejected(
     engine: EmbeddedEngine, new_model_path: Path, tmp_path: Path
 ) -> None:
     meta, _ = publish(reference_model(new_model_path), tmp_path, engine.version + 1)
@@ -235,7 +233,7 @@ async def test_stage_outside_the_weights_directory_is_refused(
         await engine.stage_weights(meta)
 
 
-async def test_stage_link_out_of_the_weights_directory_is_refused(
+async def test_stage_link_out_of_weights_directory_is_rejected(
     engine: EmbeddedEngine, new_model_path: Path, scratch: Path, tmp_path: Path
 ) -> None:
     meta, _ = publish(reference_model(new_model_path), scratch, engine.version + 1, "disk")
@@ -246,7 +244,7 @@ async def test_stage_link_out_of_the_weights_directory_is_refused(
         await engine.stage_weights(meta)
 
 
-async def test_commit_version_that_was_not_staged_is_refused_and_generation_goes_on(
+async def test_commit_unstaged_version_is_rejected_and_generation_continues(
     engine: EmbeddedEngine,
 ) -> None:
     with pytest.raises(WeightUpdateError, match=r"staged is None.*Stage it first"):
@@ -257,19 +255,19 @@ async def test_commit_version_that_was_not_staged_is_refused_and_generation_goes
 
 async def test_commit_tied_weights_stay_tied(engine: EmbeddedEngine, new_model_path: Path, scratch: Path) -> None:
     new = reference_model(new_model_path)
-    tensors = list(new.state_dict().items())  # has the head under its own name as well
+    tensors = list(new.state_dict().items())  # also contains the tied `lm_head`
     assert "lm_head.weight" in dict(tensors)
     meta, sent = put_weights(scratch / "weights", engine.version + 1, tensors)
 
     (receipt,) = await engine.stage_weights(meta)
     await engine.commit_weights(meta.version)
-    answer = await engine.agenerate(request(20))
+    response = await engine.agenerate(request(20))
 
     verify_receipt(sent, receipt, "shm")
-    assert answer.logprobs == pytest.approx(reference_logprobs(new, PROMPT, answer.output_ids), abs=1e-5)
+    assert response.logprobs == pytest.approx(reference_logprobs(new, PROMPT, response.output_ids), abs=1e-5)
 
 
-async def test_score_before_gives_the_log_probs_of_the_version_before_until_the_next_is_staged(
+async def test_score_previous_weights_works_until_next_version_is_staged(
     engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
 ) -> None:
     old, ids = engine.version, [*PROMPT, 7, 9]
@@ -284,5 +282,5 @@ async def test_score_before_gives_the_log_probs_of_the_version_before_until_the_
 
     meta, _ = publish(reference_model(model_path), scratch, old + 2)
     await engine.stage_weights(meta)
-    with pytest.raises(InferenceError, match="no earlier weights are held"):
+    with pytest.raises(InferenceError, match="no earlier weights"):
         await engine.score_previous_weights(ids)

@@ -117,7 +117,7 @@ def _load(
 ) -> asyncio.Future[DecodeLoop]:
     """Load the model in a daemon thread, so that a signal need not wait for it.
 
-    The thread also imports torch and transformers. The port is bound, and `/health` answers, seconds before these
+    The thread also imports torch and transformers. The port is bound, and `/health` replies, seconds before these
     imports finish.
     """
     config, spec = options.config, options.spec

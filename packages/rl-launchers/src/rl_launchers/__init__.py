@@ -1,6 +1,6 @@
 """Schedulers that start the processes of a run, and the launcher that supervises them.
 
-Names are imported when they are first used, so that the keeper process, which lives in this package, stays small.
+Names are imported on first use, so that the reaper process, whose module is in this package, stays small.
 """
 
 from __future__ import annotations

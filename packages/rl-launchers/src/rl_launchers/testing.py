@@ -1,4 +1,4 @@
-"""Machines for tests: directories and process groups of this one, behind the contract of a cluster's."""
+"""Simulated cluster for tests: each node is a node agent on this machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from rl_launchers.local.sessions import Session, stop_sessions
 
 
 class MachinesOfTests(NodeProvider):
-    """Machines of which every agent is a process of this one.
+    """Provider of nodes whose agents are all processes on this machine.
 
     Args:
-        number: of machines at the start.
-        cores, gpus: of each.
+        number: initial number of nodes.
+        cores: CPU cores per node.
+        gpus: GPUs per node.
     """
 
     def __init__(self, number: int = 2, cores: int = 2, gpus: int = 0) -> None:
@@ -52,13 +53,13 @@ class MachinesOfTests(NodeProvider):
             agent.wait(10)
 
     def kill(self, name: str) -> None:
-        """Everything on a machine at once, as a loss of power would; it is offered no more."""
+        """Kill all processes of a node at once, like a power failure, and stop offering the node."""
         self.there = [node for node in self.there if node.name != name]
         agent = Session(self.agents[name].pid)
-        members = agent.members()  # the keeper and the workers lead sessions of their own
-        everything = [*members, *(child for member in members for child in member.children(recursive=True))]
-        for process in everything:
+        members = agent.members()  # the reaper and the workers lead separate sessions
+        processes = [*members, *(child for member in members for child in member.children(recursive=True))]
+        for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self.agents[name].wait(10)
-        psutil.wait_procs(everything, timeout=10)
+        psutil.wait_procs(processes, timeout=10)

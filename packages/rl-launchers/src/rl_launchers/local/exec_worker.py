@@ -1,8 +1,7 @@
-"""Runs between the scheduler and a worker's command: enlists the process with the keeper, then becomes the command.
+"""Program that registers a new worker process with the reaper and then executes the worker's command.
 
-Called as `python -I -S enlist.py KEEPER_FD CORES COMMAND...`, by path and with the standard library only, so that it
-costs a few hundredths of a second. What has to happen in the new process happens here instead of in a `preexec_fn`,
-which is unsafe where the launcher has threads.
+It runs as `python -I -S exec_worker.py REAPER_FD CORES COMMAND...`, by path and with the standard library only, so that
+it takes a few hundredths of a second. It replaces a `preexec_fn`, which is unsafe if the launcher has threads.
 """
 
 import os
@@ -12,16 +11,16 @@ from contextlib import suppress
 
 
 def main() -> None:
-    """Enlist, pin to cores, restore what Python changed, exec."""
-    keeper, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    with suppress(BrokenPipeError):  # a keeper that died is replaced by the scheduler, which enlists everybody again
-        os.write(keeper, b"+%d\n" % os.getpid())
-    os.close(keeper)
+    """Register with the reaper, pin the process to cores, restore default signal handling, execute the command."""
+    reaper_fd, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    with suppress(BrokenPipeError):  # the scheduler replaces a dead reaper and registers all workers with the new one
+        os.write(reaper_fd, b"+%d\n" % os.getpid())
+    os.close(reaper_fd)
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):  # Python ignores the first, an agent the others
+    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):  # Python ignores SIGPIPE, a node agent the others
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT; a command would inherit all this
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT, and the command would inherit the mask
     try:
         os.execvp(command[0], command)
     except OSError as error:

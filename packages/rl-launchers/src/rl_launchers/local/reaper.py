@@ -1,11 +1,12 @@
-"""The keeper: a small process that ends the workers when their launcher dies, however it dies.
+"""Reaper: a small process that kills the workers when their launcher dies for any reason.
 
-One mechanism for Linux and macOS. The kernel's own parent-death signal exists on Linux only, misses the workers'
-children, and fires when the *thread* that started a worker ends; the keeper has none of these limits. It reads
-`+pid` (a session to watch), `-pid` (ended by the launcher) and `/path` (a directory that must not outlive the workers)
-from a pipe. Every worker writes its own `+pid` before
-it becomes its command (`enlist.py`), so there is no moment at which a worker exists that nobody watches. The end of
-the pipe, or another parent than at the start, means that the launcher is gone.
+The mechanism is the same on Linux and macOS. The kernel's parent-death signal exists only on Linux, misses the workers'
+children, and fires when the *thread* that started a worker ends. The reaper has none of these limits.
+
+It reads lines from a pipe: `+pid` (a session to watch), `-pid` (a session that the launcher ended) and `/path` (a
+directory to remove after the workers). Every worker writes its own `+pid` before it executes its command
+(`exec_worker.py`), so the reaper watches every worker from its start. The launcher counts as dead at the end of the
+pipe, or when the reaper's parent process changes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from rl_launchers.local.sessions import Session, stop_sessions
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers of a dead launcher."""
 CHECK_PARENT_EVERY = 0.5
-"""Seconds. The pipe alone is not enough: a process forked from the launcher may hold a copy of its end."""
+"""Seconds between two checks of the parent process. The pipe alone does not suffice: a process forked from the launcher
+may hold a copy of the write end."""
 LATE_REGISTRATION_SECONDS = 1.0
-"""Seconds in which a worker that was being started when the launcher died may still enlist."""
+"""Seconds after the launcher's death in which a worker that was being started may still register."""
 
 
 class Reaper:
-    """The launcher's end: starts the keeper process and tells it what it need not watch any more.
+    """Handle of the reaper process in the launcher: starts it and updates the sessions that it watches.
 
     Args:
-        watched: sessions to watch from the start, for a keeper that replaces one that was killed.
+        watched: ids of the sessions to watch from the start, if this reaper replaces one that was killed.
     """
 
     def __init__(self, watched: Iterable[int] = ()) -> None:
@@ -50,27 +52,27 @@ class Reaper:
             os.close(reader)
 
     def is_alive(self) -> bool:
-        """Whether the keeper process is there."""
+        """Return whether the reaper process runs."""
         return self._process.poll() is None
 
     def forget(self, pid: int) -> None:
-        """Remove a session that has been ended."""
-        with suppress(BrokenPipeError):  # it died; the scheduler replaces it at its next poll
+        """Stop watching a session that has been ended."""
+        with suppress(BrokenPipeError):  # the reaper died; the scheduler replaces it at its next poll
             os.write(self.fd, b"-%d\n" % pid)
 
     def remove_after(self, directory: str) -> None:
-        """Remove a directory after the last session that it ends."""
+        """Make the reaper remove a directory after it has ended all sessions."""
         with suppress(BrokenPipeError):
             os.write(self.fd, os.path.abspath(directory).encode() + b"\n")
 
     def close(self) -> None:
-        """End the keeper, and with it every session that it still watches. Returns when it is gone."""
+        """End all sessions that the reaper still watches, then the reaper itself, and wait for its exit."""
         os.close(self.fd)
         self._process.wait(timeout=GRACE + 15.0)
 
 
 def watch_until_orphaned(parent: int, sessions: dict[int, Session], directories: set[bytes]) -> None:
-    """Keep `sessions` and `directories` up to date from the pipe on standard input until the launcher is gone."""
+    """Update `sessions` and `directories` from the pipe on standard input until the launcher is dead."""
     buffer = b""
     orphaned_at: float | None = None
     while orphaned_at is None or time.monotonic() < orphaned_at + LATE_REGISTRATION_SECONDS:
@@ -93,7 +95,7 @@ def watch_until_orphaned(parent: int, sessions: dict[int, Session], directories:
 
 
 def _identity(directory: bytes) -> int | None:
-    """Number of the inode of a directory; None where there is none."""
+    """Return the inode number of a directory, or None if it does not exist."""
     try:
         return os.stat(directory).st_ino
     except OSError:
@@ -101,16 +103,16 @@ def _identity(directory: bytes) -> int | None:
 
 
 def main() -> None:
-    """The keeper process. It ends with its launcher and only then, so it ignores requests to end before."""
+    """Run the reaper process. It ends only after its launcher, so it ignores SIGINT, SIGTERM and SIGHUP."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent, *watched = map(int, sys.argv[1:])
     sessions, directories = {pid: Session(pid) for pid in watched}, set[bytes]()
     watch_until_orphaned(parent, sessions, directories)
-    left = {directory: _identity(directory) for directory in directories}
+    identities = {directory: _identity(directory) for directory in directories}
     stop_sessions(sessions.values(), GRACE)
-    for directory, identity in left.items():
-        if identity == _identity(directory):  # else the next launcher has made its own
+    for directory, identity in identities.items():
+        if identity == _identity(directory):  # otherwise the next launcher has created a new one
             shutil.rmtree(directory, ignore_errors=True)
 
 

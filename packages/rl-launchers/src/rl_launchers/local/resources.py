@@ -1,4 +1,4 @@
-"""The ports, cores and devices of this machine, handed out without overlap."""
+"""Exclusive allocation of this machine's ports, cores and GPUs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rl_contracts.errors import ConfigError, LaunchError
 
 
 class Pool:
-    """Things that one worker at a time may have.
+    """Pool of resources, each held by at most one worker.
 
     Args:
-        noun: what they are, in the plural, for messages.
-        items: their names.
+        noun: plural noun for the resources, used in messages.
+        items: names of the resources.
     """
 
     def __init__(self, noun: str, items: Iterable[str]) -> None:
         self._noun = noun
         self._free = list(items)
         self.size = len(self._free)
-        """How many there are, free or not."""
+        """Total number of resources, free or in use."""
 
     def acquire(self, count: int, role: str) -> list[str]:
-        """Hand out `count` of them.
+        """Take `count` free resources and return their names.
 
         Raises:
-            LaunchError: fewer are free.
+            LaunchError: fewer than `count` are free; the message names the role.
         """
         if count > len(self._free):
             raise LaunchError(
@@ -42,12 +42,12 @@ class Pool:
         return taken
 
     def release(self, items: Iterable[str]) -> None:
-        """Return what was taken."""
+        """Return resources to the pool."""
         self._free.extend(items)
 
 
 def pinnable_cores() -> list[str]:
-    """Names of the cores that this process may use.
+    """Return the names of the cores that this process may use.
 
     Raises:
         ConfigError: this system cannot pin processes to cores.
@@ -58,19 +58,19 @@ def pinnable_cores() -> list[str]:
 
 
 class PortReservation:
-    """A port that is ours until `release`.
+    """Port that is reserved for a worker until `release`.
 
-    The reservation is a bound socket that never listens, with SO_REUSEADDR. On Linux a server that sets the same
-    option (asyncio, uvicorn, torch's store and all common ones do) may listen on the port beside it, while the kernel
-    gives it to nobody who asks for a free one. Elsewhere a second bind is refused, so `hand_over` gives the port up
-    just before the worker starts.
+    The reservation is a bound socket with SO_REUSEADDR that never listens. On Linux a server that sets the same option
+    (asyncio, uvicorn, torch's store and all common ones do) can listen on the reserved port. Meanwhile the kernel never
+    assigns the port to a process that binds to any free one. Other systems reject a second bind, so `hand_over`
+    releases the port just before the worker starts.
 
     Args:
-        host: local address to reserve on; `""` is all of IPv4, `"::"` of IPv6.
-        port: a certain port; 0 is any free one.
+        host: local address of the port; `""` for all IPv4 addresses, `"::"` for all IPv6 addresses.
+        port: port number; 0 for any free port.
 
     Raises:
-        LaunchError: the port is in use or may not be used; names it and, where it can be known, the process.
+        LaunchError: the port is in use or not permitted. The message names the port and, if known, the process.
     """
 
     def __init__(self, host: str = "", port: int = 0) -> None:
@@ -90,17 +90,17 @@ class PortReservation:
         self.port: int = self._socket.getsockname()[1]
 
     def hand_over(self) -> None:
-        """Call just before the worker that will listen is started."""
+        """Prepare the port for its worker; call this just before the worker starts."""
         if sys.platform != "linux":
             self._socket.close()
 
     def release(self) -> None:
-        """Give the port up. May be called twice."""
+        """Release the port. Repeated calls are allowed."""
         self._socket.close()
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on a TCP port, in words; says so where it cannot be known."""
+    """Return a description of the process that listens on a TCP port, or "an unknown process"."""
     try:
         pids = {
             connection.pid
@@ -108,6 +108,6 @@ def holder_of(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
         }
         pid = next(iter(pids - {None}), None)
-        return f"process {pid} ({psutil.Process(pid).name()})" if pid is not None else "a process we may not see"
+        return f"process {pid} ({psutil.Process(pid).name()})" if pid is not None else "an unknown process"
     except psutil.Error:
-        return "a process we may not see"
+        return "an unknown process"

@@ -1,4 +1,4 @@
-"""Finding and ending everything that a worker started: its process group, its session and its descendants."""
+"""Termination of all processes that a worker started: its process group, its session and its descendants."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 import psutil
 
 CHECK_EVERY = 0.02
-"""Seconds between two looks at processes that are asked to end."""
+"""Seconds between two checks of processes that should end."""
 
 
 class Session:
-    """The session of a worker, which `start_new_session` made it lead; its id is the worker's process id.
+    """Session of a worker started with `start_new_session`. The worker is its leader, so its id is the worker's PID.
 
-    A session outlives its leader as long as a member lives, and so does the claim on its id. Found by session,
-    children whose parent died are not lost; found by descent, children that opened a session of their own are not.
+    A session exists as long as one of its members lives, and until then the kernel does not reuse its id. The lookup by
+    session finds children whose parent died. The lookup by descent finds children that created a session.
     """
 
     def __init__(self, pid: int) -> None:
@@ -28,33 +28,33 @@ class Session:
             self._leader = psutil.Process(pid)
 
     def members(self) -> set[psutil.Process]:
-        """Living processes of the session and living descendants of its leader."""
+        """Return the living processes of the session and the living descendants of its leader."""
         pids = [pid for pid in psutil.pids() if _id_of(os.getsid, pid) == self.pid]
         if self.pid in pids and not (self._leader is not None and self._leader.is_running()):
-            return set()  # the id went to a stranger, so nobody of this session is left
-        found: set[psutil.Process] = set()
+            return set()  # the kernel reused the id for an unrelated process, so this session has no members
+        processes: set[psutil.Process] = set()
         for pid in pids:
             with suppress(psutil.NoSuchProcess):
-                found.add(psutil.Process(pid))
+                processes.add(psutil.Process(pid))
         if self._leader is not None:
             with suppress(psutil.NoSuchProcess):
-                found.update(self._leader.children(recursive=True))
-        return _living(found)
+                processes.update(self._leader.children(recursive=True))
+        return _living(processes)
 
     def stopped(self) -> bool:
-        """Whether the leader has been stopped by a signal (not by a debugger)."""
+        """Return whether a signal, not a debugger, has stopped the leader."""
         with suppress(psutil.NoSuchProcess):
             return self._leader is not None and self._leader.status() == psutil.STATUS_STOPPED
         return False
 
     def kill_leader(self) -> None:
-        """Send it SIGKILL."""
+        """Send SIGKILL to the leader."""
         with suppress(psutil.NoSuchProcess):
             if self._leader is not None:
                 self._leader.kill()
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process group, and to the members outside of it."""
+        """Send SIGTERM to the leader's process group and to members outside it."""
         members = self.members()
         outside = {process for process in members if _id_of(os.getpgid, process.pid) != self.pid}
         if members - outside:
@@ -66,30 +66,30 @@ class Session:
 
 
 def stop_sessions(sessions: Iterable[Session], grace: float, patience: float = 10.0) -> list[psutil.Process]:
-    """SIGTERM to the process groups; SIGKILL after `grace` seconds to whatever is left of the sessions.
+    """Send SIGTERM to the process groups, and SIGKILL after `grace` seconds to the remaining members of the sessions.
 
     Args:
-        sessions: those to end; ended ones are fine.
+        sessions: sessions to end; ended ones are ignored.
         grace: seconds between the signals; 0 sends SIGKILL at once.
         patience: seconds to wait for the effect of SIGKILL.
 
     Returns:
-        processes that are still there (stuck in the kernel, or not ours to kill); normally none.
+        processes that still live, because they are stuck in the kernel or belong to another user; normally none.
     """
     sessions = list(sessions)
-    left = _members(sessions)
+    remaining = _members(sessions)
     if grace > 0:
         for session in sessions:
             session.terminate()
-        left = _wait(left, grace)
+        remaining = _wait(remaining, grace)
     deadline = time.monotonic() + patience
-    while left := _living(left | _members(sessions)):
+    while remaining := _living(remaining | _members(sessions)):
         if time.monotonic() > deadline:
-            return sorted(left, key=lambda process: process.pid)
-        for process in left:
+            return sorted(remaining, key=lambda process: process.pid)
+        for process in remaining:
             with suppress(psutil.Error):
                 process.kill()
-        left = _wait(left, 10 * CHECK_EVERY)
+        remaining = _wait(remaining, 10 * CHECK_EVERY)
     return []
 
 
@@ -98,7 +98,7 @@ def _members(sessions: list[Session]) -> set[psutil.Process]:
 
 
 def _wait(processes: set[psutil.Process], seconds: float) -> set[psutil.Process]:
-    """Those that still live after `seconds`; returns early once nobody does."""
+    """Wait up to `seconds` for the processes to end, and return those that still live."""
     deadline = time.monotonic() + seconds
     while (processes := _living(processes)) and time.monotonic() < deadline:
         time.sleep(CHECK_EVERY)
@@ -110,7 +110,7 @@ def _living(processes: set[psutil.Process]) -> set[psutil.Process]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs. A zombie does not: it holds no memory and no port, and its parent will collect it."""
+    """Return whether a process still runs. A zombie does not: it holds no memory or port until its parent reaps it."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -118,7 +118,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _id_of(group: Callable[[int], int], pid: int) -> int | None:
-    """The id of the process group or session that a process belongs to; None: it is gone, or not ours to ask."""
+    """Return the id of a process's group or session, or None if the process ended or access is denied."""
     try:
         return group(pid)
     except (ProcessLookupError, PermissionError):

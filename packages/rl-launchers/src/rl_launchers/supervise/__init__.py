@@ -1,1 +1,1 @@
-"""Supervise a run: start, watch, restart, scale, stop."""
+"""Supervision of a run: start, monitor, restart, scale and stop its processes."""

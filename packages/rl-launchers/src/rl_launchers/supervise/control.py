@@ -1,17 +1,17 @@
-"""What a launcher and the tools around its run tell each other, as names in the run's directory: nothing listens.
+"""Communication between a launcher and other processes by entries of the run's name service; no port is needed.
 
-| name | who writes it | what it holds |
+| name | written by | content |
 |---|---|---|
-| `status` | the launcher, every `BEAT_SECONDS` | JSON: state, process, host, beat, restarts |
-| `workers` | the launcher, when it changes | JSON: what runs where |
-| `servers/<role>/<index>` | the launcher | address of a server that clients may ask |
+| `status` | the launcher, every `BEAT_SECONDS` | JSON: state, PID, host, heartbeat number, restarts |
+| `workers` | the launcher, after each change | JSON: the workers and their hosts |
+| `servers/<role>/<index>` | the launcher | address of a server for clients |
 | `control/stop` | `rl stop` | `gracefully` or `now` |
-| `control/scale/<role>` | `rl scale` | how many servers the role is to have |
-| `answers/scale/<role>` | the launcher | JSON: what became of that |
-| `job` | a command that handed the run in | JSON: the scheduler's kind |
-| `pulse/<worker>` | each trainer rank | a number that grows as long as it lives |
+| `control/scale/<role>` | `rl scale` | requested number of servers of the role |
+| `answers/scale/<role>` | the launcher | JSON: outcome of that request |
+| `job` | the command that submitted the run | JSON: kind of the scheduler |
+| `pulse/<worker>` | each trainer rank | heartbeat, a number that increases while the rank runs |
 
-None of it is secret.
+No entry contains a secret.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from rl_launchers.supervise.interrupts import COALESCE_SECONDS, Interrupted
 logger = get_logger("launcher")
 
 BEAT_SECONDS = 2.0
-"""Seconds between two signs of life of a launcher, and between its looks at what it is asked."""
+"""Seconds between two heartbeats of a launcher, and between its reads of requests."""
 SECOND_SIGNAL_SECONDS = 2 * COALESCE_SECONDS
-"""Seconds between the three signals that mean: at once."""
+"""Seconds between the three signals that request an immediate stop."""
 
 
 class RunControl(AbstractContextManager["RunControl"]):
-    """The launcher's end, from its `with` on: renews its status, and hears what it is asked.
+    """Context manager of the launcher that renews its status and reads requests.
 
-    A thread writes and reads, so that a launcher that is busy is not taken for one that is dead. A request to stop
-    becomes the signal that it stands for. A file system that is full or gone for a while is waited for.
+    A separate thread reads and writes, so that a busy launcher is not mistaken for a dead one. A stop request becomes a
+    signal to this process. If the file system is full or unavailable, the thread logs a warning and retries.
 
     Args:
-        names: of the run, for example `FileNames(run_dir / "names")`.
-        beat: seconds, see `BEAT_SECONDS`.
+        names: name service of the run, for example `FileNames(run_dir / "names")`.
+        beat: seconds between two heartbeats, see `BEAT_SECONDS`.
     """
 
     def __init__(self, names: NameService, beat: float = BEAT_SECONDS) -> None:
@@ -60,21 +60,21 @@ class RunControl(AbstractContextManager["RunControl"]):
         self._facts: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
         self._facts |= {"since": time.time(), "beat_seconds": beat, "trainer_restarts": 0}
         self._workers: Sequence[Worker] = ()
-        self._written, self._beats, self._looked = "", 0, time.monotonic()
+        self._written, self._beats, self._polled_at = "", 0, time.monotonic()
         self._published: dict[str, str] = {}
         self._scales: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._former: Any = None
+        self._previous_handler: Any = None
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def __enter__(self) -> RunControl:
-        for prefix in ("servers", "control", "answers", "pulse", "workers"):  # of an earlier command
+        for prefix in ("servers", "control", "answers", "pulse", "workers"):  # entries of an earlier command
             self.names.delete(prefix)
             for key in self.names.children(prefix):
                 self.names.delete(key)
         self._write()
         if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, self._receive)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._receive)
         self._thread.start()
         return self
 
@@ -83,27 +83,27 @@ class RunControl(AbstractContextManager["RunControl"]):
     ) -> None:
         self._over.set()
         self._thread.join()
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
-        asked = self._facts["state"] == "stopping" or isinstance(error, Interrupted | KeyboardInterrupt)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        interrupted = self._facts["state"] == "stopping" or isinstance(error, Interrupted | KeyboardInterrupt)
         failed = isinstance(error, Exception)
-        self.set_status(state="failed" if failed else "stopped" if asked else "finished")
+        self.set_status(state="failed" if failed else "stopped" if interrupted else "finished")
         if failed:
             self.set_status(error=str(error).partition("\n")[0])
         self.publish({})
-        with suppress(OSError):  # a full disk: it will be found silent
+        with suppress(OSError):  # on a full disk, readers see that the heartbeats have ended
             self._write()
 
     def set_status(self, **facts: object) -> None:
-        """What `status` is to say from its next beat on."""
+        """Set fields of `status`, written with the next heartbeat."""
         self._facts |= facts
 
     def show(self, workers: Sequence[Worker]) -> None:
-        """The launcher looked at its workers, and these are they."""
-        self._workers, self._looked = list(workers), time.monotonic()
+        """Set the workers to write, as the launcher has just polled them."""
+        self._workers, self._polled_at = list(workers), time.monotonic()
 
     def publish(self, servers: Mapping[str, str]) -> None:
-        """Let clients know these servers and no others: addresses by `<role>/<index>`."""
+        """Replace the published servers, given as addresses by `<role>/<index>`, and log a warning if that fails."""
         try:
             for key in self._published.keys() - servers.keys():
                 self.names.delete(f"servers/{key}")
@@ -113,26 +113,34 @@ class RunControl(AbstractContextManager["RunControl"]):
                     self.names.add(f"servers/{key}", address, replace=True)
                     self._published[key] = address
         except OSError as error:
-            logger.warning("The addresses of servers could not be written, and will be again: %s", error)
+            logger.warning("cannot write the addresses of the servers; retrying: %s", error)
 
     def scale_requests(self) -> dict[str, str]:
-        """How many servers each role was asked to have since the last call, as it was written."""
-        asked = {}
+        """Return the number of servers requested for each role since the last call, as unparsed text."""
+        requests = {}
         with suppress(queue.Empty):
             while True:
                 role, count = self._scales.get_nowait()
-                asked[role] = count
-        return asked
+                requests[role] = count
+        return requests
 
     def answer_scale(self, role: str, count: str, done: bool, text: str, right: bool = True) -> None:
-        """Say what became of a request for so many servers; `done`: there is nothing to add."""
+        """Log and write the progress or outcome of a scale request.
+
+        Args:
+            role: role of the servers.
+            count: requested number, as in the request.
+            done: whether this is the outcome, with no further reply.
+            text: sentence for the user.
+            right: whether the request has succeeded so far.
+        """
         logger.log(20 if right else 30, "%s=%s: %s", role, count, text)
-        answer = {"count": count, "done": done, "right": right, "text": text}
-        with suppress(OSError):  # the log has it
-            self.names.add(f"answers/scale/{role}", json.dumps(answer), replace=True)
+        reply = {"count": count, "done": done, "right": right, "text": text}
+        with suppress(OSError):  # the log has the text
+            self.names.add(f"answers/scale/{role}", json.dumps(reply), replace=True)
 
     def _receive(self, number: int, _: object) -> None:
-        """A request to stop before the launcher hears any, or when it is done."""
+        """Handle SIGTERM before the launcher installs its handlers (raise `Interrupted`) or after its end (ignore)."""
         if self._facts["state"] == "preparing":
             raise Interrupted(number)
 
@@ -143,26 +151,26 @@ class RunControl(AbstractContextManager["RunControl"]):
                 self._read()
             except (OSError, RLError) as error:
                 self.pulses.forget()
-                logger.warning("The run's names cannot be written or read, and will be again: %s", error)
+                logger.warning("cannot read or write the run's name service; retrying: %s", error)
 
     def _write(self) -> None:
-        """Renew the status; what runs where only where it changed."""
-        shown = ("name", "node", "host", "port", "pid", "status", "exit_code", "restarts")
-        workers = json.dumps([{name: getattr(worker, name) for name in shown} for worker in self._workers])
-        if workers != self._written:  # first, so that a run that says it is over shows none
+        """Renew `status`, and `workers` if they changed."""
+        fields = ("name", "node", "host", "port", "pid", "status", "exit_code", "restarts")
+        workers = json.dumps([{name: getattr(worker, name) for name in fields} for worker in self._workers])
+        if workers != self._written:  # before the status, so that a finished run never lists workers
             self.names.add("workers", workers, replace=True)
             self._written = workers
         self._beats += 1
-        looked = round(time.monotonic() - self._looked, 1)
+        since_poll = round(time.monotonic() - self._polled_at, 1)
         self.names.add(
-            "status", json.dumps(self._facts | {"beat": self._beats, "time": time.time(), "looked": looked}), True
+            "status", json.dumps(self._facts | {"beat": self._beats, "time": time.time(), "looked": since_poll}), True
         )
 
     def _read(self) -> None:
         self.pulses.read()
         for key, value in self.names.children("control").items():
             if self.names.get(key) != value:
-                continue  # somebody asks for something else just now
+                continue  # another process is replacing this request
             self.names.delete(key)
             if key == "control/stop":
                 self._stop(now=value == "now")
@@ -170,7 +178,7 @@ class RunControl(AbstractContextManager["RunControl"]):
                 self._scales.put((key.removeprefix("control/scale/"), value))
 
     def _stop(self, now: bool) -> None:
-        """Send this process SIGTERM once; `now`: up to three times, until the run ends."""
+        """Send this process SIGTERM: once, or, if `now`, up to three times until the run ends."""
         logger.warning("rl stop: %s", "at once" if now else "after the current step")
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(2 * now):

@@ -1,4 +1,4 @@
-"""How the end of a process is told: what it died of, and the last lines of its log."""
+"""Messages about the end of a process: its cause and the last lines of its log."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 FULL_BYTES = 64 * 1024
-"""A disk with less room is full."""
+"""Free bytes below which a disk counts as full."""
 
 ERRORS_BEFORE = 5
-"""Lines that name an error, shown at most from before the last lines: servers of several processes end with the stack
-of the one that waited, long after the one that failed has said why."""
+"""Maximum number of earlier error lines shown before the last lines of a log.
+
+A server with several processes logs the cause first and ends with the stack of a process that waited for the failed
+one."""
 _NAMES_AN_ERROR = re.compile(r"(?:^|\s)[\w.]*(?:Error|Exception): *(\S.*)")
 
 LIKELY_CAUSES: dict[int, str] = {
@@ -31,59 +33,69 @@ LIKELY_CAUSES: dict[int, str] = {
     signal.SIGBUS: "shared memory or disk full?",
     signal.SIGILL: "built for another processor?",
 }
+"""Likely causes by signal number, shown in parentheses."""
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code as `subprocess` gives it, in words: `"was killed by SIGKILL (out of memory?)"`."""
+    """Return a predicate for an exit code as in `subprocess`, such as `"was killed by SIGKILL (out of memory?)"`."""
     if code is None:
         return "ended"
     number = -code if code < 0 else code - 128
     if number not in set(signal.Signals):
         return f"ended with exit code {code}"
     name = signal.Signals(number).name
-    likely = f" ({LIKELY_CAUSES[number]})" if number in LIKELY_CAUSES else ""
+    cause = f" ({LIKELY_CAUSES[number]})" if number in LIKELY_CAUSES else ""
     if code < 0:
-        return f"was killed by {name}{likely}"
-    return f"ended with exit code {code}, which a shell gives for {name}{likely}"
+        return f"was killed by {name}{cause}"
+    return f"ended with exit code {code}, which a shell gives for {name}{cause}"
 
 
 def describe_end(worker: Worker) -> str:
-    """How a worker ended, in words that go on a sentence about it."""
+    """Return the end of a worker as the predicate of a sentence about it."""
     return worker.cause or describe_exit(worker.exit_code)
 
 
 def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
-    """That a worker was not ready in time, and what it said last when `asked` (a URL)."""
+    """Return the message about a worker that was not ready in time.
+
+    Args:
+        name: name of the worker.
+        timeout: seconds that it had.
+        asked: URL of its readiness check.
+        answer: result of the last check.
+    """
     return (
-        f"{name} was not ready within {timeout:g} s: {asked} gave no 200; last: {answer}. See its log, or raise "
-        "ready_timeout."
+        f"{name} was not ready within {timeout:g} s: {asked} never returned status 200 (last: {answer}). See its log, "
+        "or raise ready_timeout."
     )
 
 
 def informative_tail(log: Path, lines: int, offset: int = 0) -> str:
-    """The last lines of a log from byte `offset` on, and before them the first earlier ones that name an error, each
-    error once."""
-    everything = tail(log, TAIL_BYTES, offset).splitlines()
-    earlier, last = everything[:-lines] if lines > 0 else [], tail(log, lines, offset)
+    """Return the last lines of a log, preceded by the first earlier lines that name an error.
+
+    Lines before byte `offset` are ignored. Each error text appears once, and at most `ERRORS_BEFORE` of them.
+    """
+    all_lines = tail(log, TAIL_BYTES, offset).splitlines()
+    earlier, last = all_lines[:-lines] if lines > 0 else [], tail(log, lines, offset)
     errors: dict[str, str] = {}
     for line in earlier:
-        if found := _NAMES_AN_ERROR.search(line):
-            errors.setdefault(found[1], line)
+        if match := _NAMES_AN_ERROR.search(line):
+            errors.setdefault(match[1], line)
     return "\n".join([*list(errors.values())[:ERRORS_BEFORE], "...", last]) if errors else last
 
 
 def separate(log: Path, what: str) -> None:
-    """Append a line that tells one life of a worker from the next; where the disk is full, do without."""
+    """Append a line to a log that separates two starts of a worker. Errors such as a full disk are ignored."""
     with suppress(OSError), log.open("a") as file:
         file.write(f"\n======== {time.strftime('%Y-%m-%d %H:%M:%S')} {what} ========\n")
 
 
 def with_log(problem: str, log: Path, text: str) -> str:
-    """A message followed by what the log says, indented; and that its disk is full, where it may end too early."""
+    """Return a message followed by lines of the log, indented, and by a warning if the log's disk is full."""
     with suppress(OSError):
         if shutil.disk_usage(log.parent).free < FULL_BYTES:
-            problem += f"\nNo space left on device: {log} may lack what was said last. Make room, and start again."
+            problem += f"\nNo space left on device: {log} may lack its last lines. Free disk space and start again."
     if not text.strip():
         return f"{problem}\nIts log, {log}, is empty."
-    shown = "\n".join(f"    {line}" for line in text.splitlines())
-    return f"{problem}\nThe last lines of {log}:\n{shown}"
+    indented = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"{problem}\nThe last lines of {log}:\n{indented}"

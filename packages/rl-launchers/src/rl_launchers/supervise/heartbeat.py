@@ -1,7 +1,7 @@
-"""Signs of life of trainer ranks, which answer nobody: a number that each renews, and a launcher that looks at it.
+"""Heartbeats of trainer ranks, which have no port: each rank increases a number, and the launcher reads it.
 
-A rank that was stopped, or lies on a machine that hangs, is seen by its own watchdogs only when others wait for it,
-after minutes; a single one by nobody else.
+The watchdogs of the other ranks notice a stopped rank, or one on a hung machine, only after minutes. A single rank has
+no other ranks that could notice it.
 """
 
 from __future__ import annotations
@@ -13,73 +13,75 @@ from contextlib import suppress
 from rl_contracts.runtime.name_service import NameService
 
 LONGEST_BEAT = 10.0
-"""Seconds between two signs of life of a rank, at most."""
+"""Maximum number of seconds between two heartbeats of a rank."""
 MISSED_BEATS = 4
-"""Signs of life within the time after which a rank counts as hung."""
+"""Number of missed heartbeats after which a rank counts as hung."""
 
 
 def beat(names: NameService, worker: str, timeout: float) -> None:
-    """Give signs of life from now on, until this process ends.
+    """Start a thread that writes heartbeats until this process ends.
 
     Args:
-        names: of the run.
-        worker: name of this process for its launcher, `<role>-<index>`.
-        timeout: seconds after which it would count as hung; 0: nobody looks.
+        names: name service of the run.
+        worker: name of this process in the launcher, `<role>-<index>`.
+        timeout: seconds without a heartbeat after which this process counts as hung; 0 writes none.
     """
 
     def run() -> None:
         number = 0
         while True:
             number += 1
-            with suppress(OSError):  # a full disk: the launcher sees that too
+            with suppress(OSError):  # for example a full disk, which the launcher notices too
                 names.add(f"pulse/{worker}", str(number), replace=True)
             time.sleep(min(LONGEST_BEAT, timeout / MISSED_BEATS))
 
     if timeout:
-        threading.Thread(target=run, name="pulse", daemon=True).start()
+        threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
 
 class Heartbeats:
-    """The launcher's look at them. Clocks are not compared: what counts is for how long a number has not changed, by
-    the launcher's own time between readings that followed each other; after a longer pause all count anew.
+    """Reader of the heartbeats in the launcher.
+
+    A rank counts as hung if its number has not changed for `timeout` seconds, measured by the launcher's clock alone.
+    After a longer pause between two reads, the time starts again for all ranks.
 
     Args:
-        names: of the run.
+        names: name service of the run.
     """
 
     def __init__(self, names: NameService) -> None:
         self._names = names
         self.timeout = 0.0
-        """Seconds after which a rank counts as hung; 0: nobody looks."""
+        """Seconds without a heartbeat after which a rank counts as hung; 0 disables the check."""
         self._seen: dict[str, tuple[str, float]] = {}
         self._last = 0.0
 
     def read(self) -> None:
-        """Look at all of them, unless that was a moment ago."""
+        """Read all heartbeats, at most once in `timeout / (2 * MISSED_BEATS)` seconds."""
         now = time.monotonic()
         if not self.timeout or now - self._last < self.timeout / (2 * MISSED_BEATS):
             return
         if now - self._last > self.timeout / 2:
-            self._seen = {}  # this process, or its file system, was away, as theirs may have been
-        before, found = self._seen, {}
+            self._seen = {}  # this process or its file system was suspended, and the ranks may have been too
+        before, after = self._seen, {}
         for key, value in self._names.children("pulse").items():
-            former = before.get(key, ("", now))
-            found[key] = former if former[0] == value else (value, now)
-        if self._seen is before:  # and nobody forgot them meanwhile
-            self._seen, self._last = found, now
+            previous = before.get(key, ("", now))
+            after[key] = previous if previous[0] == value else (value, now)
+        if self._seen is before:  # no other thread has called `forget` meanwhile
+            self._seen, self._last = after, now
 
     def forget(self) -> None:
-        """Everybody counts anew."""
+        """Restart the time without a heartbeat for all ranks."""
         self._seen = {}
 
     def clear(self) -> None:
-        """The ranks are gone, and others will follow."""
+        """Delete the heartbeats of ranks that have ended, before others start."""
         self.forget()
-        with suppress(OSError):  # numbers of the dead: they count as hung only until others write
+        with suppress(OSError):  # with an old number left, a new rank counts as hung only until it writes
             for key in self._names.children("pulse"):
                 self._names.delete(key)
 
     def is_hung(self, worker: str) -> bool:
-        """Whether a worker has not renewed its number for too long; not where it never had one."""
+        """Return whether a worker's last heartbeat is older than `timeout`; False if it never sent one."""
         _, since = self._seen.get(f"pulse/{worker}", ("", self._last))
         return bool(self.timeout) and self._last - since > self.timeout

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP turned into something that a loop can look at."""
+"""Conversion of SIGINT, SIGTERM and SIGHUP into a flag that a loop can check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 
 def uv_parent() -> int:
-    """Process id of the `uv run` that waits for this program; 0 where there is none."""
+    """Return the process id of the `uv run` that waits for this program, or 0 if there is none."""
     with suppress(psutil.Error):
         if psutil.Process(os.getppid()).name().startswith("uv"):
             return os.getppid()
@@ -23,7 +23,7 @@ def uv_parent() -> int:
 
 
 class Interrupted(BaseException):
-    """The user, or whoever runs the launcher, asked it to stop. Not an error, so no `Exception`."""
+    """Request by a user or process to stop the launcher. It is not an error, so not an `Exception`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -31,61 +31,62 @@ class Interrupted(BaseException):
 
 
 class SecondInterrupt(Interrupted):
-    """A second request to stop, which is not to wait for anything."""
+    """Second request to stop, which must take effect without waiting."""
 
 
 COALESCE_SECONDS = 0.5
-"""Seconds within which signals count as one."""
+"""Seconds within which several signals count as one."""
 
 ONE_REQUEST = 3.0
-"""Seconds within which a trainer takes signals for one request: a preemption may signal it as well as its launcher. The
-launcher waits a second longer before its second request."""
+"""Seconds within which a trainer counts signals as one request, because a preemption may signal both the trainer and
+its launcher. The launcher waits a second longer before its second request."""
 
 TICK = 0.02
-"""Seconds in which a wait notices a signal."""
+"""Maximum seconds until a wait notices a signal."""
 
 
 class Interrupts:
-    """Catches SIGINT, SIGTERM and SIGHUP (unless that is ignored, as by nohup) while it is entered and puts the former
-    handlers back afterwards.
+    """Context manager that catches SIGINT, SIGTERM and SIGHUP, and restores the previous handlers at its end.
 
-    The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
-    entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. Further ones are raised at
-    once, as `SecondInterrupt`, within `raise_on_second`, and only counted elsewhere. What comes within `TOGETHER`
-    seconds of another is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
+    SIGHUP is not caught if it is ignored, for example by nohup.
 
-    Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
-    as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
+    The first signal only sets a flag, because an exception at any line could lose a process that was just started.
+    `check` raises `Interrupted` where the loop is ready for it. Further signals raise `SecondInterrupt` at once within
+    `raise_on_second`, and are only counted elsewhere. A signal within `COALESCE_SECONDS` of another counts as the same
+    one, because a signal to a process group reaches a program below `uv run` twice.
+
+    Signals reach only the main thread, so this does nothing in other threads. If the `uv run` that started the program
+    ends, this counts as a stop request, because `uv run` forwards signals but cannot forward its own SIGKILL.
 
     Args:
-        parent: what `uv_parent` said when the program began; None: it is asked now.
+        parent: result of `uv_parent` at the start of the program; None to call it now.
     """
 
     def __init__(self, parent: int | None = None) -> None:
         self._received: list[int] = []
-        self._former: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         self._parent = uv_parent() if parent is None else parent
-        self._impatient = False
+        self._raises = False
         self._last = 0.0
 
     @property
     def requests(self) -> int:
-        """Signals so far."""
+        """Number of signals so far."""
         return len(self._received)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
             for number in (signal.SIGINT, signal.SIGTERM, *hangup):
-                self._former[number] = signal.signal(number, self._receive)
+                self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came, or nobody waits for this program any more."""
+        """Raise `Interrupted` if a signal arrived, or if the parent `uv run` has ended."""
         if self._parent not in (0, os.getppid()):
             raise Interrupted(signal.SIGTERM)
         if self._received:
@@ -93,19 +94,21 @@ class Interrupts:
 
     @contextmanager
     def raise_on_second(self) -> Iterator[None]:
-        """Here a further signal after the first is raised at once."""
-        former, self._impatient = self._impatient, True
+        """Raise further signals after the first at once within this context."""
+        previous, self._raises = self._raises, True
         try:
             yield
         finally:
-            self._impatient = former
+            self._raises = previous
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or soon after a signal came. No lock is held meanwhile: the handler runs in this very
-        thread, and would wait for it forever."""
+        """Return after `seconds`, or soon after a signal arrives.
+
+        This holds no lock, because the handler runs in the same thread and would wait for the lock forever.
+        """
         end = time.monotonic() + seconds
-        while not self._received and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, TICK))
+        while not self._received and (remaining := end - time.monotonic()) > 0:
+            time.sleep(min(remaining, TICK))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -113,5 +116,5 @@ class Interrupts:
             return
         self._last = now
         self._received.append(number)
-        if len(self._received) > 1 and self._impatient:
+        if len(self._received) > 1 and self._raises:
             raise SecondInterrupt(self._received[0])

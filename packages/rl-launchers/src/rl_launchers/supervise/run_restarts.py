@@ -1,5 +1,4 @@
-"""Starting a run again from its newest recover point when trainers or all servers were lost: how often, and when it is
-no use."""
+"""Restarts of a run from its newest recovery checkpoint after the loss of trainers or of all servers."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from rl_contracts.errors import LaunchError, RLError
 from rl_launchers.supervise.server_health import RestartConfig, ServersLostError
 
 IDLE_RESTARTS = 2
-"""Restarts in a row that reach no further than before, after which another one would not either."""
+"""Number of consecutive restarts without progress after which the run ends."""
 
 
 class TrainersLostError(LaunchError):
-    """A trainer ended that should not have, or hangs.
+    """Loss of a trainer, which ended unexpectedly or hangs.
 
     Args:
-        message: what happened, with its log.
-        raised: whether all that ended did so with an error of their own; else somebody killed one, or its node is lost.
+        message: the cause, with lines of the trainer's log.
+        raised: whether all failed trainers raised an error; False if one was killed, hangs, or its node is lost.
     """
 
     def __init__(self, message: str, raised: bool = False) -> None:
@@ -30,28 +29,28 @@ class TrainersLostError(LaunchError):
 
 
 class UserCodeError(LaunchError):
-    """A trainer ended with an error that would come again."""
+    """Error of a trainer that would recur after a restart."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What a launcher must know of a run, to start it again by itself."""
+    """Functions with which a launcher restarts a run automatically."""
 
     reached: Callable[[], tuple[int, int]]
-    """The last step that was taken, and the step of the newest recover point; 0 where there is none."""
+    """Function that returns the last finished step and the step of the newest recovery checkpoint; 0 for none."""
     prepare: Callable[[], int]
-    """Called when nothing runs any more: does what the command does before it launches, and returns the step after
-    which the run goes on. Raises an `RLError` where it cannot, which says why."""
+    """Function that prepares a restart after all processes have ended. It does what the command does before a launch,
+    and returns the step after which the run resumes. It raises an `RLError` with the reason if it cannot."""
     step_seconds: Callable[[], float] = lambda: 0.0
-    """Usual seconds of a step; 0: not known yet."""
+    """Function that returns the usual duration of a step in seconds; 0 if unknown."""
 
 
 class RunRestarts:
-    """Decides whether a run is started again.
+    """Policy that decides whether to restart a run.
 
     Args:
-        config: `trainer_restarts` within `restart_window`.
-        resume: None: never.
+        config: limits `trainer_restarts` and `restart_window`.
+        resume: functions of the run; None for no restarts.
     """
 
     def __init__(self, config: RestartConfig, resume: Resume | None) -> None:
@@ -60,67 +59,68 @@ class RunRestarts:
         self._times: deque[float] = deque()
         self._idle = -1
         self.count = 0
-        """Restarts so far."""
+        """Number of restarts so far."""
         self.history: list[str] = []
-        """What went wrong, first cause first: that one with its log, the others a sentence each."""
+        """Errors and restarts in order: the first error with lines of its log, the rest one sentence each."""
 
     def prepare_restart(self, error: LaunchError, ready: bool) -> str:
-        """Make the run's directory ready for another start.
+        """Prepare the run directory for a restart.
 
         Args:
-            error: which ended the last one.
-            ready: whether all servers were ready then.
+            error: error that ended the last start.
+            ready: whether all servers were ready in that start.
 
         Returns:
-            what happened, from where the run goes on, and which restart it is, in a sentence.
+            a message with the error, the step after which the run resumes, and the number of the restart.
 
         Raises:
-            LaunchError: it is not started again; with everything that went wrong. `error` itself, where it was the
-                first and neither trainers nor all servers were lost.
+            LaunchError: the run is not restarted. The message has all errors of the run. It is `error` itself if this
+                is the first error and restarts do not apply to it.
         """
-        began = self.count > 0 or self._furthest[1] > 0  # in another command too
-        lost = isinstance(error, TrainersLostError | ServersLostError) or (began and not ready)
-        lost = lost and not isinstance(error, UserCodeError)
-        if self._resume is None or not self._limit or not lost:
+        began = self.count > 0 or self._furthest[1] > 0  # an earlier command may have saved the recovery checkpoint
+        restartable = isinstance(error, TrainersLostError | ServersLostError) or (began and not ready)
+        restartable = restartable and not isinstance(error, UserCodeError)
+        if self._resume is None or not self._limit or not restartable:
             self._refuse(error, "")
         reached, now = self._resume.reached(), time.monotonic()
-        further = any(step > before for step, before in zip(reached, self._furthest, strict=True))
-        self._idle = 0 if further else self._idle + 1
-        if not self.count and not further and isinstance(error, TrainersLostError) and error.raised:
+        progressed = any(step > before for step, before in zip(reached, self._furthest, strict=True))
+        self._idle = 0 if progressed else self._idle + 1
+        if not self.count and not progressed and isinstance(error, TrainersLostError) and error.raised:
             self._refuse(error, "It was not restarted, because it failed before its first step.")
         if self._idle >= IDLE_RESTARTS:
             self._refuse(error, f"It did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
         while self._times and now - self._times[0] > self._window:
             self._times.popleft()
         if len(self._times) >= self._limit:
-            used = f"launcher.trainer_restarts={self._limit} within {self._window:g} s: all restarts are used."
-            self._refuse(error, used)
+            reason = f"launcher.trainer_restarts={self._limit} within {self._window:g} s: all restarts are used."
+            self._refuse(error, reason)
         try:
             step = self._resume.prepare()
-        except RLError as reason:
-            self._refuse(error, f"It was not restarted: {reason}")
+        except RLError as obstacle:
+            self._refuse(error, f"It was not restarted: {obstacle}")
         self._furthest = (max(self._furthest[0], reached[0]), max(self._furthest[1], reached[1]))
         self._times.append(now)
         self.count += 1
-        nth = f"restart {len(self._times)} of {self._limit} within {self._window:g} s"
+        count = f"restart {len(self._times)} of {self._limit} within {self._window:g} s"
         where = f"after step {step}, the newest recovery checkpoint" if step else "from the beginning"
-        self._remember(error, f"{time.strftime('%H:%M:%S')}, {nth}, {where}.")
-        return f"{headline(error)} Restarting all processes {where} ({nth})."
+        self._record(error, f"{time.strftime('%H:%M:%S')}, {count}, {where}.")
+        return f"{headline(error)} Restarting all processes {where} ({count})."
 
     def headlines(self) -> list[str]:
-        """The history, a line for each entry."""
-        return [line.partition("\n")[0] for line in self.history]
+        """Return the first line of each entry of the history."""
+        return [entry.partition("\n")[0] for entry in self.history]
 
-    def _remember(self, error: LaunchError, then: str) -> None:
-        self.history += [headline(error) if self.history else str(error), then]
+    def _record(self, error: LaunchError, outcome: str) -> None:
+        self.history += [headline(error) if self.history else str(error), outcome]
 
     def _refuse(self, error: LaunchError, reason: str) -> NoReturn:
+        """Raise the error with the history and the reason for which the run is not restarted."""
         if not self.history and not reason:
             raise error
-        self._remember(error, reason)
+        self._record(error, reason)
         raise LaunchError("\n".join(filter(None, self.history))) from error
 
 
 def headline(error: BaseException) -> str:
-    """The first line of an error."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]

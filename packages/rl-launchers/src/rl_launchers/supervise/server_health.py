@@ -1,4 +1,4 @@
-"""Whether servers answer, and bringing back those that died or hang, within a budget."""
+"""Health checks of servers, and restarts of servers that died or hang, within a budget."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rl_launchers.supervise.exit_report import describe_end
 logger = get_logger("launcher")
 
 PROBE_SECONDS = 5.0
-"""Time for one answer, where the limit is not shorter."""
+"""Timeout of one health check in seconds, if `health_timeout` is not shorter."""
 PROBES_AT_ONCE = 8
-"""Threads that ask."""
+"""Number of threads for health checks."""
 FIRST_ANSWER_EVERY = 0.2
-"""Seconds between two questions to a server that has not answered well yet."""
+"""Seconds between two checks of a server that has not been healthy yet."""
 RETRY_SECONDS = 10.0
-"""Seconds until a server for which there is no room is tried again, where others still answer."""
+"""Seconds until the next attempt to restart a server without resources, while other servers are healthy."""
 
 
 class ServersLostError(LaunchError):
-    """No server of a role is left that answers, and there is no room for one."""
+    """Loss of the last healthy server of a role, without resources to restart one."""
 
 
 def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
-    """Ask `http://host:port/path` once, past any proxy.
+    """Request `http://host:port/path` once, without a proxy.
 
     Args:
         host: address of the worker.
-        port: its port.
-        path: of the check.
-        timeout: seconds without an answer after which it counts as none.
+        port: port of the worker.
+        path: URL path of the readiness check.
+        timeout: seconds to wait for a response.
 
     Returns:
-        None if it answered 200, else what happened instead, in words.
+        None after status 200, otherwise a description of the problem.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
@@ -52,53 +52,53 @@ def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
         return str(error) or type(error).__name__
     finally:
         connection.close()
-    return None if status == http.client.OK else f"it answered {status}"
+    return None if status == http.client.OK else f"status {status}"
 
 
 @dataclass
 class RestartConfig(Settings):
-    """When servers count as lost, and how often they are started anew."""
+    """Limits on restarts, and the health checks that trigger them."""
 
     setting: ClassVar[str] = "launcher"
     max_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
-    """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
-    its first death ends the run."""
+    """Maximum number of restarts of a server that died or hangs, within `restart_window`. The next loss ends the run.
+    0: the first loss of a server ends the run."""
     trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
-    """Times that the whole run is started anew from its newest recover point when a trainer was killed, hangs, failed
-    with an error that is not the user's, or lost its node, or no server is left and there is no room for one; within
-    `restart_window`. Fewer where it comes no further. 0: the first such loss ends the run, as it does without a
-    recovery checkpoint and with `recover.every_minutes=0`."""
+    """Maximum number of restarts of the whole run from its newest recovery checkpoint, within `restart_window`. A
+    restart follows the loss of a trainer or of the last server, but not an error of the user. Repeated restarts without
+    progress end the run earlier. 0: the first such loss ends the run, as it does without a recovery checkpoint and with
+    `recover.every_minutes=0`."""
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds after which a restart no longer counts."""
+    """Seconds after which a restart no longer counts towards the limits."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
-    """Seconds without a good answer from a server's readiness path after which it is killed and started anew, and
-    without a sign of life of a trainer after which it counts as lost; 0: only their death counts."""
+    """Seconds without a successful readiness check after which a server is killed and restarted, and without a
+    heartbeat after which a trainer counts as lost. 0: only the end of a process counts."""
     health_interval: float = bounded(2.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds between two such questions."""
+    """Seconds between two readiness checks of a server."""
 
 
 @dataclass
 class _ServerState:
-    due: float
-    asked: float = 0.0
-    was_well: bool = False
+    next_check: float
+    last_check: float = 0.0
+    was_healthy: bool = False
     failing_since: float | None = None
     problem: str = ""
     probe: Future[str | None] | None = None
 
 
 class ServerHealth:
-    """Looks after the servers from the moment at which all of them were ready.
+    """Monitor that checks and restarts servers once all of them have been ready.
 
-    A server that ended, however it did, or that gives no good answer for too long is started anew at its address, up
-    to `max_restarts` times within `restart_window` seconds. With which weights it comes back is up to its kind; its
-    clients bring it to those that were committed last, and check them, before they use it. Threads ask, so that one
-    that is silent holds up nobody.
+    A server that ended for any reason, or fails its readiness checks for too long, is restarted at its address, up to
+    `max_restarts` times within `restart_window` seconds. The weights that it then loads depend on the kind of server.
+    Its clients send it the committed version and check the weights before they use it again. Checks run in threads, so
+    that a silent server does not delay the others.
 
     Args:
-        scheduler: starts processes.
-        config: the budget and the deadlines.
-        specs: the servers' roles. One that was started anew has its role's `ready_timeout` for its first good answer.
+        scheduler: scheduler that starts the servers.
+        config: limits and timeouts.
+        specs: roles of the servers. A restarted server has the role's `ready_timeout` to become ready.
     """
 
     def __init__(self, scheduler: Scheduler, config: RestartConfig, specs: Sequence[JobSpec]) -> None:
@@ -106,87 +106,97 @@ class ServerHealth:
         self._specs = {spec.role: spec for spec in specs}
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
-        self._patients: dict[tuple[str, int], _ServerState] = {}
-        """By name and life of a server."""
-        self._later: dict[str, float] = {}
-        """By name, when a server for which there was no room is tried again."""
+        self._states: dict[tuple[str, int], _ServerState] = {}
+        """State by a server's name and number of restarts."""
+        self._retry_at: dict[str, float] = {}
+        """Time of the next attempt to restart a server without resources, by name."""
         self.history: list[str] = []
-        """A sentence per restart, for the error that may come after it."""
+        """One sentence per restart, for the message of a later error."""
 
     def forget(self) -> None:
-        """All servers are others from now on. Their restarts still count."""
-        self._patients.clear()
+        """Forget the state of all servers before a restart of the run. Earlier restarts still count."""
+        self._states.clear()
 
     def restart_unhealthy(self, workers: Sequence[Worker]) -> dict[str, str]:
-        """Restart what needs it.
+        """Check all servers and restart those that ended or are unhealthy. Returns soon, as checks run in threads.
+
+        Args:
+            workers: all workers; those of other roles are ignored.
 
         Returns:
-            names of servers that cannot be helped any more, and in words what happened to each.
+            problem of each server whose restarts are used up, by name, as the predicate of a sentence.
 
         Raises:
-            ServersLostError: the only server, or the last one that answered, cannot be started again here and now.
+            ServersLostError: a server cannot be restarted now, and no other server of its role is healthy.
         """
         servers = [(worker, self._specs[worker.role]) for worker in workers if worker.role in self._specs]
-        lives = {(worker.name, worker.restarts) for worker, _ in servers}
-        self._patients = {life: patient for life, patient in self._patients.items() if life in lives}
-        found = [(worker, self._trouble(worker, spec)) for worker, spec in servers]
-        well = {worker.role for worker, what in found if not what}
-        return {w.name: what for w, what in found if what and not self._restart(w, what, w.role in well)}
+        current = {(worker.name, worker.restarts) for worker, _ in servers}
+        self._states = {key: state for key, state in self._states.items() if key in current}
+        checks = [(worker, self._problem(worker, spec)) for worker, spec in servers]
+        healthy = {worker.role for worker, problem in checks if not problem}
+        return {
+            w.name: problem for w, problem in checks if problem and not self._restart(w, problem, w.role in healthy)
+        }
 
     def close(self) -> None:
-        """Look after nobody any more; questions under way end by themselves."""
+        """Stop the checks, without waiting for those in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _trouble(self, worker: Worker, spec: JobSpec) -> str:
-        """What is wrong with a server, in words; empty where nothing is. Returns at once."""
+    def _problem(self, worker: Worker, spec: JobSpec) -> str:
+        """Return the problem of a server as a predicate, or "" if there is none. Returns at once."""
         if worker.status in (WorkerStatus.DONE, WorkerStatus.FAILED):
             return describe_end(worker)
-        now, limit, fresh = time.monotonic(), self._config.health_timeout, worker.status is WorkerStatus.STARTING
-        if spec.ready_path is None or worker.port is None or not (limit or fresh):
+        now, limit, starting = time.monotonic(), self._config.health_timeout, worker.status is WorkerStatus.STARTING
+        if spec.ready_path is None or worker.port is None or not (limit or starting):
             return ""
-        patient = self._patients.setdefault((worker.name, worker.restarts), _ServerState(now))
-        if patient.probe is not None and patient.probe.done():
-            problem, patient.probe = patient.probe.result(), None
+        state = self._states.setdefault((worker.name, worker.restarts), _ServerState(now))
+        if state.probe is not None and state.probe.done():
+            problem, state.probe = state.probe.result(), None
             if problem is None:
-                patient.was_well, patient.failing_since = True, None
+                state.was_healthy, state.failing_since = True, None
                 worker.status = WorkerStatus.RUNNING
             else:
-                patient.problem, patient.failing_since = problem, patient.failing_since or patient.asked
-        if patient.probe is None and now >= patient.due:
-            patient.asked = now
-            # one that hangs before it was seen well has all of ready_timeout
-            patient.due = now + (self._config.health_interval if patient.was_well else FIRST_ANSWER_EVERY)
-            patient.probe = self._threads.submit(
+                state.problem, state.failing_since = problem, state.failing_since or state.last_check
+        if state.probe is None and now >= state.next_check:
+            state.last_check = now
+            # check often until the first success: without one, a server that hangs gets all of ready_timeout
+            state.next_check = now + (self._config.health_interval if state.was_healthy else FIRST_ANSWER_EVERY)
+            state.probe = self._threads.submit(
                 probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit or PROBE_SECONDS)
             )
-        if not patient.was_well and (fresh or worker.restarts):
+        if not state.was_healthy and (starting or worker.restarts):
             limit = spec.ready_timeout
-        if patient.failing_since is None or now - patient.failing_since <= limit or not self._config.health_timeout:
+        if state.failing_since is None or now - state.failing_since <= limit or not self._config.health_timeout:
             return ""
-        return f"gave no good answer for {limit:g} s (last: {patient.problem})"
+        return f"failed its readiness checks for {limit:g} s (last: {state.problem})"
 
-    def _restart(self, worker: Worker, what: str, others: bool) -> bool:
-        """Start it anew, unless the budget is spent; later, where that is impossible now and others go on."""
+    def _restart(self, worker: Worker, problem: str, others_healthy: bool) -> bool:
+        """Restart a server and return True, or return False if its restarts are used up.
+
+        If the restart fails while other servers are healthy, a later call retries it.
+        """
         limit, now = self._config.max_restarts, time.monotonic()
-        if now < self._later.get(worker.name, now):
+        if now < self._retry_at.get(worker.name, now):
             return True
-        done = self._restarts[worker.name]
-        while done and now - done[0] > self._config.restart_window:
-            done.popleft()
-        if len(done) >= limit:
+        times = self._restarts[worker.name]
+        while times and now - times[0] > self._config.restart_window:
+            times.popleft()
+        if len(times) >= limit:
             return False
-        done.append(now)
-        count = f"restart {len(done)} of {limit} within {self._config.restart_window:g} s"
-        logger.warning("%s %s; restarting it (%s). Log: %s", worker.name, what, count, worker.log)
+        times.append(now)
+        count = f"restart {len(times)} of {limit} within {self._config.restart_window:g} s"
+        logger.warning("%s %s; restarting it (%s). Log: %s", worker.name, problem, count, worker.log)
         try:
-            self._scheduler.restart_worker(worker, f"it {what}; {count}")
+            self._scheduler.restart_worker(worker, f"it {problem}; {count}")
         except LaunchError as error:
-            if not others:
-                gone = f"{worker.name} {what}, no other server answers, and it cannot be started now: {error}"
-                raise ServersLostError(gone) from error
-            done.pop()
-            self._later[worker.name] = now + RETRY_SECONDS
-            logger.warning("%s cannot be started now; retrying in %g s: %s", worker.name, RETRY_SECONDS, error)
+            if not others_healthy:
+                message = (
+                    f"{worker.name} {problem}, no other server is healthy, and it cannot be restarted now: {error}"
+                )
+                raise ServersLostError(message) from error
+            times.pop()
+            self._retry_at[worker.name] = now + RETRY_SECONDS
+            logger.warning("%s cannot be restarted now; retrying in %g s: %s", worker.name, RETRY_SECONDS, error)
         else:
-            self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was restarted ({count}).")
+            self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {problem}; it was restarted ({count}).")
         return True

@@ -1,4 +1,4 @@
-"""More servers or fewer, while a run goes on."""
+"""Changes of the number of servers during a run."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.supervise.control import RunControl
 
 RETRY_SECONDS = 10.0
-"""Seconds until a server that did not end is asked again."""
+"""Seconds until the next attempt to stop a server that did not end."""
 MOST_SERVERS = 1000
-"""Largest number of servers of a role; a larger one is a typing mistake."""
+"""Maximum number of servers of a role; a larger request counts as a typing mistake."""
 AT_ONCE = 8
-"""Servers started between two looks at those that run: starting many takes minutes."""
+"""Maximum number of servers started per poll, because starting many takes minutes."""
 
 
 @dataclass
 class _Role:
     spec: JobSpec
-    """With the number of servers that the role is to have."""
-    settled: int
-    """How many of them were ready together."""
-    asked: int = 0
-    """How many somebody asked for."""
+    """Role with the target number of servers."""
+    ready_count: int
+    """Last number of servers that were all ready."""
+    requested: int = 0
+    """Requested number of servers."""
     busy: bool = False
-    """Whether there is something left to do."""
+    """True while a request is in progress."""
     problem: str = ""
-    """What went wrong with it, in sentences."""
-    drained: float | None = None
-    """When those that are too many may end; None: it is not said yet."""
+    """Problems with the request, in sentences, each followed by a space."""
+    stop_at: float | None = None
+    """Time at which surplus servers are stopped; None before it is set."""
 
 
 class ServerScaler:
-    """Brings the servers of each role to the number that was asked for last.
+    """Starts or stops servers until each role has the number requested last.
 
-    Further ones are started, and named to clients with the others. Of those that are too many the last ones are no
-    longer named first; `drain_seconds` later, in which clients go on elsewhere, they are ended.
+    New servers are started and published to clients. Surplus servers, the last ones of the role, are first removed from
+    the published list. After `drain_seconds`, in which clients move their requests to other servers, they are stopped.
 
     Args:
-        scheduler: starts and ends them.
-        control: says what is asked, and is told what becomes of it.
-        specs: the servers' roles as they start, with the run key.
-        drain_seconds: see above.
-        stop_seconds: for a server to end by itself.
+        scheduler: scheduler that starts and stops the servers.
+        control: source of the requests and receiver of the replies.
+        specs: initial roles of the servers, with the run key.
+        drain_seconds: seconds between removing a server from the published list and stopping it.
+        stop_seconds: seconds for a server to end after SIGTERM.
     """
 
     def __init__(
@@ -62,94 +62,96 @@ class ServerScaler:
 
     @property
     def specs(self) -> list[JobSpec]:
-        """The roles, with as many servers as they are to have."""
+        """Roles with their target numbers of servers."""
         return [role.spec for role in self._roles.values()]
 
     def begin(self) -> None:
-        """All of them were started, and were ready."""
+        """Record that all servers have been started and were ready."""
         for role in self._roles.values():
-            role.settled, role.drained = role.spec.count, None
+            role.ready_count, role.stop_at = role.spec.count, None
 
     def remaining_servers(self, workers: Sequence[Worker]) -> list[Worker]:
-        """The servers among them, without those that are about to end."""
+        """Return the servers among the workers, without surplus servers that will be stopped."""
         return [w for w in workers if w.role in self._roles and w.index < self._roles[w.role].spec.count]
 
     def poll(self, workers: Sequence[Worker], sharing: Collection[str]) -> None:
-        """Go on with what was asked for; returns soon.
+        """Read new requests and advance those in progress. Returns soon.
 
         Args:
-            workers: all that run.
-            sharing: roles whose devices others use as well.
+            workers: all workers of the run.
+            sharing: server roles whose devices other roles share.
         """
         for name, text in self._control.scale_requests().items():
-            self._ask(name, text, sharing)
+            self._accept(name, text, sharing)
         for name, role in self._roles.items():
             if role.busy:
-                self._step(role, [worker for worker in workers if worker.role == name])
+                self._advance(role, [worker for worker in workers if worker.role == name])
 
     def give_up(self, lost: Mapping[str, str], workers: Sequence[Worker]) -> dict[str, str]:
-        """Do without servers that were asked for and cannot be started.
+        """Give up requested servers that cannot be started, and return to the previous number.
 
         Args:
-            lost: names of servers that cannot be helped, and what happened to each.
+            lost: problem of each server whose restarts are used up, by name.
+            workers: all workers of the run.
 
         Returns:
-            those of them without which the run cannot go on: they did take part.
+            the entries of `lost` for servers that had been ready, without which the run cannot continue.
         """
-        left = dict(lost)
+        remaining = dict(lost)
         for worker in self.remaining_servers(workers):
             role = self._roles[worker.role]
-            if worker.name in lost and worker.index >= role.settled:
-                del left[worker.name]
+            if worker.name in lost and worker.index >= role.ready_count:
+                del remaining[worker.name]
                 role.problem += f"{worker.name} {lost[worker.name]} (log: {worker.log}). "
-                role.spec, role.busy, role.drained = replace(role.spec, count=role.settled), True, time.monotonic()
-        return left
+                role.spec, role.busy, role.stop_at = replace(role.spec, count=role.ready_count), True, time.monotonic()
+        return remaining
 
-    def _ask(self, name: str, text: str, sharing: Collection[str]) -> None:
+    def _accept(self, name: str, text: str, sharing: Collection[str]) -> None:
+        """Accept a request for a number of servers, or reply with the reason for its rejection."""
         role = self._roles.get(name)
         if role is None:
-            problem = f"there is no role {name!r} of servers in this run; there is {', '.join(self._roles) or 'none'}"
+            problem = f"this run has no server role {name!r}; its server roles: {', '.join(self._roles) or 'none'}"
         elif not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_SERVERS):
             problem = f"expected 1 to {MOST_SERVERS:,}, found {text!r}"
         elif name in sharing:
-            problem = f"{name} shares its GPUs with others (`|` in the allocation), which are as many as they are"
+            problem = f"{name} shares its GPUs with other roles (`|` in the allocation), so its number is fixed"
         else:
-            role.asked, role.busy, role.drained = int(text), True, None
-            role.spec = replace(role.spec, count=role.asked)
+            role.requested, role.busy, role.stop_at = int(text), True, None
+            role.spec = replace(role.spec, count=role.requested)
             return
         self._control.answer_scale(name, text, True, problem, right=False)
 
-    def _step(self, role: _Role, workers: Sequence[Worker]) -> None:
-        """One step towards the number that was asked for."""
-        now, wanted = len(workers), role.spec.count
-        if wanted > now:
+    def _advance(self, role: _Role, workers: Sequence[Worker]) -> None:
+        """Take one step towards the target number of servers."""
+        current, target = len(workers), role.spec.count
+        if target > current:
             try:
-                started = self._scheduler.resize_workers(role.spec.role, min(wanted, now + AT_ONCE))[now:]
-                self._answer(role, f"starting {_names(started)}", done=False)
+                started = self._scheduler.resize_workers(role.spec.role, min(target, current + AT_ONCE))[current:]
+                self._reply(role, f"starting {_names(started)}", done=False)
             except (ConfigError, LaunchError) as error:
                 role.problem = f"{str(error).rstrip('.')}. "
-                role.spec, role.drained = replace(role.spec, count=role.settled), time.monotonic()
-        elif wanted < now and role.drained is None:
-            role.drained = time.monotonic() + self._drain
-            self._answer(role, f"{_names(workers[wanted:])} will end in {self._drain:g} s", done=False)
-        elif wanted < now and time.monotonic() >= (role.drained or 0):
-            ended = _names(workers[wanted:])
+                role.spec, role.stop_at = replace(role.spec, count=role.ready_count), time.monotonic()
+        elif target < current and role.stop_at is None:
+            role.stop_at = time.monotonic() + self._drain
+            self._reply(role, f"{_names(workers[target:])} will stop in {self._drain:g} s", done=False)
+        elif target < current and time.monotonic() >= (role.stop_at or 0):
+            surplus = _names(workers[target:])
             try:
-                self._scheduler.resize_workers(role.spec.role, wanted, grace=self._stop)
+                self._scheduler.resize_workers(role.spec.role, target, grace=self._stop)
             except LaunchError as error:
-                role.drained = time.monotonic() + max(self._drain, RETRY_SECONDS)
-                self._answer(role, f"{ended} did not end, and will be asked again: {error}", done=False)
+                role.stop_at = time.monotonic() + max(self._drain, RETRY_SECONDS)
+                self._reply(role, f"{surplus} did not stop; retrying later: {error}", done=False)
                 return
-            role.settled = min(role.settled, wanted)
-            self._answer(role, f"{wanted} servers; {ended} ended")
-        elif wanted == now and all(worker.status is WorkerStatus.RUNNING for worker in workers):
-            role.settled = wanted
-            self._answer(role, f"{wanted} servers, all of them ready")
+            role.ready_count = min(role.ready_count, target)
+            self._reply(role, f"{target} servers; stopped {surplus}")
+        elif target == current and all(worker.status is WorkerStatus.RUNNING for worker in workers):
+            role.ready_count = target
+            self._reply(role, f"{target} servers, all ready")
 
-    def _answer(self, role: _Role, text: str, done: bool = True) -> None:
+    def _reply(self, role: _Role, text: str, done: bool = True) -> None:
         problem, role.problem = role.problem, role.problem if not done else ""
         role.busy = not done
-        self._control.answer_scale(role.spec.role, str(role.asked), done, problem + text, right=not problem)
+        self._control.answer_scale(role.spec.role, str(role.requested), done, problem + text, right=not problem)
 
 
 def _names(workers: Sequence[Worker]) -> str:

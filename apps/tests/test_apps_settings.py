@@ -572,12 +572,12 @@ ELSEWHERE = [
     Elsewhere(
         "launcher.finish_seconds",
         "a run that is asked to end",
-        f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",
+        f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",
     ),
     Elsewhere(
         "launcher.grace_seconds",
         "a run that is asked to end",
-        f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",
+        f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",
     ),
     Elsewhere(
         "rollout.server.addresses",
@@ -589,19 +589,19 @@ ELSEWHERE = [
     Elsewhere(
         "launcher.restart_window",
         "a server that dies",
-        f"{LAUNCHERS}restarts.py::test_run_restart_window_over_restarts_no_longer_count",
+        f"{LAUNCHERS}restarts.py::test_server_restarts_outside_window_do_not_count",
     ),
     Elsewhere(
         "launcher.log_lines",
         "a process that fails",
-        f"{LAUNCHERS}launcher.py::test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped",
+        f"{LAUNCHERS}launcher.py::test_run_trainer_failure_raises_with_log_and_stops_all",
         (SFT, DPO, REWARD_MODEL),
     ),
     *(
         Elsewhere(
             f"launcher.{name}",
             "there are no servers here",
-            f"{LAUNCHERS}restarts.py::test_run_server_lost_is_started_anew_and_the_run_goes_on",
+            f"{LAUNCHERS}restarts.py::test_server_lost_is_restarted_and_run_continues",
             (DPO, REWARD_MODEL),
         )
         for name in ("max_restarts", "health_timeout", "health_interval")

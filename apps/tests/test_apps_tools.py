@@ -187,12 +187,12 @@ def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pyte
 @pytest.mark.slow
 def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["scale", str(run), "rollout=03"]) == 0
-    assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
+    assert "rollout: 3 servers, all ready" in capsys.readouterr().out
     there = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # which the launcher writes down at its next look
     wait_until(lambda: {worker["name"] for worker in status.status_of(run)["workers"]} == there, 30)
     assert main.main(["scale", str(run), "rollout=1"]) == 0
     assert main.main(["scale", str(run), "actor=2"]) == 1
-    assert "no role 'actor' of servers" in capsys.readouterr().err
+    assert "no server role 'actor'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["rollout", "=3", "rollout=many", "rollout=-1"])

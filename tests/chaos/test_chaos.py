@@ -106,7 +106,10 @@ def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, 
     [
         ("step 3\ngsm8k-grpo: LaunchError: actor-0 was killed by SIGKILL (signal 9);\nits log:\n  step 3\n", True),
         ("warning: rollout-0 was killed by SIGKILL\nstep 3\ngsm8k-grpo: RLError: the loss is not finite\n", False),
-        ("gsm8k-grpo: LaunchError: rollout-0 gave no good answer for 10 s\ngsm8k-grpo: DataError: no rows\n", False),
+        (
+            "gsm8k-grpo: LaunchError: rollout-0 failed its readiness checks for 10 s\ngsm8k-grpo: DataError: no rows\n",
+            False,
+        ),
         ("warning: No space left on device\nTraceback (most recent call last):\nKeyError: 'step'\n", False),
         ("Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n", True),
         ("step 3\njob 7: FAILED, exit code 137\n", True),

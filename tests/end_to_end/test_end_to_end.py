@@ -365,7 +365,7 @@ def test_grpo_only_server_that_freezes_is_started_anew_and_no_answer_fails(model
             left.kill()
 
     assert process.returncode == 0, err
-    assert "rollout-0 gave no good answer for 10 s" in err
+    assert "rollout-0 failed its readiness checks for 10 s" in err
     assert [r["groups/failed"] for r in _records(run_dir)] == [0] * 60, err
 
 

@@ -138,7 +138,7 @@ def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_b
 
     said = command.finish()
 
-    assert "actor-1 gave no sign of life for 10 s" in said
+    assert "actor-1 sent no heartbeat for 10 s" in said
     assert _untimed(command) == _untimed(whole)
     found, expected = (load_file(c.run_dir / "checkpoints/step_12/model.safetensors") for c in (command, whole))
     assert all(found[name].equal(expected[name]) for name in expected)

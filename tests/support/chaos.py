@@ -30,8 +30,8 @@ EXPLAINED = (
     "was killed by SIG",
     "FAILED, exit code 137",  # says Slurm of a job whose launcher was killed
     "Communication connection failure",  # says srun of a node that was lost before its agent ran
-    "gave no sign of life for",
-    "gave no good answer for",
+    "sent no heartbeat for",
+    "failed its readiness checks for",
     "No space left on device",
     "is in use by process",
     "is in use by trainers of a command that is gone",

@@ -1,4 +1,4 @@
-"""A run whose trainers are lost is started again by itself, from its newest recover point, as long as that helps."""
+"""Tests of automatic restarts of a run from its newest recovery checkpoint after trainers are lost."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunCo
 TRAINER = """
 import os, pathlib, sys, time
 steps, plan, rank = pathlib.Path(sys.argv[1]), sys.argv[2:], os.environ.get("RANK", "0")
-lives = steps.with_suffix(".lives" + rank)
-life = len(lives.read_text()) if lives.exists() else 0
-with lives.open("a") as file:
+starts = steps.with_suffix(".starts" + rank)
+start = len(starts.read_text()) if starts.exists() else 0
+with starts.open("a") as file:
     file.write("x")
-at, _, how = (plan[life] if life < len(plan) else "").partition(":")
+fault_step, _, fault = (plan[start] if start < len(plan) else "").partition(":")
 last = int(steps.read_text())
-print("life", life, "goes on after step", last, flush=True)
+print("start", start, "resumes after step", last, flush=True)
 while True:
-    if at and last >= int(at):
-        if how == "kill":
+    if fault_step and last >= int(fault_step):
+        if fault == "kill":
             os.kill(os.getpid(), 9)
-        print("planted", life, flush=True)
-        sys.exit(int(how))
+        print("injected fault", start, flush=True)
+        sys.exit(int(fault))
     if last >= 6:
         break
     last += 1
@@ -41,7 +41,9 @@ while True:
         steps.with_suffix(".part").rename(steps)
     time.sleep(0.02)
 """
-"""Takes six steps, the last of which is in a file; in each of its first lives it ends at a step, in a planned way."""
+"""Trainer that takes six steps and writes the last one to a file.
+
+Its first starts end at the step and in the way that the plan lists, `<step>:kill` or `<step>:<exit code>`."""
 
 HANGS = """
 import os, pathlib, signal, sys
@@ -54,7 +56,7 @@ if not pathlib.Path(sys.argv[3]).exists():
     time.sleep(float(sys.argv[2]))
     os.kill(os.getpid(), signal.SIGSTOP)
 """
-"""Gives signs of life, and is stopped in its first life."""
+"""Trainer that sends heartbeats, and stops itself with SIGSTOP at its first start."""
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
 
 
 class Steps:
-    """A run of `TRAINER`, which has a recover point at each even step."""
+    """Run of `TRAINER` with a recovery checkpoint at each even step."""
 
     def __init__(self, directory: Path, *plan: str, count: int = 1) -> None:
         self.file, self.plan, self.count, self.resumed = directory / "steps", plan, count, list[int]()
@@ -85,7 +87,7 @@ class Steps:
         return [JobSpec("actor", command, count=self.count, spmd=self.count > 1)]
 
 
-def test_run_trainer_killed_goes_on_from_the_recover_point_with_new_servers(
+def test_trainer_killed_resumes_from_checkpoint_with_new_servers(
     scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, addresses = Steps(tmp_path, "3:kill", "5:kill"), list[str]()
@@ -102,48 +104,48 @@ def test_run_trainer_killed_goes_on_from_the_recover_point_with_new_servers(
     assert "actor-0 was killed by SIGKILL" in caplog.text
     assert "after step 2, the newest recovery checkpoint (restart 1 of 3 within 600 s)" in caplog.text
     log = (tmp_path / "logs" / "actor-0.log").read_text()
-    assert [line for line in log.splitlines() if line.startswith("life")] == [
-        "life 0 goes on after step 0",
-        "life 1 goes on after step 2",
-        "life 2 goes on after step 4",
+    assert [line for line in log.splitlines() if line.startswith("start")] == [
+        "start 0 resumes after step 0",
+        "start 1 resumes after step 2",
+        "start 2 resumes after step 4",
     ]
     assert log.count("======== ") == (tmp_path / "logs" / "rollout-0.log").read_text().count("======== ") == 2
     assert scheduler.poll() == []
 
 
-def test_run_two_ranks_killed_at_once_is_one_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_two_ranks_killed_together_cause_one_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:kill", count=2)
     assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [2]
 
 
-def test_run_trainer_raises_after_a_step_is_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_error_after_step_restarts_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:1")
     assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [2]
 
 
-def test_run_trainer_raises_before_a_step_is_not_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_error_before_first_step_does_not_restart_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "0:1")
-    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1.*planted 0.*before its first step"):
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1.*injected fault 0.*first step"):
         Launcher(scheduler).run([], run.trainers, resume=run.resume)
     assert run.resumed == []
 
 
-def test_run_trainer_killed_before_a_step_is_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_killed_before_first_step_restarts_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "0:kill")
     assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [0]
 
 
-def test_run_users_fault_is_not_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_user_error_exit_code_does_not_restart_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:2")
     with pytest.raises(LaunchError, match=r"^actor-0 ended with exit code 2"):
         Launcher(scheduler).run([], run.trainers, resume=run.resume)
     assert run.resumed == []
 
 
-def test_run_no_restarts_allowed_ends_at_the_first_death(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_zero_trainer_restarts_ends_run_at_first_failure(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:kill")
     with pytest.raises(LaunchError, match=r"^actor-0 was killed by SIGKILL"):
         Launcher(scheduler, LauncherConfig(trainer_restarts=0)).run([], run.trainers, resume=run.resume)
@@ -151,7 +153,7 @@ def test_run_no_restarts_allowed_ends_at_the_first_death(scheduler: LocalSchedul
 
 
 @pytest.mark.slow
-def test_run_fails_at_the_same_step_again_and_again_error_tells_all_first_cause_first(
+def test_repeated_failure_at_same_step_raises_with_all_errors_in_order(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
     run = Steps(tmp_path, "3:7", "3:kill", "3:9", "3:11")
@@ -162,14 +164,16 @@ def test_run_fails_at_the_same_step_again_and_again_error_tells_all_first_cause_
     message = str(caught.value)
     assert run.resumed == [2, 2]
     assert message.startswith("actor-0 ended with exit code 7")
-    places = [message.index(part) for part in ("code 7", "planted 0", "restart 1 of 9", "SIGKILL", "restart 2 of 9")]
-    assert places == sorted(places)
+    positions = [
+        message.index(text) for text in ("code 7", "injected fault 0", "restart 1 of 9", "SIGKILL", "restart 2 of 9")
+    ]
+    assert positions == sorted(positions)
     assert "exit code 9" in message
     assert message.endswith("It did not get past step 3 in 3 starts.")
 
 
 @pytest.mark.slow
-def test_run_restarts_used_up_ends_the_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_restarts_used_up_ends_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
     with pytest.raises(LaunchError, match=r"launcher.trainer_restarts=2 within 600 s: all restarts are used\.$"):
         Launcher(scheduler, LauncherConfig(trainer_restarts=2)).run([], run.trainers, resume=run.resume)
@@ -177,24 +181,24 @@ def test_run_restarts_used_up_ends_the_run(scheduler: LocalScheduler, tmp_path: 
 
 
 @pytest.mark.slow
-def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_restarts_outside_window_do_not_count(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
     config = LauncherConfig(trainer_restarts=1, restart_window=0.01)
     assert Launcher(scheduler, config).run([], run.trainers, resume=run.resume) == 0
 
 
-def test_run_nothing_to_go_on_from_ends_with_a_sentence(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_prepare_error_ends_run_with_reason(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:kill")
 
     def prepare() -> int:
-        raise ConfigError("there is no recover point")
+        raise ConfigError("there is no recovery checkpoint")
 
-    with pytest.raises(LaunchError, match=r"(?s)^actor-0 was killed.*It was not restarted: there is no recover"):
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 was killed.*there is no recovery checkpoint"):
         Launcher(scheduler).run([], run.trainers, resume=Resume(run.reached, prepare))
 
 
 @pytest.mark.slow
-def test_run_server_dies_while_trainers_restart_is_another_try(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_server_killed_during_restart_causes_another_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run, killed = Steps(tmp_path, "3:kill"), list[int]()
 
     def kill(workers: list[Worker]) -> None:
@@ -212,38 +216,38 @@ def test_run_server_dies_while_trainers_restart_is_another_try(scheduler: LocalS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node_lost", [True, False])
-def test_run_server_lost_before_all_are_ready_is_started_again_where_its_node_was_lost(
+def test_server_lost_before_ready_restarts_run_only_after_node_loss(
     node_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that ends by itself would end again."""
-    lives = tmp_path / "lives"
-    once = f"open({str(lives)!r}, 'a').write('x'); import os; os.stat({str(lives)!r}).st_size == 1 and os._exit(3)\n"
+    """A server that failed at its start would fail again, so only the loss of its node causes a restart."""
+    starts = tmp_path / "starts"
+    once = f"open({str(starts)!r}, 'a').write('x'); import os; os.stat({str(starts)!r}).st_size == 1 and os._exit(3)\n"
 
     class Nodes(LocalScheduler):
         def poll(self) -> list[Worker]:
             workers = super().poll()
             for worker in workers:
                 if node_lost and worker.status is WorkerStatus.FAILED:
-                    worker.cause = "was lost with node b, which is not heard any more"
+                    worker.cause = "was lost with node b, whose agent does not respond"
             return workers
 
-    spec = server("rollout", remedy="set it right")
+    spec = server("rollout", remedy="fix the setting")
     spec = replace(spec, command=(*spec.command[:2], once + spec.command[2], *spec.command[3:]))
     run = Steps(tmp_path)
     with Nodes(tmp_path / "logs") as scheduler:
         launcher = Launcher(scheduler)
         if node_lost:
             assert launcher.run([spec], run.trainers, resume=run.resume) == 0
-            assert "was lost with node b, which is not heard any more while the run needed it." in caplog.text
+            assert "was lost with node b, whose agent does not respond while the run needed it." in caplog.text
         else:
-            with pytest.raises(ServerStartError, match=r"(?s)rollout-0 ended with exit code 3 .*set it right"):
+            with pytest.raises(ServerStartError, match=r"(?s)rollout-0 ended with exit code 3 .*fix the setting"):
                 launcher.run([spec], run.trainers, resume=run.resume)
-    assert lives.read_text() == "x" * (1 + node_lost)
+    assert starts.read_text() == "x" * (1 + node_lost)
     assert run.resumed == [0] * node_lost
 
 
 @pytest.mark.slow
-def test_run_sigterm_while_trainers_restart_stops_and_leaves_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_sigterm_during_restart_stops_all_processes(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run, servers, sent = Steps(tmp_path, "3:kill"), list[Worker](), list[bool]()
 
     def terminate(workers: list[Worker]) -> None:
@@ -262,7 +266,7 @@ def test_run_sigterm_while_trainers_restart_stops_and_leaves_nothing(scheduler: 
 
 
 @pytest.mark.nightly
-def test_run_trainer_without_a_sign_of_life_is_killed_and_started_again(
+def test_trainer_without_heartbeat_is_killed_and_run_restarts(
     scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names, config = tmp_path / "names", LauncherConfig(health_timeout=1.0)
@@ -275,17 +279,17 @@ def test_run_trainer_without_a_sign_of_life_is_killed_and_started_again(
         )
 
     assert code == 0
-    assert "actor-0 gave no sign of life for 1 s" in caplog.text
+    assert "actor-0 sent no heartbeat for 1 s" in caplog.text
 
 
 @pytest.mark.slow
-def test_run_hung_beside_a_launcher_that_was_away_too_is_not_lost(tmp_path: Path) -> None:
+def test_rank_is_not_hung_after_launcher_was_suspended(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     control = RunControl(names)
     control.pulses.timeout = 0.4
     names.add("pulse/actor-0", "1")
     control.pulses.read()
-    time.sleep(1.0)  # as after a machine slept, or a file system was gone
+    time.sleep(1.0)  # like a suspended machine, or an unavailable file system
     control.pulses.read()
     assert not control.pulses.is_hung("actor-0")
     assert not control.pulses.is_hung("actor-1")
@@ -297,26 +301,24 @@ def test_run_hung_beside_a_launcher_that_was_away_too_is_not_lost(tmp_path: Path
     wait_until(hung)
 
 
-def test_run_rank_that_ignores_sigterm_is_gone_before_the_next_start(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_rank_ignoring_sigterm_is_killed_before_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run, pids = Steps(tmp_path, "3:kill"), list[int]()
-    stubborn = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    ignores_sigterm = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
 
     def trainers(servers: list[Worker]) -> list[JobSpec]:
-        return [*run.trainers(servers), JobSpec("other", python("pass") if run.resumed else stubborn)]
+        return [*run.trainers(servers), JobSpec("other", python("pass") if run.resumed else ignores_sigterm)]
 
-    def note(workers: list[Worker]) -> None:
+    def collect_pids(workers: list[Worker]) -> None:
         pids.extend(w.pid for w in workers if w.role == "other" and w.pid and not run.resumed)
 
     config = LauncherConfig(stop_seconds=0.2)
-    assert Launcher(scheduler, config).run([], trainers, on_tick=note, resume=run.resume) == 0
+    assert Launcher(scheduler, config).run([], trainers, on_tick=collect_pids, resume=run.resume) == 0
     assert pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.slow
-def test_run_users_fault_at_a_later_start_before_servers_are_ready_is_not_started_again(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
+def test_user_error_in_later_start_before_servers_ready_ends_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:kill", "2:2", "2:2")
     slow = server("rollout", delay=3.0)
     with pytest.raises(LaunchError, match="exit code 2"):
@@ -324,34 +326,34 @@ def test_run_users_fault_at_a_later_start_before_servers_are_ready_is_not_starte
     assert run.resumed == [2]
 
 
-def test_run_server_killed_while_a_resumed_run_starts_is_restarted(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_server_killed_during_start_of_resumed_run_restarts_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run, spec = Steps(tmp_path), server("rollout")
     run.file.write_text("4")
-    killed = f"""
+    kill_first_start = f"""
 import os, pathlib
-if not (lived := pathlib.Path({str(tmp_path / "lived")!r})).exists():
-    lived.touch()
+if not (started := pathlib.Path({str(tmp_path / "started")!r})).exists():
+    started.touch()
     os.kill(os.getpid(), 9)
 """
-    spec = replace(spec, command=(*spec.command[:2], killed + spec.command[2], *spec.command[3:]))
+    spec = replace(spec, command=(*spec.command[:2], kill_first_start + spec.command[2], *spec.command[3:]))
 
     assert Launcher(scheduler).run([spec], run.trainers, resume=run.resume) == 0
     assert run.resumed == [4]
 
 
-def test_run_worker_that_cannot_be_ended_costs_no_restart(
+def test_stop_error_before_restart_is_logged_and_run_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, stuck, delete = Steps(tmp_path, "3:kill"), list[str](), LocalScheduler.delete_workers
+    run, errors, delete = Steps(tmp_path, "3:kill"), list[str](), LocalScheduler.delete_workers
 
     def delete_workers(self: LocalScheduler, role: str | None = None, grace: float = 5.0) -> None:
         delete(self, role, grace)
-        if not stuck:
-            stuck.append("planted: a node does not answer")
-            raise LaunchError(stuck[0])
+        if not errors:
+            errors.append("injected fault: a node does not respond")
+            raise LaunchError(errors[0])
 
     monkeypatch.setattr(LocalScheduler, "delete_workers", delete_workers)
     with LocalScheduler(tmp_path / "logs") as scheduler:
         assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [2]
-    assert stuck[0] in caplog.text
+    assert errors[0] in caplog.text

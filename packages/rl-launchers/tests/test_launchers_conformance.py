@@ -1,4 +1,4 @@
-"""The local scheduler keeps what the contract promises."""
+"""Conformance tests of the local scheduler."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a launcher says of itself and hears, by names in the run's directory."""
+"""Tests of `RunControl`: the status that a launcher writes, and the requests that it reads."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
 
 
 class Command:
-    """A launcher in a process of its own, whose trainer runs when it was made."""
+    """Launcher in a separate process. Its trainer runs when the constructor returns."""
 
     def __init__(self, directory: Path, trainer: str) -> None:
         self.names, self.directory = FileNames(directory / "names"), directory
@@ -68,9 +68,9 @@ class Command:
 
     @property
     def status(self) -> dict[str, object]:
-        found = read_json(self.names, "status")
-        assert isinstance(found, dict)
-        return found
+        status = read_json(self.names, "status")
+        assert isinstance(status, dict)
+        return status
 
     @property
     def trainer(self) -> int:
@@ -87,39 +87,37 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Command]
 
 
 @pytest.mark.slow
-def test_status_of_a_run_says_what_runs_where_and_how_it_ended(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    names, seen = FileNames(tmp_path / "names"), list[str]()
+def test_status_follows_run_to_its_end(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    names, states = FileNames(tmp_path / "names"), list[str]()
 
-    def note(workers: list[Worker]) -> None:
-        seen.append(read_json(names, "status")["state"])
+    def record(workers: list[Worker]) -> None:
+        states.append(read_json(names, "status")["state"])
 
     with RunControl(names, beat=BEAT) as control:
         assert read_json(names, "status")["state"] == "preparing"
         trainer = JobSpec("actor", python("import time; time.sleep(1)"))
         code = Launcher(scheduler, control=control).run(
-            [server("rollout", delay=2.0)], lambda _: [trainer], on_tick=note
+            [server("rollout", delay=2.0)], lambda _: [trainer], on_tick=record
         )
 
     status = read_json(names, "status")
     assert code == 0
     assert (status["state"], status["pid"]) == ("finished", os.getpid())
     assert status["beat"] >= 3
-    assert sorted(set(seen) - {"preparing"}) == ["running", "starting"]
+    assert sorted(set(states) - {"preparing"}) == ["running", "starting"]
     assert read_json(names, "workers") == []
 
 
-def test_status_of_a_run_that_failed_holds_the_first_line_of_its_error(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
+def test_status_of_failed_run_has_first_line_of_error(scheduler: LocalScheduler, tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     with pytest.raises(Exception, match="exit code 3"), RunControl(names, beat=BEAT) as control:
         Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", python("raise SystemExit(3)"))])
     status = read_json(names, "status")
     assert status["state"] == "failed"
-    assert status["error"] == "actor-0 ended with exit code 3 while the run needed it."
+    assert status["error"] == "actor-0 ended with exit code 3 while the run needed it."  # without lines of the log
 
 
-def test_status_and_names_hold_no_secret_and_are_for_the_owner_alone(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_names_have_no_run_key_and_only_owner_can_read_them(scheduler: LocalScheduler, tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     texts: list[str] = []
 
@@ -137,7 +135,7 @@ def test_status_and_names_hold_no_secret_and_are_for_the_owner_alone(scheduler: 
     assert not any(launcher.key in text for text in texts)
 
 
-def test_names_of_an_earlier_command_are_gone_before_anything_starts(tmp_path: Path) -> None:
+def test_control_enter_deletes_names_of_earlier_command(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     for key in ("servers/rollout/7", "control/stop", "control/scale/rollout", "pulse/actor-0", "workers"):
         names.add(key, "1")
@@ -146,44 +144,42 @@ def test_names_of_an_earlier_command_are_gone_before_anything_starts(tmp_path: P
         assert read_json(names, "workers") == []
 
 
-def test_launcher_killed_is_told_apart_from_one_that_lives(command: Command) -> None:
+def test_heartbeat_of_killed_launcher_ages(command: Command) -> None:
     assert seconds_since_heartbeat(command.names, command.status) < 10 * BEAT
     command.process.kill()
     command.process.wait(10)
-    assert command.status["state"] == "running"  # it could not say anything else
+    assert command.status["state"] == "running"  # a killed launcher cannot update it
     wait_until(lambda: seconds_since_heartbeat(command.names, command.status) > 3 * BEAT)
 
 
-def test_launcher_seen_from_another_host_is_judged_by_its_beats_and_not_by_the_clocks(command: Command) -> None:
-    def from_elsewhere() -> float:
+def test_heartbeat_age_on_other_host_ignores_clocks(command: Command) -> None:
+    def age_on_other_host() -> float:
         return seconds_since_heartbeat(
             command.names, command.status | {"host": "elsewhere", "time": time.time() - 1000}
         )
 
-    wait_until(lambda: from_elsewhere() == 0.0)
+    wait_until(lambda: age_on_other_host() == 0.0)
     command.process.kill()
     command.process.wait(10)
-    assert from_elsewhere() > 3 * BEAT
+    assert age_on_other_host() > 3 * BEAT
 
 
 @pytest.mark.slow
-def test_launcher_that_is_busy_gives_signs_of_life_and_says_for_how_long(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
-    names, looks = FileNames(tmp_path / "names"), list[float]()
+def test_busy_launcher_sends_heartbeats_and_reports_last_poll(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    names, ages = FileNames(tmp_path / "names"), list[float]()
 
     def be_busy(workers: list[Worker]) -> None:
-        if not looks:
+        if not ages:
             wait_until(lambda: read_json(names, "status")["looked"] > 1.0)
-            looks.append(seconds_since_heartbeat(names, read_json(names, "status")))
+            ages.append(seconds_since_heartbeat(names, read_json(names, "status")))
 
     with RunControl(names, beat=BEAT) as control:
         Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", python("pass"))], on_tick=be_busy)
 
-    assert looks[0] < 1.0
+    assert ages[0] < 1.0
 
 
-def test_stop_asks_the_trainers_to_end_as_sigterm_does(command: Command, tmp_path: Path) -> None:
+def test_stop_request_terminates_trainers_like_sigterm(command: Command, tmp_path: Path) -> None:
     command.names.add("control/stop", "gracefully")
     assert command.process.wait(60) == 143
     assert (tmp_path / "pid.stopped").exists()
@@ -192,7 +188,7 @@ def test_stop_asks_the_trainers_to_end_as_sigterm_does(command: Command, tmp_pat
 
 
 @pytest.mark.parametrize("command", [IGNORES_SIGTERM], indirect=True)
-def test_stop_now_kills_at_once(command: Command) -> None:
+def test_stop_now_kills_trainers_before_grace_period_ends(command: Command) -> None:
     begin = time.monotonic()
     command.names.add("control/stop", "now")
     assert command.process.wait(60) == 143
@@ -200,7 +196,7 @@ def test_stop_now_kills_at_once(command: Command) -> None:
     assert not psutil.pid_exists(command.trainer)
 
 
-def test_disk_full_for_a_while_the_run_goes_on_and_says_so(
+def test_temporarily_full_disk_is_logged_and_run_finishes(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     names, failed = FileNames(tmp_path / "names"), list[str]()
@@ -235,31 +231,31 @@ from rl_launchers.supervise.interrupts import Interrupted
 try:
     with RunControl(FileNames(sys.argv[1] + "/names"), 0.1) as control:
         if sys.argv[2] != "preparing":
-            control.tell(state=sys.argv[2])
+            control.set_status(state=sys.argv[2])
         time.sleep(float(sys.argv[3]))
 except Interrupted as stop:
     sys.exit(128 + stop.number)
 """
-"""What comes before a launcher, or after it."""
+"""Program with a `RunControl` but without a launcher, like a command before or after its launcher runs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["gracefully", "now"])
+@pytest.mark.parametrize("kind", ["gracefully", "now"])
 @pytest.mark.parametrize(("state", "code"), [("preparing", 143), ("stopping", 0)])
-def test_stop_before_and_after_the_launcher_leaves_a_status(tmp_path: Path, state: str, code: int, how: str) -> None:
+def test_stop_before_or_after_launcher_sets_status_stopped(tmp_path: Path, state: str, code: int, kind: str) -> None:
     names = FileNames(tmp_path / "names")
     seconds = "60" if state == "preparing" else "1.5"
     process = subprocess.Popen([sys.executable, "-c", PREPARES, str(tmp_path), state, seconds])
     wait_until(lambda: (read_json(names, "status") or {}).get("beat", 0) > 1)
-    names.add("control/stop", how, replace=True)
+    names.add("control/stop", kind, replace=True)
     assert process.wait(20) == code
     assert read_json(names, "status")["state"] == "stopped"
 
 
-def test_names_that_nobody_of_ours_wrote_are_passed_over(tmp_path: Path) -> None:
+def test_unreadable_control_names_are_ignored(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     with RunControl(names, beat=0.05) as control:
-        for key in ("stop", "no key of ours"):
+        for key in ("stop", "unknown key"):  # values that are not UTF-8
             (tmp_path / "names" / "control" / key).mkdir(parents=True)
             (tmp_path / "names" / "control" / key / "=value").write_bytes(b"\xff\xfe")
         names.add("control/scale/rollout", "3")

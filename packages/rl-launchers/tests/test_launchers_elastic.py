@@ -1,4 +1,4 @@
-"""Servers are added to a run and taken away from it, by names in its directory."""
+"""Tests of scale requests, which add or remove servers during a run."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ import pathlib, sys, time
 while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.02)
 """
-"""A trainer that is done when a file is there."""
+"""Trainer that is done once a file exists."""
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
         yield scheduler
 
 
-class Asker:
-    """Asks for one number of servers after the other, and ends the run when all are answered."""
+class Requester:
+    """Requests one number of servers after the other, and ends the run after the last reply."""
 
-    def __init__(self, directory: Path, *wanted: str, role: str = "rollout") -> None:
+    def __init__(self, directory: Path, *counts: str, role: str = "rollout") -> None:
         self.names, self.done, self.role = FileNames(directory / "names"), directory / "done", role
-        self.wanted, self.answers, self.published = list(wanted), list[dict[str, Any]](), list[dict[str, str]]()
+        self.counts, self.replies, self.published = list(counts), list[dict[str, Any]](), list[dict[str, str]]()
         self.workers: list[Worker] = []
-        self._waits = False
+        self._waiting = False
 
     def trainers(self, servers: list[Worker]) -> list[JobSpec]:
         return [JobSpec("actor", python(WAITS, str(self.done)))]
@@ -47,16 +47,16 @@ class Asker:
         self.workers = list(workers)
         if "actor" not in {worker.role for worker in workers}:
             return
-        answer = read_json(self.names, f"answers/scale/{self.role}")
-        if self._waits and answer and answer["done"]:
-            self.answers.append(answer)
+        reply = read_json(self.names, f"answers/scale/{self.role}")
+        if self._waiting and reply and reply["done"]:
+            self.replies.append(reply)
             self.published.append(self.names.children("servers"))
-            self._waits = False
-        elif not self._waits and self.wanted:
+            self._waiting = False
+        elif not self._waiting and self.counts:
             self.names.delete(f"answers/scale/{self.role}")
-            self.names.add(f"control/scale/{self.role}", self.wanted.pop(0), replace=True)
-            self._waits = True
-        elif not self._waits:
+            self.names.add(f"control/scale/{self.role}", self.counts.pop(0), replace=True)
+            self._waiting = True
+        elif not self._waiting:
             self.done.touch()
 
     def run(self, scheduler: LocalScheduler, servers: list[JobSpec], **settings: Any) -> int:
@@ -65,72 +65,70 @@ class Asker:
             return Launcher(scheduler, config, control=control).run(servers, self.trainers, on_tick=self.tick)
 
 
-def test_scale_up_and_down_starts_names_and_ends_the_last_servers(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    asker, seen = Asker(tmp_path, "3", "1"), dict[str, Worker]()
+def test_scale_up_then_down_starts_and_stops_last_servers(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    requester, workers_by_name = Requester(tmp_path, "3", "1"), dict[str, Worker]()
 
-    def note(ask: Callable[[list[Worker]], None], workers: list[Worker]) -> None:
-        seen.update({worker.name: worker for worker in workers})
-        ask(workers)
+    def record(tick: Callable[[list[Worker]], None], workers: list[Worker]) -> None:
+        workers_by_name.update({worker.name: worker for worker in workers})
+        tick(workers)
 
-    ask = asker.tick
-    asker.tick = lambda workers: note(ask, workers)  # type: ignore[method-assign]
-    assert asker.run(scheduler, [server("rollout", delay=0.2)]) == 0
+    tick = requester.tick
+    requester.tick = lambda workers: record(tick, workers)  # type: ignore[method-assign]
+    assert requester.run(scheduler, [server("rollout", delay=0.2)]) == 0
 
-    up, down = asker.answers
-    assert (up["right"], up["text"]) == (True, "3 servers, all of them ready")
-    assert (down["right"], down["text"]) == (True, "1 servers; rollout-1, rollout-2 ended")
-    addresses = {f"servers/rollout/{index}": seen[f"rollout-{index}"].address for index in range(3)}
-    assert asker.published == [addresses, {"servers/rollout/0": addresses["servers/rollout/0"]}]
-    assert asker.names.children("servers") == {}
-    assert not any(listens(worker) for worker in seen.values() if worker.role == "rollout")
+    up, down = requester.replies
+    assert (up["right"], up["text"]) == (True, "3 servers, all ready")
+    assert (down["right"], down["text"]) == (True, "1 servers; stopped rollout-1, rollout-2")
+    addresses = {f"servers/rollout/{index}": workers_by_name[f"rollout-{index}"].address for index in range(3)}
+    assert requester.published == [addresses, {"servers/rollout/0": addresses["servers/rollout/0"]}]
+    assert requester.names.children("servers") == {}
+    assert not any(listens(worker) for worker in workers_by_name.values() if worker.role == "rollout")
 
 
-def test_scale_fixed_port_gives_the_next_ports(scheduler: LocalScheduler, tmp_path: Path, free_ports: int) -> None:
-    asker = Asker(tmp_path, "2")
-    assert asker.run(scheduler, [server("rollout", port=free_ports)]) == 0
-    assert [worker.port for worker in asker.workers if worker.role == "rollout"] == [free_ports, free_ports + 1]
+def test_scale_with_fixed_port_uses_following_ports(scheduler: LocalScheduler, tmp_path: Path, free_ports: int) -> None:
+    requester = Requester(tmp_path, "2")
+    assert requester.run(scheduler, [server("rollout", port=free_ports)]) == 0
+    assert [worker.port for worker in requester.workers if worker.role == "rollout"] == [free_ports, free_ports + 1]
 
 
 @pytest.fixture
 def free_ports() -> int:
-    """The first of two free ports."""
+    """First of two consecutive free ports."""
     return free_port(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("count", "expected"),
     [("0", "1 to 1,000, found '0'"), ("-1", "found '-1'"), ("many", "found 'many'"), ("1000000", "found '1000000'")],
 )
-def test_scale_number_that_cannot_be_is_refused(
-    scheduler: LocalScheduler, tmp_path: Path, wanted: str, expected: str
-) -> None:
-    asker = Asker(tmp_path, wanted)
-    assert asker.run(scheduler, [server("rollout")]) == 0
-    (answer,) = asker.answers
-    assert not answer["right"]
-    assert expected in answer["text"]
+def test_scale_invalid_number_is_rejected(scheduler: LocalScheduler, tmp_path: Path, count: str, expected: str) -> None:
+    requester = Requester(tmp_path, count)
+    assert requester.run(scheduler, [server("rollout")]) == 0
+    (reply,) = requester.replies
+    assert not reply["right"]
+    assert expected in reply["text"]
 
 
-def test_scale_unknown_role_is_refused_with_those_that_there_are(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    asker = Asker(tmp_path, "2", role="actor")
-    assert asker.run(scheduler, [server("rollout")]) == 0
-    assert "no role 'actor' of servers in this run; there is rollout" in asker.answers[0]["text"]
+def test_scale_unknown_role_is_rejected_with_server_roles(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    requester = Requester(tmp_path, "2", role="actor")
+    assert requester.run(scheduler, [server("rollout")]) == 0
+    assert "no server role 'actor'; its server roles: rollout" in requester.replies[0]["text"]
 
 
-def test_scale_beyond_what_there_is_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    asker = Asker(tmp_path, "4")
+def test_scale_beyond_gpus_is_rejected_with_counts(tmp_path: Path) -> None:
+    requester = Requester(tmp_path, "4")
     config = LocalSchedulerConfig(gpus=["0", "1"])
     with LocalScheduler(tmp_path / "logs", config) as scheduler:
-        assert asker.run(scheduler, [server("rollout", gpus=1)]) == 0
-    (answer,) = asker.answers
-    assert not answer["right"]
-    assert "needs 3 gpus, but 1 of this machine's 2 are free" in answer["text"]
-    assert answer["text"].endswith("first. 1 servers, all of them ready")
-    assert list(asker.published[0]) == ["servers/rollout/0"]
+        assert requester.run(scheduler, [server("rollout", gpus=1)]) == 0
+    (reply,) = requester.replies
+    assert not reply["right"]
+    assert "needs 3 gpus, but 1 of this machine's 2 are free" in reply["text"]
+    assert reply["text"].endswith("first. 1 servers, all ready")
+    assert list(requester.published[0]) == ["servers/rollout/0"]
 
 
-def test_scale_to_many_servers_starts_few_between_two_looks(tmp_path: Path) -> None:
+def test_scale_to_many_servers_starts_a_few_per_poll(tmp_path: Path) -> None:
     spec, sizes = server("rollout"), [1]
 
     class Scheduler:
@@ -139,59 +137,57 @@ def test_scale_to_many_servers_starts_few_between_two_looks(tmp_path: Path) -> N
             return [Worker(role, index, "127.0.0.1", None, Path("log")) for index in range(count)]
 
     with RunControl(FileNames(tmp_path / "names"), beat=60) as control:
-        elastic = ServerScaler(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
+        scaler = ServerScaler(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
         control._scales.put(("rollout", "20"))
         for _ in range(4):
-            elastic.poll([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
+            scaler.poll([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
 
     assert sizes == [1, 9, 17, 20]
 
 
-def test_scale_role_whose_devices_trainers_use_too_is_refused(tmp_path: Path) -> None:
-    asker = Asker(tmp_path, "2")
-    beside = JobSpec("actor", python(WAITS, str(asker.done)), colocated_with="rollout")
-    asker.trainers = lambda servers: [beside]  # type: ignore[method-assign]
+def test_scale_role_with_shared_devices_is_rejected(tmp_path: Path) -> None:
+    requester = Requester(tmp_path, "2")
+    trainer = JobSpec("actor", python(WAITS, str(requester.done)), colocated_with="rollout")
+    requester.trainers = lambda servers: [trainer]  # type: ignore[method-assign]
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1"])) as scheduler:
-        assert asker.run(scheduler, [server("rollout", gpus=1)]) == 0
-    assert "shares its GPUs" in asker.answers[0]["text"]
+        assert requester.run(scheduler, [server("rollout", gpus=1)]) == 0
+    assert "shares its GPUs" in requester.replies[0]["text"]
 
 
 @pytest.mark.slow
-def test_scale_server_that_cannot_be_started_is_given_up_and_the_run_goes_on(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
-    asker = Asker(tmp_path, "2")
-    good = server("rollout")
-    program = "import sys\nif sys.argv[4] != '0': raise SystemExit(5)\n" + good.command[2]
+def test_scale_server_that_fails_to_start_is_given_up(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    requester = Requester(tmp_path, "2")
+    base = server("rollout")
+    program = "import sys\nif sys.argv[4] != '0': raise SystemExit(5)\n" + base.command[2]
     spec = JobSpec(
-        "rollout", (*good.command[:2], program, *good.command[3:], "{index}"), needs_port=True, ready_path="/health"
+        "rollout", (*base.command[:2], program, *base.command[3:], "{index}"), needs_port=True, ready_path="/health"
     )
 
-    assert asker.run(scheduler, [spec], max_restarts=1) == 0
+    assert requester.run(scheduler, [spec], max_restarts=1) == 0
 
-    (answer,) = asker.answers
-    assert not answer["right"]
-    assert "rollout-1 ended with exit code 5" in answer["text"]
-    assert list(asker.published[0]) == ["servers/rollout/0"]
+    (reply,) = requester.replies
+    assert not reply["right"]
+    assert "rollout-1 ended with exit code 5" in reply["text"]
+    assert list(requester.published[0]) == ["servers/rollout/0"]
 
 
 @pytest.mark.slow
-def test_scale_number_outlives_a_restart_of_the_trainers(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_scale_target_persists_across_run_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
     names, done = FileNames(tmp_path / "names"), tmp_path / "done"
-    lives: list[list[str]] = []
+    starts: list[list[str]] = []
 
     def trainers(servers: list[Worker]) -> list[JobSpec]:
-        lives.append([worker.name for worker in servers])
-        return [JobSpec("actor", python(SLEEP if len(lives) == 1 else "pass"))]
+        starts.append([worker.name for worker in servers])
+        return [JobSpec("actor", python(SLEEP if len(starts) == 1 else "pass"))]
 
     def tick(workers: list[Worker]) -> None:
         actor = next((worker for worker in workers if worker.role == "actor"), None)
-        if actor is None or len(lives) > 1 or done.exists():
+        if actor is None or len(starts) > 1 or done.exists():
             return
-        answer = read_json(names, "answers/scale/rollout")
-        if answer is None:
+        reply = read_json(names, "answers/scale/rollout")
+        if reply is None:
             names.add("control/scale/rollout", "2", replace=True)
-        elif answer["done"]:
+        elif reply["done"]:
             done.touch()
             os.kill(actor.pid or 0, signal.SIGKILL)
 
@@ -200,24 +196,24 @@ def test_scale_number_outlives_a_restart_of_the_trainers(scheduler: LocalSchedul
         code = launcher.run([server("rollout")], trainers, on_tick=tick, resume=Resume(lambda: (0, 0), lambda: 0))
 
     assert code == 0
-    assert lives == [["rollout-0"], ["rollout-0", "rollout-1"]]
+    assert starts == [["rollout-0"], ["rollout-0", "rollout-1"]]
 
 
 @pytest.mark.slow
-def test_scale_server_that_does_not_end_is_asked_again_and_the_run_goes_on(
+def test_scale_down_retries_server_that_does_not_stop(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rl_launchers.supervise.server_scaling.RETRY_SECONDS", 0.2)
-    refused, resize = list[int](), LocalScheduler.resize_workers
+    failed, resize = list[int](), LocalScheduler.resize_workers
 
     def resize_workers(self: LocalScheduler, role: str, count: int, grace: float = 5.0) -> list[Worker]:
-        if not refused:
-            refused.append(count)
-            raise LaunchError("planted: it outlived SIGKILL")
+        if not failed:
+            failed.append(count)
+            raise LaunchError("injected fault: a process outlived SIGKILL")
         return resize(self, role, count, grace)
 
     monkeypatch.setattr(LocalScheduler, "resize_workers", resize_workers)
-    asker = Asker(tmp_path, "1")
-    assert asker.run(scheduler, [server("rollout", count=2)]) == 0
-    assert refused == [1]
-    assert [(answer["count"], answer["right"]) for answer in asker.answers] == [("1", True)]
+    requester = Requester(tmp_path, "1")
+    assert requester.run(scheduler, [server("rollout", count=2)]) == 0
+    assert failed == [1]
+    assert [(reply["count"], reply["right"]) for reply in requester.replies] == [("1", True)]

@@ -1,4 +1,4 @@
-"""Signals in the waits of the launcher."""
+"""Tests of `Interrupts`: signals during waits, and repeated signals."""
 
 import signal
 import subprocess
@@ -28,15 +28,15 @@ for line in range(1, 80):
 """
 
 
-def test_signal_at_any_line_of_a_wait_is_heard_and_stops_nothing_forever():
+def test_wait_with_signal_at_any_line_returns():
     subprocess.run([sys.executable, "-c", AT_EVERY_LINE], check=True, timeout=100)
 
 
-def test_further_signal_that_comes_twice_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_signals_within_window_count_as_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, interrupts = [0.0], Interrupts(0)
     with monkeypatch.context() as patch:
         patch.setattr("rl_launchers.supervise.interrupts.time.monotonic", lambda: clock[0])
-        for clock[0] in (1.0, 1.2, 5.0, 5.2):  # as of a terminal and of a parent that hands it on
+        for clock[0] in (1.0, 1.2, 5.0, 5.2):  # pairs, as from a terminal and a parent that forwards the signal
             interrupts._receive(signal.SIGINT, None)
 
     assert interrupts.requests == 2

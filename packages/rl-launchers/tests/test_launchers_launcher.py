@@ -1,4 +1,4 @@
-"""The launcher's order of things, its supervision and its errors, with real processes."""
+"""Tests of the launcher with real processes: order of the starts, supervision, and errors."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ while True:
     urllib.request.urlopen(sys.argv[1] + "/health", timeout=5)
     time.sleep(0.01)
 """
-"""Fails as soon as its server does."""
+"""Trainer that fails as soon as its server does."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
         yield scheduler
 
 
-def test_run_trainers_done_returns_0_and_stops_the_servers(scheduler: LocalScheduler) -> None:
+def test_run_trainers_done_returns_0_and_stops_servers(scheduler: LocalScheduler) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     seen: list[dict[str, WorkerStatus]] = []
     servers: list[Worker] = []
@@ -57,17 +57,15 @@ def test_run_trainers_done_returns_0_and_stops_the_servers(scheduler: LocalSched
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-def test_run_starts_nothing_where_the_process_that_waited_for_the_program_is_gone(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
-    launcher = Launcher(scheduler, parent=os.getpid())  # noted at the begin, and not the parent any more
+def test_run_with_ended_parent_starts_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    launcher = Launcher(scheduler, parent=os.getpid())  # this process is not its own parent
     assert launcher.run([server()], lambda _: [JobSpec("actor", python("pass"))]) == 143
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.slow
-def test_run_together_starts_trainers_beside_servers_that_are_not_ready(scheduler: LocalScheduler) -> None:
-    waits = "import sys, time, urllib.request, pathlib\n" + (
+def test_run_together_starts_trainers_before_servers_are_ready(scheduler: LocalScheduler) -> None:
+    program = "import sys, time, urllib.request, pathlib\n" + (
         "while True:\n"
         "    try: urllib.request.urlopen(sys.argv[1] + '/health', timeout=5); break\n"
         "    except OSError: time.sleep(0.05)\n"
@@ -76,7 +74,7 @@ def test_run_together_starts_trainers_beside_servers_that_are_not_ready(schedule
 
     code = Launcher(scheduler).run(
         [server(delay=2.0)],
-        lambda workers: [JobSpec("actor", python(waits, workers[0].address))],
+        lambda workers: [JobSpec("actor", python(program, workers[0].address))],
         on_tick=lambda workers: seen.append({worker.name: worker.status for worker in workers}),
         together=True,
     )
@@ -85,7 +83,7 @@ def test_run_together_starts_trainers_beside_servers_that_are_not_ready(schedule
     assert {"server-0": WorkerStatus.STARTING, "actor-0": WorkerStatus.RUNNING} in seen
 
 
-def test_run_together_server_that_fails_to_start_ends_the_run_and_is_not_started_anew(
+def test_run_together_server_start_failure_ends_run_without_restart(
     scheduler: LocalScheduler,
 ) -> None:
     program = python("print('no such model'); raise SystemExit(3)")
@@ -99,7 +97,7 @@ def test_run_together_server_that_fails_to_start_ends_the_run_and_is_not_started
     assert scheduler.poll() == []
 
 
-def test_run_together_trainer_that_fails_does_not_wait_for_the_servers(scheduler: LocalScheduler) -> None:
+def test_run_together_trainer_failure_does_not_wait_for_servers(scheduler: LocalScheduler) -> None:
     started = time.monotonic()
     with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1 .*no such data") as caught:
         Launcher(scheduler).run(
@@ -111,11 +109,11 @@ def test_run_together_trainer_that_fails_does_not_wait_for_the_servers(scheduler
     assert time.monotonic() - started < 15
 
 
-def test_run_without_servers_runs_the_trainers(scheduler: LocalScheduler) -> None:
+def test_run_without_servers_runs_trainers(scheduler: LocalScheduler) -> None:
     assert Launcher(scheduler).run([], lambda workers: [JobSpec("actor", python("pass"))]) == 0
 
 
-def test_run_outside_the_main_thread_works(scheduler: LocalScheduler) -> None:
+def test_run_outside_main_thread_returns_0(scheduler: LocalScheduler) -> None:
     codes: list[int] = []
     launcher = Launcher(scheduler)
     thread = threading.Thread(
@@ -126,7 +124,7 @@ def test_run_outside_the_main_thread_works(scheduler: LocalScheduler) -> None:
     assert codes == [0]
 
 
-def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(scheduler: LocalScheduler) -> None:
+def test_run_trainer_failure_raises_with_log_and_stops_all(scheduler: LocalScheduler) -> None:
     trainer = JobSpec("actor", python("import time; time.sleep(0.2); raise ValueError('nan in layer 3')"))
     servers: list[Worker] = []
 
@@ -144,16 +142,17 @@ def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(schedul
 
 
 @pytest.mark.slow
-def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(
+def test_run_server_killed_error_names_server_before_trainer(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # a busy machine may need them for the trainer's end
+    # on a busy machine the trainer may end up to 3 s after the server
     monkeypatch.setattr("rl_launchers.supervise.launcher.SETTLE_SECONDS", 3.0)
     killed: list[float] = []
 
     def kill_once(workers: list[Worker]) -> None:
-        asked = len(workers) == 2 and workers[0].log.read_text().count("GET /health") > 9  # by the trainer
-        if asked and not killed:
+        # more requests than readiness checks: the trainer has sent some
+        has_requests = len(workers) == 2 and workers[0].log.read_text().count("GET /health") > 9
+        if has_requests and not killed:
             killed.append(time.monotonic())
             os.kill(workers[0].pid or 0, signal.SIGKILL)
 
@@ -169,14 +168,14 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
     assert "After it, actor-0 ended with exit code 1" in str(caught.value)
 
 
-def test_run_server_ends_well_before_the_trainers_is_an_error(scheduler: LocalScheduler) -> None:
-    early = JobSpec("rollout", python("import time; time.sleep(0.5); print('bye')"))
+def test_run_server_exit_0_before_trainers_raises(scheduler: LocalScheduler) -> None:
+    spec = JobSpec("rollout", python("import time; time.sleep(0.5); print('bye')"))
     launcher = Launcher(scheduler, LauncherConfig(max_restarts=0))
     with pytest.raises(LaunchError, match=r"(?s)rollout-0 ended with exit code 0 .*bye"):
-        launcher.run([early], lambda workers: [JobSpec("actor", python(SLEEP))])
+        launcher.run([spec], lambda workers: [JobSpec("actor", python(SLEEP))])
 
 
-def test_run_server_dies_while_another_starts_is_noticed_at_once(scheduler: LocalScheduler) -> None:
+def test_run_server_failure_during_start_of_another_raises_at_once(scheduler: LocalScheduler) -> None:
     started = time.monotonic()
     with pytest.raises(LaunchError, match="quick-0 ended with exit code 4"):
         Launcher(scheduler).run(
@@ -185,21 +184,21 @@ def test_run_server_dies_while_another_starts_is_noticed_at_once(scheduler: Loca
     assert time.monotonic() - started < 8
 
 
-def test_run_trainer_specs_raises_servers_are_stopped(scheduler: LocalScheduler) -> None:
+def test_run_trainer_specs_error_stops_servers(scheduler: LocalScheduler) -> None:
     def trainer_specs(workers: list[Worker]) -> list[JobSpec]:
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
 
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected"):
         Launcher(scheduler).run([server()], trainer_specs)
     assert scheduler.poll() == []
 
 
-def test_run_no_trainers_raises(scheduler: LocalScheduler) -> None:
-    with pytest.raises(ConfigError, match="at least one role"):
+def test_run_without_trainers_raises(scheduler: LocalScheduler) -> None:
+    with pytest.raises(ConfigError, match="trainer_specs"):
         Launcher(scheduler).run([], lambda workers: [])
 
 
-def test_run_key_travels_in_the_environment_only(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_run_key_is_only_in_environment(scheduler: LocalScheduler, tmp_path: Path) -> None:
     launcher = Launcher(scheduler)
     program = "import os, time; print(len(os.environ['RL_RUN_KEY']), flush=True); time.sleep(0.5)"
     commands: list[str] = []
@@ -208,30 +207,30 @@ def test_run_key_travels_in_the_environment_only(scheduler: LocalScheduler, tmp_
         for child in psutil.Process().children(recursive=True):
             try:
                 commands.append(" ".join(child.cmdline()))
-            except psutil.Error:  # it ended meanwhile
+            except psutil.Error:  # the process has ended
                 continue
 
     launcher.run([server()], lambda workers: [JobSpec("actor", python(program))], on_tick=read_commands)
 
-    assert any("RL_RUN_KEY" in command for command in commands)  # the trainer was seen
+    assert any("RL_RUN_KEY" in command for command in commands)  # the trainer's command is among them
     assert not any(launcher.key in command for command in commands)
     logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}
     assert logs["actor-0.log"].strip() == str(len(launcher.key))
     assert not any(launcher.key in text for text in logs.values())
 
 
-def test_run_key_in_a_command_is_refused(scheduler: LocalScheduler) -> None:
+def test_run_key_in_command_raises(scheduler: LocalScheduler) -> None:
     launcher = Launcher(scheduler)
-    with pytest.raises(ConfigError, match="secret") as caught:
+    with pytest.raises(ConfigError, match=r"'actor'.*command") as caught:
         launcher.run([], lambda workers: [JobSpec("actor", python(SLEEP, f"--api-key={launcher.key}"))])
     assert launcher.key not in str(caught.value)
 
 
-def test_key_differs_from_launcher_to_launcher(scheduler: LocalScheduler) -> None:
+def test_run_key_differs_between_launchers(scheduler: LocalScheduler) -> None:
     assert Launcher(scheduler).key != Launcher(scheduler).key
 
 
-def test_config_makes_the_scheduler_of_its_kind_with_its_own_settings(tmp_path: Path) -> None:
+def test_config_scheduler_uses_kind_and_options(tmp_path: Path) -> None:
     config = LauncherConfig(kind="local", options=LocalSchedulerConfig(host="127.0.0.2"))
     with config.scheduler(tmp_path) as scheduler:  # type: ignore[attr-defined]
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
@@ -239,17 +238,17 @@ def test_config_makes_the_scheduler_of_its_kind_with_its_own_settings(tmp_path: 
     assert LauncherConfig(kind="rl_launchers.local.scheduler:LocalScheduler").options == LocalSchedulerConfig()
 
 
-def test_config_unknown_kind_error_lists_what_is_installed() -> None:
+def test_config_unknown_kind_error_lists_installed_kinds() -> None:
     with pytest.raises(ConfigError, match=r"(?s)'locale'.*did you mean 'local'.*Installed: .*local"):
         LauncherConfig(kind="locale")
 
 
-def test_config_settings_of_another_scheduler_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected LocalSchedulerConfig, which launcher.kind=local brings"):
+def test_config_options_of_another_scheduler_raise() -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.options: expected LocalSchedulerConfig"):
         LauncherConfig(options=SchedulerConfig())
 
 
-def test_resources_are_the_devices_that_would_be_handed_out_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_are_assignable_gpus_and_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     assert LocalSchedulerConfig().resources() == Resources(gpus=2, cores=1)
@@ -270,15 +269,15 @@ def test_resources_are_the_devices_that_would_be_handed_out_and_the_cores(monkey
         {"health_interval": 0},
     ],
 )
-def test_config_value_out_of_range_raises_naming_the_field(fields: dict[str, float]) -> None:
+def test_config_value_out_of_range_raises_with_field(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"launcher\.{next(iter(fields))}"):
         LauncherConfig(**fields)  # type: ignore[arg-type]
 
 
-def test_run_disk_is_full_or_the_terminal_gone_goes_on(
+def test_run_full_disk_or_closed_terminal_does_not_end_run(
     scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Gone(MemoryNames):
+    class UnavailableNames(MemoryNames):
         def children(self, prefix: str = "") -> dict[str, str]:
             if prefix == "pulse" and caplog.records:
                 raise OSError(errno.ESTALE, "Stale file handle")
@@ -287,21 +286,21 @@ def test_run_disk_is_full_or_the_terminal_gone_goes_on(
     def show(workers: list[Worker]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with RunControl(Gone()) as control:
+    with RunControl(UnavailableNames()) as control:
         launcher = Launcher(scheduler, control=control)
         assert launcher.run([], lambda _: [JobSpec("actor", python("pass"))], on_tick=show) == 0
     assert caplog.text.count("cannot show progress") == 1
 
 
-def test_restart_worker_no_room_in_its_log_starts_it_all_the_same(scheduler: LocalScheduler) -> None:
+def test_restart_worker_with_unwritable_log_restarts(scheduler: LocalScheduler) -> None:
     (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
     worker.log.unlink()
     worker.log.symlink_to("/dev/full")
     assert scheduler.restart_worker(worker).restarts == 1
 
 
-def test_run_second_signal_while_the_names_are_tidied_is_no_error(scheduler: LocalScheduler) -> None:
-    class Slow(MemoryNames):
+def test_run_second_signal_during_cleanup_is_no_error(scheduler: LocalScheduler) -> None:
+    class SignallingNames(MemoryNames):
         def children(self, prefix: str = "") -> dict[str, str]:
             if sent and threading.current_thread() is threading.main_thread():
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -314,13 +313,13 @@ def test_run_second_signal_while_the_names_are_tidied_is_no_error(scheduler: Loc
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with RunControl(Slow()) as control:
+    with RunControl(SignallingNames()) as control:
         launcher = Launcher(scheduler, control=control)
         assert launcher.run([], lambda _: [JobSpec("actor", python(SLEEP))], on_tick=terminate) == 143
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_run_trainers_of_several_roles_all_hear_of_a_signal(
+def test_run_signal_terminates_trainers_of_all_roles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     terminate = LocalScheduler.terminate_workers
@@ -328,28 +327,28 @@ def test_run_trainers_of_several_roles_all_hear_of_a_signal(
     def terminate_workers(self: LocalScheduler, role: str) -> None:
         terminate(self, role)
         if role == "one":
-            raise LaunchError("planted: a node does not answer")
+            raise LaunchError("injected fault: a node does not respond")
 
     monkeypatch.setattr(LocalScheduler, "terminate_workers", terminate_workers)
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes a process ignore SIGHUP
     trainer = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1] + '-saved').touch(), sys.exit(0)))\n"
         "pathlib.Path(sys.argv[1]).touch()\n"
         "time.sleep(600)"
     )
-    roles, sent = [tmp_path / "one", tmp_path / "two"], list[bool]()
+    files, sent = [tmp_path / "one", tmp_path / "two"], list[bool]()
 
     def interrupt(workers: list[Worker]) -> None:
-        if not sent and all(file.exists() for file in roles):
+        if not sent and all(file.exists() for file in files):
             sent.append(True)
             os.kill(os.getpid(), number)
 
     with LocalScheduler(tmp_path / "logs") as scheduler:
-        specs = [JobSpec(file.name, python(trainer, str(file))) for file in roles]
+        specs = [JobSpec(file.name, python(trainer, str(file))) for file in files]
         try:
             assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == code
         finally:
-            signal.signal(signal.SIGHUP, former)
+            signal.signal(signal.SIGHUP, previous)
     assert (tmp_path / "one-saved").exists()
     assert (tmp_path / "two-saved").exists()

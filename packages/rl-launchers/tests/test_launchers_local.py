@@ -1,4 +1,4 @@
-"""The local scheduler: what goes beyond the contract's conformance suite."""
+"""Tests of the local scheduler beyond the conformance suite."""
 
 import json
 import os
@@ -34,16 +34,16 @@ import os, pathlib, subprocess, sys, time
 out = pathlib.Path(sys.argv[1])
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(sleep)
-apart = subprocess.Popen(sleep, start_new_session=True)
+detached = subprocess.Popen(sleep, start_new_session=True)
 orphan = subprocess.run(
     [sys.executable, "-c", f"import subprocess; print(subprocess.Popen({sleep!r}, stdout=-3, stderr=-3).pid)"],
     capture_output=True, text=True,
 ).stdout
-out.with_suffix(".part").write_text(f"{child.pid} {apart.pid} {orphan}")
+out.with_suffix(".part").write_text(f"{child.pid} {detached.pid} {orphan}")
 out.with_suffix(".part").rename(out)
 time.sleep(600)
 """
-"""Has a child, a child in a session of its own, and an orphaned grandchild; writes their process ids to a file."""
+"""Worker with a child, a child in a separate session, and an orphaned grandchild. It writes their PIDs to a file."""
 
 FOLLOWER = """
 import pathlib, sys, time
@@ -52,7 +52,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 time.sleep(0.1)
 sys.exit(1)
 """
-"""Fails a tenth of a second after a file appears."""
+"""Worker that fails a tenth of a second after a file appears."""
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
 
 
 def environments(scheduler: LocalScheduler, folder: Path, spec: JobSpec) -> list[dict[str, str]]:
-    """What the workers of a role find in their environments; the role's command is replaced."""
+    """Start the workers of a role with a command that records its environment, and return the environments."""
     command = python(WRITE_ENVIRONMENT, str(folder / f"{spec.role}-{{index}}.json"))
     workers = scheduler.create_workers(JobSpec(**{**vars(spec), "command": command}))
     wait_for_end(scheduler, spec.role)
@@ -76,7 +76,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_threads_nobody_set_are_the_cpus_of_the_role(
+def test_thread_variables_default_to_cpus_of_role(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -87,23 +87,23 @@ def test_threads_nobody_set_are_the_cpus_of_the_role(
     assert own["OMP_NUM_THREADS"] == "2"
 
 
-def test_threads_of_workers_wait_briefly_unless_the_environment_sets_it(
+def test_openmp_spin_count_is_low_unless_environment_sets_it(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
     monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
-    (given,) = environments(scheduler, tmp_path, JobSpec("given", ()))
-    assert (plain["GOMP_SPINCOUNT"], given["GOMP_SPINCOUNT"]) == ("1000", "300000")
+    (inherited,) = environments(scheduler, tmp_path, JobSpec("inherited", ()))
+    assert (plain["GOMP_SPINCOUNT"], inherited["GOMP_SPINCOUNT"]) == ("1000", "300000")
 
 
-def test_worker_environment_bypasses_proxies_for_its_own_hosts() -> None:
+def test_worker_environment_bypasses_proxies_for_own_hosts() -> None:
     inherited = {"http_proxy": "http://proxy:3128", "no_proxy": "corp.example"}
     environment = worker_environment(JobSpec("role", ()), inherited, 0, "10.1.2.3", None, {}, None)
     assert environment["no_proxy"] == environment["NO_PROXY"] == "corp.example,localhost,127.0.0.1,::1,10.1.2.3"
 
 
-def test_scheduler_worker_on_an_ipv6_host_becomes_ready(tmp_path: Path) -> None:
+def test_worker_on_ipv6_host_becomes_ready(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "http.server", "--bind", "{host}", "{port}", "--directory", str(tmp_path))
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(host="::1")) as scheduler:
         scheduler.create_workers(JobSpec("web", command, needs_port=True, ready_path="/"))
@@ -111,21 +111,21 @@ def test_scheduler_worker_on_an_ipv6_host_becomes_ready(tmp_path: Path) -> None:
         assert worker.address == f"http://[::1]:{worker.port}"
 
 
-def test_interface_of_nccl_is_loopback_where_the_workers_are_unless_somebody_says_another(
+def test_nccl_interface_is_loopback_unless_environment_sets_it(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    (told,) = environments(scheduler, tmp_path, JobSpec("told", ()))
-    elsewhere = JobSpec("role", (), env={})
-    with_address = worker_environment(elsewhere, {}, 0, "10.1.2.3", None, {}, None)
+    (inherited,) = environments(scheduler, tmp_path, JobSpec("inherited", ()))
+    spec = JobSpec("role", (), env={})
+    with_address = worker_environment(spec, {}, 0, "10.1.2.3", None, {}, None)
     assert plain["NCCL_SOCKET_IFNAME"].startswith("lo")
-    assert told["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert inherited["NCCL_SOCKET_IFNAME"] == "ib0"
     assert "NCCL_SOCKET_IFNAME" not in with_address
 
 
-def test_aborted_worker_leaves_the_stacks_of_its_threads_in_its_log(scheduler: LocalScheduler) -> None:
+def test_aborted_worker_logs_stacks_of_its_threads(scheduler: LocalScheduler) -> None:
     program = "import threading, time\ndef stuck():\n  print('here', flush=True)\n  time.sleep(600)\n"
     scheduler.create_workers(JobSpec("actor", python(program + "threading.Thread(target=stuck).start()")))
     (worker,) = scheduler.get_workers("actor")
@@ -138,9 +138,7 @@ def test_aborted_worker_leaves_the_stacks_of_its_threads_in_its_log(scheduler: L
     assert "in stuck" in scheduler.logs(worker)
 
 
-def test_log_level_of_the_command_is_that_of_its_workers(
-    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_level_of_command_applies_to_workers(scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_LOG_LEVEL", "DEBUG")
     program = (
         "from rl_contracts.runtime.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
@@ -152,18 +150,16 @@ def test_log_level_of_the_command_is_that_of_its_workers(
     assert "DEBUG [actor] rl.part: a detail" in scheduler.logs(worker)
 
 
-def test_fixed_port_in_use_error_names_the_process_and_nothing_starts(
-    scheduler: LocalScheduler, tmp_path: Path
-) -> None:
-    first = free_port(2)  # none that the kernel gives to another program meanwhile
-    told = rf"port {first + 1} is in use by process {os.getpid()} "
-    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(LaunchError, match=told):
+def test_fixed_port_in_use_raises_with_process_and_starts_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    first = free_port(2)  # a port that the kernel does not assign to other programs
+    message = rf"port {first + 1} is in use by process {os.getpid()} "
+    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(LaunchError, match=message):
         scheduler.create_workers(server(port=first, count=2))
     assert scheduler.poll() == []
     assert not list(tmp_path.glob("logs/*"))
 
 
-def test_free_port_is_given_to_nobody_else_while_the_role_exists(scheduler: LocalScheduler) -> None:
+def test_free_port_stays_reserved_while_role_exists(scheduler: LocalScheduler) -> None:
     (worker,) = scheduler.create_workers(JobSpec("slow-to-listen", python(SLEEP), needs_port=True))
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(300)]
     ports = {listener.getsockname()[1] for listener in sockets}
@@ -173,7 +169,7 @@ def test_free_port_is_given_to_nobody_else_while_the_role_exists(scheduler: Loca
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin processes")
-def test_pin_cores_workers_get_cores_of_their_own(tmp_path: Path) -> None:
+def test_pin_cores_gives_workers_separate_cores(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     with LocalScheduler(tmp_path, LocalSchedulerConfig(pin_cores=True)) as scheduler:
         workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=len(cores)))
@@ -184,7 +180,7 @@ def test_pin_cores_workers_get_cores_of_their_own(tmp_path: Path) -> None:
     assert sorted(pinned) == cores
 
 
-def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path) -> None:
+def test_gpus_workers_see_own_and_ranks_see_all_of_role(tmp_path: Path) -> None:
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1", "2", "3"])) as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
         ranks = environments(scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True))
@@ -198,7 +194,7 @@ def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path)
     assert seen == ["0", "1", "2,3", "2,3", "", "0", "0"]
 
 
-def test_gpus_role_beside_another_sees_the_same_and_gives_none_back(tmp_path: Path) -> None:
+def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path) -> None:
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["2", "3"])) as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
         ranks = environments(
@@ -207,13 +203,13 @@ def test_gpus_role_beside_another_sees_the_same_and_gives_none_back(tmp_path: Pa
         scheduler.delete_workers("actor")
         with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 2 are free"):
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
-        with pytest.raises(ConfigError, match=r"colocated_with: expected a role that has started, of \['server'\]"):
-            scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, colocated_with="nobody"))
+        with pytest.raises(ConfigError, match=r"colocated_with: .*\['server'\].*'unknown'"):
+            scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, colocated_with="unknown"))
 
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks)] == ["2", "3", "2,3", "2,3"]
 
 
-def test_gpus_servers_that_are_split_see_those_of_all_their_ranks(tmp_path: Path) -> None:
+def test_gpus_servers_with_two_gpus_see_both(tmp_path: Path) -> None:
     with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["4", "5", "6", "7"])) as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=2))
 
@@ -232,31 +228,31 @@ def test_gpus_servers_that_are_split_see_those_of_all_their_ranks(tmp_path: Path
         (JobSpec("role", python(SLEEP, "{port}")), "needs_port"),
     ],
 )
-def test_create_workers_contradictory_role_raises(scheduler: LocalScheduler, spec: JobSpec, word: str) -> None:
+def test_create_workers_invalid_spec_raises(scheduler: LocalScheduler, spec: JobSpec, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         scheduler.create_workers(spec)
     assert scheduler.poll() == []
 
 
-def test_create_workers_without_a_descriptor_for_its_port_raises(
+def test_create_workers_without_file_descriptor_raises(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("rl_launchers.local.resources.socket.socket", none_left)
+    monkeypatch.setattr("rl_launchers.local.resources.socket.socket", fail)
 
     with pytest.raises(LaunchError, match=r"role .rollout. cannot be started: .*Too many open files"):
         scheduler.create_workers(JobSpec("rollout", [sys.executable, "-c", "0"], port=40001))
 
 
-def test_create_workers_log_cannot_be_written_raises(tmp_path: Path) -> None:
+def test_create_workers_unwritable_log_raises(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where the directory should be")
     with LocalScheduler(tmp_path / "logs") as scheduler, pytest.raises(LaunchError, match="role"):
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
 
 
-def test_logs_of_an_earlier_run_are_kept_but_not_shown(tmp_path: Path) -> None:
+def test_logs_of_earlier_run_are_kept_but_not_returned(tmp_path: Path) -> None:
     for text in ("first run", "second run"):
         with LocalScheduler(tmp_path) as scheduler:
             scheduler.create_workers(JobSpec("role", python(f"print({text!r})")))
@@ -265,11 +261,11 @@ def test_logs_of_an_earlier_run_are_kept_but_not_shown(tmp_path: Path) -> None:
     assert worker.log.read_text() == "first run\nsecond run\n"
 
 
-def test_delete_workers_descendants_and_orphans_are_gone(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    family = tmp_path / "family"
-    (worker,) = scheduler.create_workers(JobSpec("role", python(FAMILY, str(family))))
-    wait_until(family.exists)
-    pids = [worker.pid or 0, *map(int, family.read_text().split())]
+def test_delete_workers_kills_descendants_and_orphans(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    (worker,) = scheduler.create_workers(JobSpec("role", python(FAMILY, str(pid_file))))
+    wait_until(pid_file.exists)
+    pids = [worker.pid or 0, *map(int, pid_file.read_text().split())]
     assert len(pids) == 4
 
     scheduler.delete_workers()
@@ -277,9 +273,9 @@ def test_delete_workers_descendants_and_orphans_are_gone(scheduler: LocalSchedul
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_delete_workers_leader_ended_before_its_orphans_are_gone(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    leaver = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
-    scheduler.create_workers(JobSpec("role", python(leaver, SLEEP)))
+def test_delete_workers_kills_orphans_of_ended_leader(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
+    scheduler.create_workers(JobSpec("role", python(program, SLEEP)))
     (worker,) = wait_for_end(scheduler, "role")
     orphan = int(scheduler.logs(worker))
     assert not is_gone(orphan)
@@ -293,14 +289,14 @@ def test_delete_workers_interrupted_can_be_repeated(scheduler: LocalScheduler, t
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    deaf = tmp_path / "deaf"
-    (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(deaf)), needs_port=True))
-    wait_until(deaf.exists)
-    former = signal.signal(signal.SIGALRM, interrupt)
+    started = tmp_path / "started"
+    (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(started)), needs_port=True))
+    wait_until(started.exists)
+    previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
         scheduler.delete_workers(grace=60)
-    signal.signal(signal.SIGALRM, former)
+    signal.signal(signal.SIGALRM, previous)
 
     scheduler.delete_workers(grace=0)
 
@@ -308,7 +304,7 @@ def test_delete_workers_interrupted_can_be_repeated(scheduler: LocalScheduler, t
     assert scheduler.poll() == []
 
 
-def test_exit_after_an_error_leaves_no_process_and_no_port(tmp_path: Path) -> None:
+def test_exit_after_error_leaves_no_process_and_no_port(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     workers = []
 
@@ -316,15 +312,15 @@ def test_exit_after_an_error_leaves_no_process_and_no_port(tmp_path: Path) -> No
         with LocalScheduler(tmp_path) as scheduler:
             scheduler.create_workers(server())
             workers.extend(scheduler.wait_ready("server"))
-            raise RuntimeError("planted")
+            raise RuntimeError("injected")
 
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected"):
         fail()
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before  # not even a zombie
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before  # zombies included
     assert not listens(workers[0])
 
 
-def test_workers_outlive_the_thread_that_started_them(scheduler: LocalScheduler) -> None:
+def test_workers_outlive_thread_that_started_them(scheduler: LocalScheduler) -> None:
     thread = threading.Thread(target=scheduler.create_workers, args=(server(),))
     thread.start()
     thread.join()
@@ -333,10 +329,10 @@ def test_workers_outlive_the_thread_that_started_them(scheduler: LocalScheduler)
     assert worker.exit_code is None
 
 
-def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    (second,) = scheduler.create_workers(JobSpec("second", python(FOLLOWER, str(go))))
-    (first,) = scheduler.create_workers(JobSpec("first", python(f"open({str(go)!r}, 'w'); import os; os._exit(9)")))
+def test_ended_at_orders_ends_seen_by_one_poll(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    file = tmp_path / "first-ended"
+    (second,) = scheduler.create_workers(JobSpec("second", python(FOLLOWER, str(file))))
+    (first,) = scheduler.create_workers(JobSpec("first", python(f"open({str(file)!r}, 'w'); import os; os._exit(9)")))
     wait_until(lambda: is_gone(first.pid or 0) and is_gone(second.pid or 0))
     wait_for_end(scheduler, "first")
     wait_for_end(scheduler, "second")
@@ -345,7 +341,7 @@ def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, t
     assert first.ended_at < second.ended_at
 
 
-def test_worker_that_is_stopped_before_it_is_ready_is_ended_long_before_the_deadline(
+def test_worker_stopped_before_ready_is_killed_before_deadline(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "STOPPED_SECONDS", 0.5)
@@ -357,7 +353,7 @@ def test_worker_that_is_stopped_before_it_is_ready_is_ended_long_before_the_dead
     assert "out of memory" not in str(caught.value)
 
 
-def test_worker_that_goes_on_soon_after_it_was_stopped_becomes_ready(
+def test_worker_stopped_briefly_before_ready_becomes_ready(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "STOPPED_SECONDS", 30.0)

@@ -1,4 +1,4 @@
-"""The small parts of the launchers: messages, logs, templates, ports, devices."""
+"""Unit tests of launcher components: messages, logs, templates, ports, signals, heartbeats."""
 
 import signal
 import socket
@@ -26,7 +26,7 @@ from rl_launchers.supervise.server_health import probe
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "expected"),
     [
         (0, "ended with exit code 0"),
         (1, "ended with exit code 1"),
@@ -38,45 +38,45 @@ from rl_launchers.supervise.server_health import probe
         (None, "ended"),
     ],
 )
-def test_describe_exit_says_what_it_died_of(code: int | None, words: str) -> None:
-    assert describe_exit(code) == words
+def test_describe_exit_names_cause(code: int | None, expected: str) -> None:
+    assert describe_exit(code) == expected
 
 
 @given(st.lists(st.text("abc é", min_size=1, max_size=8), max_size=30), st.integers(1, 40), st.integers(0, 30))
-def test_tail_any_log_is_the_last_lines_after_the_offset(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], wanted: int, earlier: int
+def test_tail_of_any_log_returns_last_lines_after_offset(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], count: int, earlier: int
 ) -> None:
     log = tmp_path_factory.mktemp("logs") / "log"
     log.write_text("".join(f"{line}\n" for line in lines))
     offset = len("".join(f"{line}\n" for line in lines[:earlier]).encode())
-    assert tail(log, wanted, offset).splitlines() == lines[earlier:][-wanted:]
+    assert tail(log, count, offset).splitlines() == lines[earlier:][-count:]
 
 
-def test_tail_of_a_huge_log_reads_only_its_end(tmp_path: Path) -> None:
+def test_tail_of_huge_log_reads_only_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\xff\n" * TAIL_BYTES + b"the end\n")
     assert tail(log, 2).splitlines() == ["�", "the end"]
 
 
-def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
+def test_tail_of_missing_log_is_empty(tmp_path: Path) -> None:
     assert tail(tmp_path / "none", 5) == ""
     assert "is empty" in with_log("problem", tmp_path / "none", "")
 
 
 @pytest.mark.parametrize(("free", "full"), [(0, True), (4096, True), (1 << 20, False)])
-def test_with_log_on_a_full_disk_says_that_the_end_may_be_missing(
+def test_with_log_on_full_disk_warns_of_missing_lines(
     free: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    said = with_log("it ended", tmp_path / "log", "half a li")
-    assert said.startswith("it ended\n")
-    assert said.endswith("\n    half a li")
-    assert ("No space left on device" in said) == full
+    message = with_log("it ended", tmp_path / "log", "half a li")
+    assert message.startswith("it ended\n")
+    assert message.endswith("\n    half a li")
+    assert ("No space left on device" in message) == full
 
 
-def test_telling_earlier_errors_come_once_each_before_the_last_lines(tmp_path: Path) -> None:
+def test_informative_tail_shows_each_earlier_error_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    before = "ValueError: of a life before\n"
+    before = "ValueError: from an earlier start\n"
     cause = "(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: the model has no such layer"
     stack = [f"(APIServer pid=6)   File {i}" for i in range(50)]
     warning = "WARNING This can cause errors like `OSError: too many open files`."
@@ -98,14 +98,14 @@ def test_telling_earlier_errors_come_once_each_before_the_last_lines(tmp_path: P
         ("Error in the weather report", False),
     ],
 )
-def test_telling_a_line_that_names_an_error_is_known(line: str, shown: bool, tmp_path: Path) -> None:
+def test_informative_tail_recognizes_lines_that_name_an_error(line: str, shown: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"{line}\nthe end\n")
 
     assert informative_tail(log, 1) == (f"{line}\n...\nthe end" if shown else "the end")
 
 
-def test_telling_many_errors_the_first_are_shown(tmp_path: Path) -> None:
+def test_informative_tail_shows_only_first_of_many_errors(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"KeyError: {i}\n" for i in range(100)) + "the end\n")
 
@@ -117,17 +117,17 @@ def test_telling_many_errors_the_first_are_shown(tmp_path: Path) -> None:
 
 
 @given(st.text(), st.integers(0, 99), st.integers(1, 65535))
-def test_fill_in_leaves_other_text_alone(text: str, index: int, port: int) -> None:
+def test_fill_in_keeps_other_text(text: str, index: int, port: int) -> None:
     plain = text.replace("{index}", "").replace("{host}", "").replace("{port}", "")
     assert fill_in(plain + "|{index}|{host}|{port}", index, "::", port) == f"{plain}|{index}|::|{port}"
 
 
-def test_fill_in_port_of_a_role_without_one_raises() -> None:
+def test_fill_in_port_without_port_raises() -> None:
     with pytest.raises(ConfigError, match="needs_port"):
         fill_in("{port}", 0, "localhost", None)
 
 
-def test_port_reservation_address_of_another_machine_raises() -> None:
+def test_port_reservation_on_foreign_address_raises() -> None:
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
         PortReservation("192.0.2.1")
 
@@ -140,7 +140,7 @@ def test_port_reservation_released_port_is_free() -> None:
         assert listener.getsockname()[1] == reservation.port
 
 
-def test_port_reservation_handed_over_a_server_may_listen() -> None:
+def test_port_reservation_after_hand_over_lets_server_listen() -> None:
     reservation = PortReservation()
     reservation.hand_over()
     with socket.create_server(("127.0.0.1", reservation.port)):
@@ -149,7 +149,7 @@ def test_port_reservation_handed_over_a_server_may_listen() -> None:
     assert "refused" in str(probe("127.0.0.1", reservation.port, "/"))
 
 
-def test_port_reservation_of_an_ipv6_host_is_of_ipv6() -> None:
+def test_port_reservation_on_ipv6_host_uses_ipv6() -> None:
     reservation = PortReservation("::1")
     with (
         socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as second,
@@ -159,8 +159,8 @@ def test_port_reservation_of_an_ipv6_host_is_of_ipv6() -> None:
     reservation.release()
 
 
-def test_interrupts_first_signal_waits_second_raises_where_impatient() -> None:
-    former = signal.getsignal(signal.SIGTERM)
+def test_interrupts_first_signal_sets_flag_second_raises_in_context() -> None:
+    previous = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
         interrupts.check()
         signal.raise_signal(signal.SIGTERM)
@@ -168,45 +168,45 @@ def test_interrupts_first_signal_waits_second_raises_where_impatient() -> None:
             interrupts.check()
         assert caught.value.number == signal.SIGTERM
         with interrupts.raise_on_second():
-            signal.raise_signal(signal.SIGTERM)  # at once, as `uv run` hands on what reached both: the same one
+            signal.raise_signal(signal.SIGTERM)  # within COALESCE_SECONDS, like a copy from `uv run`
         assert interrupts.requests == 1
         time.sleep(COALESCE_SECONDS)
-        with interrupts.raise_on_second(), pytest.raises(SecondInterrupt) as hurried:
+        with interrupts.raise_on_second(), pytest.raises(SecondInterrupt) as second:
             signal.raise_signal(signal.SIGINT)
-        assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code
+        assert second.value.number == signal.SIGTERM  # the first request decides the exit code
         time.sleep(COALESCE_SECONDS)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.requests == 3
-    assert signal.getsignal(signal.SIGTERM) is former
+    assert signal.getsignal(signal.SIGTERM) is previous
 
 
-def test_pulses_that_are_cleared_while_they_are_read_stay_forgotten() -> None:
-    """A rank that is started anew must not have the silence of the one before, which the reader had seen."""
+def test_heartbeats_cleared_during_read_stay_cleared() -> None:
+    """A restarted rank must not inherit the time without a heartbeat of its predecessor."""
     names = MemoryNames()
-    pulses = Heartbeats(names)
-    pulses.timeout = 0.2
+    heartbeats = Heartbeats(names)
+    heartbeats.timeout = 0.2
     names.add("pulse/actor-0", "7")
-    wait_until(lambda: _read(pulses).is_hung("actor-0"))
-    names.children = lambda prefix="": Meanwhile(pulses.clear)  # type: ignore[method-assign]
-    time.sleep(pulses.timeout / 4)
-    pulses.read()
+    wait_until(lambda: _read(heartbeats).is_hung("actor-0"))
+    names.children = lambda prefix="": HookedEntries(heartbeats.clear)  # type: ignore[method-assign]
+    time.sleep(heartbeats.timeout / 4)
+    heartbeats.read()
 
-    assert not pulses.is_hung("actor-0")
+    assert not heartbeats.is_hung("actor-0")
 
 
-class Meanwhile(dict[str, str]):
-    """One sign of life; once it is read, something happens."""
+class HookedEntries(dict[str, str]):
+    """One heartbeat that calls a function after its first read."""
 
-    def __init__(self, happens: Callable[[], None]) -> None:
-        self._happens: Callable[[], None] | None = happens
+    def __init__(self, hook: Callable[[], None]) -> None:
+        self._hook: Callable[[], None] | None = hook
 
     def items(self) -> Any:
         yield "pulse/actor-0", "7"
-        happens, self._happens = self._happens, None
-        if happens:
-            happens()
+        hook, self._hook = self._hook, None
+        if hook:
+            hook()
 
 
-def _read(pulses: Heartbeats) -> Heartbeats:
-    pulses.read()
-    return pulses
+def _read(heartbeats: Heartbeats) -> Heartbeats:
+    heartbeats.read()
+    return heartbeats

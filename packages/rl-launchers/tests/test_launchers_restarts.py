@@ -1,4 +1,4 @@
-"""Servers that die or hang come back at their address, until the budget is spent."""
+"""Tests of server restarts: servers that die or hang restart at their address until the limit is reached."""
 
 import os
 import re
@@ -14,29 +14,29 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume
 
-PATIENT_CLIENT = """
+RETRYING_CLIENT = """
 import pathlib, sys, time, urllib.request
 deadline = time.monotonic() + 25
 while True:
     assert time.monotonic() < deadline
-    life = pathlib.Path(sys.argv[3]).read_text().count("======== ") + 1
+    start = pathlib.Path(sys.argv[3]).read_text().count("======== ") + 1
     try:
         with urllib.request.urlopen(sys.argv[1] + "/health", timeout=0.3):
-            if life >= int(sys.argv[2]):
+            if start >= int(sys.argv[2]):
                 break
     except OSError:
         pass
     time.sleep(0.02)
 """
-"""Ends once a server has answered in such a life, which it counts in the server's log."""
+"""Trainer that ends once a server has responded after a number of starts, which it counts in the server's log."""
 
-LOST_CLIENT = """
+FAILING_CLIENT = """
 import pathlib, sys, time
 while "======== " not in pathlib.Path(sys.argv[1]).read_text():
     time.sleep(0.02)
 raise SystemExit(1)
 """
-"""Fails once a server has begun another life."""
+"""Trainer that fails once a server has been restarted."""
 
 
 @pytest.fixture
@@ -45,20 +45,21 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
         yield scheduler
 
 
-def trainer_of(lives: int) -> Callable[[list[Worker]], list[JobSpec]]:
+def trainer_of(starts: int) -> Callable[[list[Worker]], list[JobSpec]]:
+    """Return a function for a trainer that ends after a number of starts of the first server."""
     return lambda workers: [
-        JobSpec("actor", python(PATIENT_CLIENT, workers[0].address, str(lives), str(workers[0].log)))
+        JobSpec("actor", python(RETRYING_CLIENT, workers[0].address, str(starts), str(workers[0].log)))
     ]
 
 
 def once_running(signum: int, times: int) -> Callable[[list[Worker]], None]:
-    """Send the first server a signal in each of its first lives, as soon as it and the trainer run."""
+    """Send a signal to the first server, in each of its first starts, as soon as it and the trainer run."""
     sent: set[int | None] = set()
 
     def tick(workers: list[Worker]) -> None:
         first = workers[0]
-        both = first.status is WorkerStatus.RUNNING and len(workers) > 1 and first.pid is not None
-        if both and len(sent) < times and first.pid not in sent:
+        running = first.status is WorkerStatus.RUNNING and len(workers) > 1 and first.pid is not None
+        if running and len(sent) < times and first.pid not in sent:
             sent.add(first.pid)
             os.kill(first.pid or 0, signum)
 
@@ -66,22 +67,22 @@ def once_running(signum: int, times: int) -> Callable[[list[Worker]], None]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_run_server_lost_is_started_anew_and_the_run_goes_on(
+def test_server_lost_is_restarted_and_run_continues(
     scheduler: LocalScheduler, signum: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LauncherConfig(health_timeout=1.0, health_interval=0.1)
 
     code = Launcher(scheduler, config).run([server("rollout")], trainer_of(2), on_tick=once_running(signum, 1))
 
-    what = "was killed by SIGKILL" if signum == signal.SIGKILL else "gave no good answer for 1 s"
+    problem = "was killed by SIGKILL" if signum == signal.SIGKILL else "failed its readiness checks for 1 s"
     assert code == 0
-    assert f"rollout-0 {what}" in caplog.text
+    assert f"rollout-0 {problem}" in caplog.text
     assert "restart 1 of 3" in (tmp_path / "logs" / "rollout-0.log").read_text()
     assert scheduler.poll() == []
 
 
 @pytest.mark.slow
-def test_run_server_dies_too_often_error_names_it_its_lives_and_its_log(scheduler: LocalScheduler) -> None:
+def test_server_restarts_used_up_error_names_server_and_log(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=2, health_interval=0.1)
 
     with pytest.raises(LaunchError) as caught:
@@ -90,12 +91,12 @@ def test_run_server_dies_too_often_error_names_it_its_lives_and_its_log(schedule
     message = str(caught.value)
     assert message.startswith("rollout-0 was killed by SIGKILL (out of memory?)")
     assert "launcher.max_restarts=2 restarts are used" in message
-    assert message.count("Before it: ") == 2
+    assert message.count("Before it: ") == 2  # one for each restart
     assert "rollout-0.log" in message
 
 
 @pytest.mark.slow
-def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalScheduler) -> None:
+def test_server_restarts_outside_window_do_not_count(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, restart_window=0.01, health_interval=0.1)
 
     code = Launcher(scheduler, config).run([server("rollout")], trainer_of(3), on_tick=once_running(signal.SIGKILL, 2))
@@ -104,7 +105,7 @@ def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalSchedu
 
 
 @pytest.mark.nightly
-def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(scheduler: LocalScheduler) -> None:
+def test_restarted_server_never_ready_ends_run_with_last_result(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, health_interval=0.1)
     spec = server("rollout", ready_timeout=8.0)
     broken = python(
@@ -117,21 +118,21 @@ def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(sche
     )
     spec = JobSpec("rollout", broken, needs_port=True, ready_path="/health", ready_timeout=8.0)
 
-    with pytest.raises(LaunchError, match=r"rollout-0 gave no good answer for 8 s \(last: .*refused"):
+    with pytest.raises(LaunchError, match=r"rollout-0 failed its readiness checks for 8 s \(last: .*refused"):
         Launcher(scheduler, config).run([spec], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
 
 
 @pytest.mark.slow
-def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on(
+def test_server_without_resources_is_retried_while_others_run(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rl_launchers.supervise.server_health.RETRY_SECONDS", 0.3)
-    refused, restart = list[str](), LocalScheduler.restart_worker
+    failed, restart = list[str](), LocalScheduler.restart_worker
 
     def restart_later(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
-        if len(refused) < 2:
-            refused.append(worker.name)
-            raise LaunchError("planted: no machine has room")
+        if len(failed) < 2:
+            failed.append(worker.name)
+            raise LaunchError("injected fault: no free GPUs")
         return restart(self, worker, note)
 
     monkeypatch.setattr(LocalScheduler, "restart_worker", restart_later)
@@ -145,39 +146,39 @@ def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on
     code = Launcher(scheduler, config).run([server("rollout", count=2)], trainer_of(2), on_tick=tick)
 
     assert code == 0
-    assert refused == ["rollout-0", "rollout-0"]
-    assert "planted: no machine has room" in caplog.text
+    assert failed == ["rollout-0", "rollout-0"]
+    assert "injected fault: no free GPUs" in caplog.text
 
 
 @pytest.mark.slow
-def test_run_only_server_for_which_there_is_no_room_everything_is_started_again_where_it_can_be(
+def test_last_server_without_resources_restarts_run_if_resumable(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
-        raise LaunchError("planted: no machine has room")
+    def fail(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
+        raise LaunchError("injected fault: no free GPUs")
 
-    monkeypatch.setattr(LocalScheduler, "restart_worker", refuse)
-    what, resume = "was killed by SIGKILL.*no other server answers.*planted", Resume(lambda: (3, 2), lambda: 2)
+    monkeypatch.setattr(LocalScheduler, "restart_worker", fail)
+    problem, resume = "was killed by SIGKILL.*no other server is healthy.*injected", Resume(lambda: (3, 2), lambda: 2)
     run = Launcher(scheduler).run
     assert run([server("rollout")], trainer_of(2), once_running(signal.SIGKILL, 1), resume=resume) == 0
-    assert re.search(f"rollout-0 {what}.*Restarting all processes after step 2", caplog.text)
+    assert re.search(f"rollout-0 {problem}.*Restarting all processes after step 2", caplog.text)
 
-    with pytest.raises(LaunchError, match=what):
+    with pytest.raises(LaunchError, match=problem):
         Launcher(scheduler).run([server("rollout")], trainer_of(9), once_running(signal.SIGKILL, 1))
 
 
-def test_run_trainer_fails_after_a_restart_error_tells_of_both(scheduler: LocalScheduler) -> None:
+def test_trainer_failure_after_server_restart_error_names_both(scheduler: LocalScheduler) -> None:
     with pytest.raises(
         LaunchError, match=r"(?s)actor-0 ended with exit code 1.*Before it: .*rollout-0 was killed by SIGKILL"
     ):
         Launcher(scheduler).run(
             [server("rollout")],
-            lambda workers: [JobSpec("actor", python(LOST_CLIENT, str(workers[0].log)))],
+            lambda workers: [JobSpec("actor", python(FAILING_CLIENT, str(workers[0].log)))],
             on_tick=once_running(signal.SIGKILL, 1),
         )
 
 
-def test_run_trainer_killed_ends_the_run_at_once(scheduler: LocalScheduler) -> None:
+def test_trainer_killed_without_resume_ends_run_at_once(scheduler: LocalScheduler) -> None:
     def kill_trainer(workers: list[Worker]) -> None:
         if len(workers) == 2 and workers[1].exit_code is None:
             os.kill(workers[1].pid or 0, signal.SIGKILL)

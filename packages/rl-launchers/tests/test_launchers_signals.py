@@ -1,4 +1,4 @@
-"""What signals to a launcher do: a whole program with servers, trainers and grandchildren is run and shot at."""
+"""Tests of signals to a launcher program that runs a server, a trainer and the trainer's child."""
 
 import fcntl
 import os
@@ -51,35 +51,35 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(fold
 (folder / "training").touch()
 time.sleep(600)
 """
-"""Has a child of its own, and writes a recover point when it is asked to end."""
+"""Trainer with a child process that writes a recovery checkpoint on SIGTERM."""
 
-DEAF_TRAINER = TRAINER.replace("signal.SIGTERM, recover", "signal.SIGTERM, signal.SIG_IGN")
+IGNORING_TRAINER = TRAINER.replace("signal.SIGTERM, recover", "signal.SIGTERM, signal.SIG_IGN")
 
 PATIENT_TRAINER = TRAINER.replace(
     "signal.SIGTERM, recover", "signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, recover)"
 )
-"""Ends at the second request only."""
+"""Trainer that ends only at the second SIGTERM."""
 
 
 class Program:
-    """A running launcher program, whose processes are known by its folder in their command lines."""
+    """Running launcher program. Its processes have its folder in their command lines."""
 
     def __init__(
         self,
         folder: Path,
         trainer: str = TRAINER,
         delay: float = 0.0,
-        behind: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
         grace: float = 40.0,
         finish: float = 0.0,
         terminal: int | None = None,
     ) -> None:
         self.folder = folder
         options = map(str, (folder, trainer, delay, SERVER, grace, finish))
-        command = [*behind, sys.executable, "-c", PROGRAM, *options]
+        command = [*prefix, sys.executable, "-c", PROGRAM, *options]
         if terminal is None:
             self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        else:  # that of a shell, whose commands in the foreground all get its ^C
+        else:  # with a controlling terminal, which sends Ctrl-C to the whole foreground process group
             self.process = subprocess.Popen(
                 command,
                 stdin=terminal,
@@ -89,17 +89,17 @@ class Program:
                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             )
 
-    def reaches(self, milestone: str) -> "Program":
+    def wait_for_file(self, milestone: str) -> "Program":
         """Wait until the program has written a file."""
         wait_until((self.folder / milestone).exists)
         return self
 
-    def ends_within(self, seconds: float) -> int:
-        """Its exit code."""
+    def exit_code_within(self, seconds: float) -> int:
+        """Wait for the end of the program and return its exit code."""
         return self.process.wait(timeout=seconds)
 
-    def left_behind(self) -> list[str]:
-        """Command lines of its processes that still run, its keeper's included."""
+    def remaining_commands(self) -> list[str]:
+        """Return the command lines of processes that still run, including the reaper's."""
         marks = str(self.folder), f"rl_launchers.local.reaper {self.process.pid}"
         commands = []
         for process in psutil.process_iter():
@@ -113,7 +113,7 @@ class Program:
         return commands
 
     def port_is_free(self) -> bool:
-        """Whether nobody listens on the server's port."""
+        """Return whether no process listens on the server's port."""
         port = int((self.folder / "port").read_text())
         return not any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections("tcp"))
 
@@ -128,130 +128,128 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
     yield start
     for program in programs:
-        program.process.kill()  # the keeper ends the rest
+        program.process.kill()  # the reaper ends the others
         program.process.communicate(timeout=30)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_trainer_writes_its_recover_point_and_nothing_is_left(
+def test_signal_saves_checkpoint_and_leaves_no_process(
     start: Callable[..., Program], number: signal.Signals, code: int
 ) -> None:
-    program = start().reaches("training")
-    assert len(program.left_behind()) >= 5  # launcher, keeper, server, trainer and its child
+    program = start().wait_for_file("training")
+    assert len(program.remaining_commands()) >= 5  # launcher, reaper, server, trainer and its child
 
     program.process.send_signal(number)
 
-    assert program.ends_within(15) == code
+    assert program.exit_code_within(15) == code
     assert (program.folder / "recover").read_text() == "saved while the server answered"
-    assert program.left_behind() == []
+    assert program.remaining_commands() == []
     assert program.port_is_free()
 
 
-@pytest.mark.parametrize("behind", [(), ("uv", "run", "--no-project")], ids=["alone", "uv run"])
-def test_ctrl_c_at_a_terminal_is_one_request_to_end_for_the_whole_foreground(
-    start: Callable[..., Program], behind: tuple[str, ...]
-) -> None:
-    if behind and shutil.which("uv") is None:
+@pytest.mark.parametrize("prefix", [(), ("uv", "run", "--no-project")], ids=["alone", "uv run"])
+def test_ctrl_c_in_terminal_counts_as_one_stop_request(start: Callable[..., Program], prefix: tuple[str, ...]) -> None:
+    if prefix and shutil.which("uv") is None:
         pytest.skip("uv is not installed")
     master, terminal = os.openpty()
-    program = start(behind=behind, terminal=terminal).reaches("training")
+    program = start(prefix=prefix, terminal=terminal).wait_for_file("training")
 
     os.write(master, b"\x03")
 
-    assert program.ends_within(15) == 130
+    assert program.exit_code_within(15) == 130
     assert (program.folder / "recover").read_text() == "saved while the server answered"
-    wait_until(lambda: program.left_behind() == [])
+    wait_until(lambda: program.remaining_commands() == [])
     assert program.port_is_free()
     os.close(master)
     os.close(terminal)
 
 
 @pytest.mark.slow
-def test_third_signal_to_a_launcher_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:
-    program = start(trainer=DEAF_TRAINER).reaches("training")
+def test_third_signal_kills_trainer_that_ignores_sigterm(start: Callable[..., Program]) -> None:
+    program = start(trainer=IGNORING_TRAINER).wait_for_file("training")
 
     for _ in range(2):
         program.process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):  # it would wait for the trainer's 40 seconds
-            program.ends_within(1)
+        with pytest.raises(subprocess.TimeoutExpired):  # the launcher waits up to 40 s for the trainer
+            program.exit_code_within(1)
     program.process.send_signal(signal.SIGINT)
 
-    assert program.ends_within(5) == 130
-    assert program.left_behind() == []
+    assert program.exit_code_within(5) == 130
+    assert program.remaining_commands() == []
 
 
 @pytest.mark.slow
-def test_first_signal_waits_longer_than_the_grace_second_ends_it(start: Callable[..., Program]) -> None:
-    program = start(trainer=PATIENT_TRAINER, grace=1.0).reaches("training")
+def test_first_signal_waits_beyond_grace_and_second_ends_run(start: Callable[..., Program]) -> None:
+    program = start(trainer=PATIENT_TRAINER, grace=1.0).wait_for_file("training")
 
     program.process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
-        program.ends_within(2)
+        program.exit_code_within(2)
     program.process.send_signal(signal.SIGINT)
 
-    assert program.ends_within(20) == 130
+    assert program.exit_code_within(20) == 130
     assert (program.folder / "recover").read_text() == "saved while the server answered"
-    assert program.left_behind() == []
+    assert program.remaining_commands() == []
 
 
 @pytest.mark.slow
-def test_signal_deaf_trainer_is_killed_when_its_grace_is_over(start: Callable[..., Program]) -> None:
-    program = start(trainer=DEAF_TRAINER, grace=1.0, finish=0.5).reaches("training")
+def test_trainer_that_ignores_sigterm_is_killed_after_grace(start: Callable[..., Program]) -> None:
+    program = start(trainer=IGNORING_TRAINER, grace=1.0, finish=0.5).wait_for_file("training")
 
     program.process.send_signal(signal.SIGINT)
 
-    assert program.ends_within(20) == 130  # the other tests' 40 seconds would be too many
-    assert program.left_behind() == []
+    assert program.exit_code_within(20) == 130  # less than the grace period of 40 s in the other tests
+    assert program.remaining_commands() == []
     assert not (program.folder / "recover").exists()
 
 
-def test_signal_while_a_server_starts_ends_the_wait(start: Callable[..., Program]) -> None:
-    program = start(delay=600.0).reaches("logs/rollout-0.log")
+def test_signal_during_server_start_ends_run(start: Callable[..., Program]) -> None:
+    program = start(delay=600.0).wait_for_file("logs/rollout-0.log")
     program.process.send_signal(signal.SIGINT)
-    assert program.ends_within(10) == 130
-    assert program.left_behind() == []
+    assert program.exit_code_within(10) == 130
+    assert program.remaining_commands() == []
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
-def test_uv_run_killed_by_sigkill_ends_what_it_ran(start: Callable[..., Program]) -> None:
-    program = start(behind=("uv", "run", "--no-project")).reaches("training")
+def test_uv_run_killed_by_sigkill_stops_run(start: Callable[..., Program]) -> None:
+    program = start(prefix=("uv", "run", "--no-project")).wait_for_file("training")
 
     program.process.kill()
 
-    wait_until(lambda: program.left_behind() == [])
+    wait_until(lambda: program.remaining_commands() == [])
     assert program.port_is_free()
     assert (program.folder / "recover").read_text() == "saved while the server answered"
 
 
-@pytest.mark.parametrize("keeper_killed_first", [False, True])
-def test_launcher_killed_by_sigkill_its_processes_end_by_themselves(
-    start: Callable[..., Program], keeper_killed_first: bool
+@pytest.mark.parametrize("reaper_killed_first", [False, True])
+def test_launcher_killed_by_sigkill_reaper_ends_all_processes(
+    start: Callable[..., Program], reaper_killed_first: bool
 ) -> None:
-    program = start().reaches("training")
-    if keeper_killed_first:
-        keeper = find_keeper(program.process.pid)
-        keeper.kill()
-        wait_until(lambda: find_keeper(program.process.pid) not in (None, keeper))  # the launcher starts another
+    program = start().wait_for_file("training")
+    if reaper_killed_first:
+        reaper = find_reaper(program.process.pid)
+        reaper.kill()
+        wait_until(lambda: find_reaper(program.process.pid) not in (None, reaper))  # the launcher starts a new one
 
     program.process.kill()
 
-    wait_until(lambda: program.left_behind() == [])
+    wait_until(lambda: program.remaining_commands() == [])
     assert program.port_is_free()
-    assert (program.folder / "recover").exists()  # they were asked first
+    assert (program.folder / "recover").exists()  # the reaper sends SIGTERM first
     assert not (program.folder / "scratch").exists()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
-def test_launcher_killed_while_workers_start_none_is_left(start: Callable[..., Program], delay: float) -> None:
-    program = start(delay=600.0).reaches("started")
-    time.sleep(delay)  # falls before, in or after the start of the server
+def test_launcher_killed_during_start_leaves_no_process(start: Callable[..., Program], delay: float) -> None:
+    program = start(delay=600.0).wait_for_file("started")
+    time.sleep(delay)  # the kill comes before, during or after the start of the server
     program.process.kill()
-    wait_until(lambda: program.left_behind() == [])
+    wait_until(lambda: program.remaining_commands() == [])
 
 
-def find_keeper(launcher: int) -> psutil.Process | None:
+def find_reaper(launcher: int) -> psutil.Process | None:
     for child in psutil.Process(launcher).children():
-        with suppress(psutil.Error):  # a dead one that has not been replaced yet
+        with suppress(psutil.Error):  # a dead reaper before the launcher replaces it
             if f"rl_launchers.local.reaper {launcher}" in " ".join(child.cmdline()):
                 return child
     return None

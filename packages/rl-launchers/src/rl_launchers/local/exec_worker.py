@@ -1,7 +1,7 @@
 """Program that registers a new worker process with the reaper and then executes the worker's command.
 
-It runs as `python -I -S exec_worker.py REAPER_FD CORES COMMAND...`, by path and with the standard library only, so that
-it takes a few hundredths of a second. It replaces a `preexec_fn`, which is unsafe if the launcher has threads.
+Usage: `python -I -S exec_worker.py REAPER_FD CORES COMMAND...`. It runs by path and imports only the standard library,
+so that it takes a few hundredths of a second. It replaces a `preexec_fn`, which is unsafe if the launcher has threads.
 """
 
 import os

@@ -55,8 +55,8 @@ class Interrupts:
     `raise_on_second`, and are only counted elsewhere. A signal within `COALESCE_SECONDS` of another counts as the same
     one, because a signal to a process group reaches a program below `uv run` twice.
 
-    Signals reach only the main thread, so this does nothing in other threads. If the `uv run` that started the program
-    ends, this counts as a stop request, because `uv run` forwards signals but cannot forward its own SIGKILL.
+    Signals reach only the main thread, so this does nothing in other threads. The end of the `uv run` that started the
+    program also counts as a stop request: `uv run` forwards signals, but cannot forward its own SIGKILL.
 
     Args:
         parent: result of `uv_parent` at the start of the program; None to call it now.

@@ -26,8 +26,8 @@ from rl_launchers.supervise.server_scaling import ServerScaler
 logger = get_logger("launcher")
 
 SETTLE_SECONDS = 0.5
-"""Seconds to wait after the end of a worker for further ends, its consequences or a slower cause, so that the error
-names all of them."""
+"""Seconds to wait after a worker ends, so that the error also names workers that end soon after it. They may be
+consequences, or the cause."""
 
 USERS_FAULT = 2
 """Exit code of a trainer whose error would recur, so that a restart is useless."""
@@ -131,11 +131,11 @@ class Launcher:
             on_tick: function called with all workers several times a second, for a progress display.
             together: whether trainers start at the same time as the servers and wait for them; otherwise they start
                 when all servers are ready. Servers are restarted individually only after all of them have been ready.
-            resume: functions to restart the run after a loss of trainers, of the last server of a role without
-                resources for another, or of a server with its node before all were ready. All processes are stopped and
-                started again, up to `trainer_restarts` times, like by a new command. There is no restart after exit
-                code 2 of a trainer (`USERS_FAULT`), or if a trainer raised an error before the first step. None: such a
-                loss ends the run.
+            resume: functions to restart the run after the loss of a trainer, or of the last server of a role without
+                resources for another. The loss of a server with its node before all are ready counts too. All processes
+                are stopped and started again, up to `trainer_restarts` times, like by a new command. There is no
+                restart after exit code 2 of a trainer (`USERS_FAULT`), or if a trainer raised an error before the first
+                step. None: such a loss ends the run.
 
         Returns:
             exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM, 129 after
@@ -145,7 +145,7 @@ class Launcher:
             ConfigError: a job spec is invalid, there is no trainer, or a command contains the run key.
             LaunchError: a worker could not be started, trainers were lost and not restarted, or a server ended or hung
                 more often than `max_restarts` allows. The message names the worker that ended first, its exit code or
-                signal, and the last lines of its log, after all earlier errors of the run.
+                signal, and the last lines of its log. After restarts it lists all errors of the run in order.
             ServerStartError: a server ended before all were ready. The message also has the role's `remedy`.
         """
         self._on_tick, self._remedies = on_tick, {spec.role: spec.remedy for spec in servers}

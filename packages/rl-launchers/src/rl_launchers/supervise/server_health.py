@@ -90,10 +90,10 @@ class _ServerState:
 class ServerHealth:
     """Monitor that checks and restarts servers once all of them have been ready.
 
-    A server that ended for any reason, or fails its readiness checks for too long, is restarted at its address, up to
-    `max_restarts` times within `restart_window` seconds. The weights that it then loads depend on the kind of server.
-    Its clients send it the committed version and check the weights before they use it again. Checks run in threads, so
-    that a silent server does not delay the others.
+    A server that ended for any reason, or fails its readiness checks for too long, is restarted at its address. The
+    limit is `max_restarts` within `restart_window` seconds. The weights that it then loads depend on its kind. Its
+    clients send it the committed version and check the weights before they use it again. Checks run in threads, so that
+    a silent server does not delay the others.
 
     Args:
         scheduler: scheduler that starts the servers.

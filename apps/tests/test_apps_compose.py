@@ -422,14 +422,15 @@ def test_machines_of_a_job_are_as_many_as_cluster_nodes_says(no_slurm, capsys):
 
     told = _refused(capsys, *slurm, "cluster.nodes=2", "launcher.options.nodes=3")
     assert "launcher.options.nodes: expected 2" in told
-    assert "cluster.nodes=2; set one of the two alone, found 3" in told
+    assert "cluster.nodes=2" in told
+    assert ", found 3" in told
 
 
 def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=2", "launcher.options.nodes=2", "--dry-run")
     told = _refused(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)
-    assert "allocation: role 'rollout': expected room for 1 workers of 3 GPUs, each worker's on one machine" in told
-    assert "free are 4 (node0 2, node1 2)" in told
+    assert "allocation: role 'rollout': 1 workers of 3 GPUs" in told
+    assert "4 GPUs are free (node0 2, node1 2)" in told
 
 
 def test_attached_servers_elsewhere_get_their_weights_by_broadcast(theirs, capsys):

@@ -239,11 +239,11 @@ def test_ctrl_c_leaves_the_job_of_slurm_alone_and_the_same_command_follows_it_ag
         command = start_command("gsm8k-grpo", small | settings_of("slurm") | {"total_steps": 100})
         command.wait_for(lambda: _went_on(command))
         command.process.send_signal(signal.SIGINT)
-        assert "goes on without being followed" in command.finish(60, code=130)
+        assert "is no longer followed" in command.finish(60, code=130)
         [job] = cluster.run("squeue", "-h", "-o", "%A").split()
 
         command.again()
-        command.wait_for(lambda: f"job {job} of this run is there already; following it" in command.said)
+        command.wait_for(lambda: f"job {job} of this run already exists; following it" in command.said)
         command.finish(400)
         assert cluster.run("squeue", "-h") == ""
 

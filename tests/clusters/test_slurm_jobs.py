@@ -306,7 +306,7 @@ def test_submit_node_is_lost_and_slurm_does_not_know_the_launcher_has_the_job_st
         said, _ = following.communicate(timeout=240)
 
     assert following.returncode == 0, said
-    assert f"{lost} were lost, do not come back" in said
+    assert f"nodes {lost} were lost" in said
     assert [life.split()[0] for life in _lives(lives)] == ["0", "1"]
 
 

@@ -1,1 +1,1 @@
-"""Workers on several machines, through an agent on each."""
+"""Scheduler of workers on several machines, with a node agent on each."""

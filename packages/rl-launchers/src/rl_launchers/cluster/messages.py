@@ -1,8 +1,8 @@
-"""What the launcher and its agents say to each other: JSON messages over connections that both ends have proven.
+"""JSON messages between the launcher and its node agents, over mutually authenticated connections.
 
-Both ends prove that they know the secret by an HMAC of the other's random challenge (`multiprocessing.connection`), so
-it crosses no wire. Messages are bytes of JSON: nothing is unpickled. Each has a length before it and at most
-`LARGEST` bytes; a peer that is silent in the middle of one is given up.
+Each end proves that it knows the secret with an HMAC of the other end's random challenge
+(`multiprocessing.connection`). The secret itself is never sent. Messages are JSON, so nothing is unpickled. Each
+message has a length prefix and at most `LARGEST` bytes. A connection fails if the peer pauses too long within one.
 """
 
 from __future__ import annotations
@@ -20,41 +20,45 @@ from typing import Any
 from rl_contracts.errors import LaunchError
 
 LARGEST = 1 << 20
-"""Bytes of a message."""
+"""Maximum size of a message, in bytes."""
 MESSAGE_SECONDS = 10
-"""Seconds for the rest of a message that has begun, or for the proof of a peer, at most."""
+"""Maximum seconds to wait for the rest of a message, or for each step of the authentication."""
 CALL_SECONDS = 60
-"""Seconds that the launcher may take to answer a call."""
+"""Seconds within which the launcher must answer a new connection."""
 
 Message = dict[str, Any]
 
 
 class MessageConnection:
-    """One end of a connection.
+    """One end of an authenticated connection.
 
     Args:
-        connection: proven by both sides.
+        connection: a connection that both sides have authenticated.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait` and `select`."""
+        """Return the file descriptor, for `multiprocessing.connection.wait` and `select`."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the peer is gone, or took nothing for too long. For several threads."""
-        with self._sending:
+        """Send a message. Several threads may call this.
+
+        Raises:
+            OSError: the peer has closed the connection, or did not read for too long.
+        """
+        with self._send_lock:
             self._connection.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> Message:
-        """The next message; waits for it.
+        """Wait for the next message and return it.
 
         Raises:
-            OSError, EOFError: the peer is gone, or was silent in the middle of one.
-            ValueError: no JSON object.
+            OSError, EOFError: the peer has closed the connection, or paused too long within a message.
+            ValueError: the message is not a JSON object.
         """
         message = json.loads(self._connection.recv_bytes(LARGEST))
         if not isinstance(message, dict):
@@ -62,25 +66,25 @@ class MessageConnection:
         return message
 
     def close(self) -> None:
-        """May be called twice. Another thread's `send` ends with an OSError."""
+        """Close the connection. A concurrent `send` raises OSError. Repeated calls are allowed."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as peer:
             peer.shutdown(socket.SHUT_RDWR)
-        with self._sending, suppress(OSError):  # else the descriptor could be another's by then
+        with self._send_lock, suppress(OSError):  # without the lock, `send` could write to a reused descriptor
             self._connection.close()
 
 
 def accept_agent(peer: socket.socket, secret: bytes, patience: float = MESSAGE_SECONDS) -> MessageConnection:
-    """The connection of a peer that called and proves that it knows the secret.
+    """Authenticate a peer that connected to this process, and return the connection.
 
     Args:
-        peer: stays open, so that it can be shut down meanwhile.
-        secret: of the run.
-        patience: seconds; see `PATIENCE`, which is the most.
+        peer: its socket. It stays open, so that another thread can shut it down during the authentication.
+        secret: the secret of the run.
+        patience: seconds to wait for the peer within a message; at most `MESSAGE_SECONDS`.
 
     Raises:
-        OSError, EOFError, AuthenticationError: it does not, or not in time.
+        OSError, EOFError, AuthenticationError: the peer does not know the secret, or does not prove it in time.
     """
-    _limit(peer, min(MESSAGE_SECONDS, patience))
+    _set_timeout(peer, min(MESSAGE_SECONDS, patience))
     connection = Connection(os.dup(peer.fileno()))
     try:
         deliver_challenge(connection, secret)
@@ -92,31 +96,31 @@ def accept_agent(peer: socket.socket, secret: bytes, patience: float = MESSAGE_S
 
 
 def connect_to_launcher(host: str, port: int, secret: bytes, patience: float = MESSAGE_SECONDS) -> MessageConnection:
-    """A connection to the launcher.
+    """Connect to the launcher and authenticate both ends.
 
     Args:
-        host, port: where it listens.
-        secret: of the run.
-        patience: as for `accepted`.
+        host, port: address on which the launcher listens.
+        secret: the secret of the run.
+        patience: seconds to wait for the launcher within a message; at most `MESSAGE_SECONDS`.
 
     Raises:
-        LaunchError: nobody listens there, or it does not know the secret, or does not answer in `CALL_SECONDS`.
+        LaunchError: no process listens there, or it does not know the secret or answer within `CALL_SECONDS`.
     """
     try:
         with socket.create_connection((host, port), CALL_SECONDS) as peer:
             peer.settimeout(None)
-            _limit(peer, CALL_SECONDS)
+            _set_timeout(peer, CALL_SECONDS)
             connection = Connection(os.dup(peer.fileno()))
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
-            _limit(peer, min(MESSAGE_SECONDS, patience))
+            _set_timeout(peer, min(MESSAGE_SECONDS, patience))
             return MessageConnection(connection)
     except (OSError, EOFError, AuthenticationError) as error:
-        raise LaunchError(f"the launcher at {host}:{port} cannot be reached: {error!r}") from error
+        raise LaunchError(f"cannot connect to the launcher at {host}:{port}: {error!r}") from error
 
 
-def _limit(peer: socket.socket, seconds: float) -> None:
-    """How long one end waits for the other within a message."""
+def _set_timeout(peer: socket.socket, seconds: float) -> None:
+    """Set the timeout of each send and receive."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

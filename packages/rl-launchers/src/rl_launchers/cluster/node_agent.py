@@ -1,8 +1,8 @@
-"""The agent: one small process on each machine of a cluster, which starts there what the launcher asks for.
+"""Node agent: a small process on each machine of a cluster that starts and stops workers for the launcher.
 
-It holds the scheduler of one machine, so that processes, logs, ports, devices and the keeper are what they are without
-a cluster. It calls the launcher, tells it whenever the state of a worker changes and that it is alive, and ends itself
-and all of its workers when the launcher is gone.
+The agent uses the scheduler of a single machine (`LocalScheduler`). Processes, logs, ports, devices and the reaper work
+as they do without a cluster. The agent connects to the launcher, reports each change of a worker's state and sends
+heartbeats. If it loses the launcher, it stops its workers and exits.
 
     python -m rl_launchers.cluster.node_agent LAUNCHER:PORT NODE HOST LOG_DIRECTORY SECRETS_FILE
 """
@@ -29,106 +29,106 @@ from rl_launchers.local.resources import PortReservation
 from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks at the workers."""
+"""Seconds between two polls of the workers."""
 HEARTBEAT_SECONDS = 1.0
-"""Seconds after which something is said, whatever happens."""
+"""Seconds between two heartbeats."""
 GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for the workers of a launcher that is gone."""
+"""Seconds between SIGTERM and SIGKILL for workers that still run when the agent ends."""
 LAUNCHER_GONE = 3
-"""Exit code of an agent whose launcher did not take leave."""
+"""Exit code of an agent that lost its launcher without an `end` message."""
 
 
 class NodeAgent:
-    """Does what the launcher says.
+    """Executes the orders of the launcher.
 
     Args:
-        wire: to the launcher.
-        scheduler: of this machine.
-        secrets: variables that workers have in their environment and that are never sent.
-        patience: seconds without a word from the launcher after which it counts as gone.
+        wire: connection to the launcher.
+        scheduler: scheduler of this machine.
+        secrets: environment variables of workers that are never sent over the connection.
+        patience: seconds without a message from the launcher after which the agent gives up.
     """
 
     def __init__(
         self, wire: MessageConnection, scheduler: LocalScheduler, secrets: dict[str, str], patience: float
     ) -> None:
-        self._wire, self._scheduler, self._secrets, self._patience = wire, scheduler, secrets, patience
-        self._meetings: dict[str, PortReservation] = {}
-        self._said: dict[str, Message] = {}
-        self._orders: dict[str, Callable[..., Any]] = {
+        self._wire, self._scheduler, self._secrets, self._timeout = wire, scheduler, secrets, patience
+        self._rendezvous_ports: dict[str, PortReservation] = {}
+        self._reported: dict[str, Message] = {}
+        self._handlers: dict[str, Callable[..., Any]] = {
             "add": self._add,
             "remove": self._remove,
             "restart": self._restart,
             "terminate": self._scheduler.terminate_workers,
-            "meet": self._meet,
+            "meet": self._reserve_rendezvous_port,
         }
 
     def serve(self) -> bool:
-        """Until the launcher says that it is done, or is gone; True where it has said so."""
-        threading.Thread(target=self._stay_alive, daemon=True).start()
+        """Execute orders until the launcher ends the agent or is lost. Return whether the launcher ended it."""
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         last_message = time.monotonic()
-        with suppress(OSError, EOFError, ValueError):  # the launcher is gone, or talks nonsense
-            while time.monotonic() - last_message < self._patience:
+        with suppress(OSError, EOFError, ValueError):  # the launcher is gone, or sent an invalid message
+            while time.monotonic() - last_message < self._timeout:
                 if select.select([self._wire], [], [], POLL_SECONDS)[0]:
                     order = self._wire.receive()
                     last_message = time.monotonic()
                     if order["do"] == "end":
                         return True
                     if order["do"] != "nothing":
-                        self._obey(order)
-                        last_message = time.monotonic()  # it may have taken long
+                        self._execute(order)
+                        last_message = time.monotonic()  # the order may have taken long
                 self._report()
         return False
 
-    def _obey(self, order: Message) -> None:
-        answer: Message = {"answer": order["id"]}
+    def _execute(self, order: Message) -> None:
+        reply: Message = {"answer": order["id"]}
         try:
-            answer["result"] = self._orders[order["do"]](**order["with"])
+            reply["result"] = self._handlers[order["do"]](**order["with"])
         except RLError as error:
-            answer["error"] = ["config" if isinstance(error, ConfigError) else "launch", str(error)]
-        except Exception as error:  # noqa: BLE001 - told to the launcher, which ends the run
-            answer["error"] = ["launch", f"{type(error).__name__}: {error}"]
-        answer["workers"] = self._changes()
-        self._wire.send(answer)
+            reply["error"] = ["config" if isinstance(error, ConfigError) else "launch", str(error)]
+        except Exception as error:  # noqa: BLE001 - the launcher receives it and ends the run
+            reply["error"] = ["launch", f"{type(error).__name__}: {error}"]
+        reply["workers"] = self._changed_workers()
+        self._wire.send(reply)
 
     def _add(self, spec: Message, indices: list[int], world: int, master: str) -> None:
-        wanted = JobSpec(**(spec | {"command": tuple(spec["command"]), "scratch": tuple(spec["scratch"])}))
-        hidden = {name: value for name, value in self._secrets.items() if name in wanted.env}
-        wanted = replace(wanted, env=wanted.env | hidden)
-        self._scheduler.add_workers(wanted, indices, RankGroup(world, tuple(indices), master))
+        job = JobSpec(**(spec | {"command": tuple(spec["command"]), "scratch": tuple(spec["scratch"])}))
+        secret_env = {name: value for name, value in self._secrets.items() if name in job.env}
+        job = replace(job, env=job.env | secret_env)
+        self._scheduler.add_workers(job, indices, RankGroup(world, tuple(indices), master))
 
     def _remove(self, role: str, indices: list[int], grace: float) -> list[Message]:
-        """How they ended."""
-        ending = [p for p in self._scheduler.processes() if p.worker.role == role and p.worker.index in indices]
-        if ending:
+        """Stop workers and return their final states."""
+        processes = [p for p in self._scheduler.processes() if p.worker.role == role and p.worker.index in indices]
+        if processes:
             self._scheduler.remove_workers(role, indices, grace)
-        if (meeting := self._meetings.pop(role, None)) is not None:
-            meeting.release()
-        return [state_of(process) for process in ending]
+        if (rendezvous := self._rendezvous_ports.pop(role, None)) is not None:
+            rendezvous.release()
+        return [state_of(process) for process in processes]
 
     def _restart(self, role: str, index: int, note: str) -> None:
-        found = [worker for worker in self._scheduler.get_workers(role) if worker.index == index]
-        if not found:
-            raise LaunchError(f"there is no worker {role}-{index} to restart.")
-        self._scheduler.restart_worker(found[0], note)
+        matches = [worker for worker in self._scheduler.get_workers(role) if worker.index == index]
+        if not matches:
+            raise LaunchError(f"cannot restart {role}-{index}: this node has no such worker.")
+        self._scheduler.restart_worker(matches[0], note)
 
-    def _meet(self, role: str) -> int:
-        """A port for the ranks of a role, which is kept until they are removed."""
-        self._meetings[role] = self._scheduler.reserve()
-        return self._meetings[role].port
+    def _reserve_rendezvous_port(self, role: str) -> int:
+        """Reserve a port as the rendezvous (MASTER_PORT) of a role's ranks, until the role is removed."""
+        self._rendezvous_ports[role] = self._scheduler.reserve()
+        return self._rendezvous_ports[role].port
 
     def _report(self) -> None:
-        if changed := self._changes():
+        if changed := self._changed_workers():
             self._wire.send({"workers": changed})
 
-    def _changes(self) -> list[Message]:
-        """The workers of which something is new since the last time."""
+    def _changed_workers(self) -> list[Message]:
+        """Return the states of the workers that changed since the last call."""
         self._scheduler.poll()
-        now = {process.worker.name: state_of(process) for process in self._scheduler.processes()}
-        changed = [state for name, state in now.items() if self._said.get(name) != state]
-        self._said = now
+        states = {process.worker.name: state_of(process) for process in self._scheduler.processes()}
+        changed = [state for name, state in states.items() if self._reported.get(name) != state]
+        self._reported = states
         return changed
 
-    def _stay_alive(self) -> None:
+    def _send_heartbeats(self) -> None:
         with suppress(OSError):
             while True:
                 self._wire.send({})
@@ -136,7 +136,7 @@ class NodeAgent:
 
 
 def state_of(process: LocalProcess) -> Message:
-    """What the launcher knows of a worker."""
+    """Return the state of a worker as the launcher receives it."""
     worker = process.worker
     starting = worker.status is WorkerStatus.STARTING
     return {
@@ -157,21 +157,21 @@ def state_of(process: LocalProcess) -> Message:
 
 
 def main(argv: list[str]) -> int:
-    """The agent process. Returns 0, or `LAUNCHER_GONE`."""
+    """Run the agent. Return 0 if the launcher ended it, else `LAUNCHER_GONE`."""
     launcher, node, host, log_dir, secrets_file = argv
-    # a scheduler's request to end comes to the launcher too, which ends what is here in its own time
+    # the launcher gets the cluster's stop signal too, and stops these workers in an orderly way
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # ignored ones its workers would inherit, and not hear a request to end
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: workers would inherit it and ignore stop requests
     secrets = json.loads(Path(secrets_file).read_text(encoding="utf-8"))
-    at, _, port = launcher.rpartition(":")
-    wire = connect_to_launcher(at, int(port), bytes.fromhex(secrets["agents"]), secrets["patience"] / 2)
+    launcher_host, _, port = launcher.rpartition(":")
+    wire = connect_to_launcher(launcher_host, int(port), bytes.fromhex(secrets["agents"]), secrets["patience"] / 2)
     wire.send({"hello": node})
     scheduler = LocalScheduler(Path(log_dir), LocalSchedulerConfig(host=host))
     try:
         done = NodeAgent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
     finally:
         scheduler.delete_workers(grace=GRACE)
-        wire.close()  # so the launcher knows that nothing is left here
+        wire.close()  # signals to the launcher that all workers have ended
     return 0 if done else LAUNCHER_GONE
 
 

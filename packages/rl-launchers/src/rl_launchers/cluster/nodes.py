@@ -1,4 +1,4 @@
-"""Where the machines of a run come from: the one thing that differs between schedulers of clusters."""
+"""Interface through which a cluster scheduler gets its machines; the only part that differs between clusters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ LOOPBACK = "127.0.0.1"
 
 
 class NodeProvider(ABC):
-    """The machines that a scheduler gave to a run, on each of which one process, its agent, is started."""
+    """Provides the machines that a cluster allocated to a run, and starts a node agent on each."""
 
     spares: int = 0
-    """How many of `nodes`, the last ones, are left alone until others are lost or have no room."""
+    """Number of spare machines: the last ones of `nodes`, used only if others are lost or full."""
     tick: Callable[[], object] = staticmethod(lambda: None)
-    """Called several times a second where `nodes` waits; what it raises ends the wait."""
+    """Function called several times a second while `nodes` waits. An exception from it ends the wait."""
 
     @abstractmethod
     def nodes(self) -> list[Node]:
-        """The machines that are there now, always in the same order; lost ones are not among them. Asked several times
-        a second.
+        """Return the available machines without lost ones, always in the same order.
+
+        The scheduler may call this several times a second.
 
         Raises:
-            LaunchError: they cannot be had; why, and what to do.
+            LaunchError: the machines are unavailable; the message has the reason and the remedy.
         """
 
     @abstractmethod
@@ -35,37 +36,40 @@ class NodeProvider(ABC):
 
         Args:
             node: one of `nodes`.
-            command: program and arguments; no secrets.
-            env: the variables of this process, for the agent and all that it starts; no run key.
-            log: to which its output is appended.
+            command: program and arguments, without secrets.
+            env: environment of this process without the run key, for the agent and its child processes.
+            log: file to which the agent's output is appended.
 
         Raises:
-            LaunchError: it cannot be started.
+            LaunchError: the agent cannot be started.
         """
 
     @abstractmethod
     def end_reason(self, node: Node) -> str:
-        """Why the agent that was started on a machine is gone, in words that go on a sentence about the machine; empty
-        while it is there, and where nobody here can know once it has called."""
+        """Return why the agent of a machine ended, or "" while it runs.
 
-    def agent_connected(self, node: Node) -> None:  # noqa: B027 - most have nothing to do
-        """The agent of a machine has called the launcher, which hears from it from now on. Said again and again."""
+        The text is a predicate whose subject is the machine, for example `was killed by SIGKILL`. A provider may also
+        return "" if it cannot observe an agent after `agent_connected`.
+        """
+
+    def agent_connected(self, node: Node) -> None:  # noqa: B027 - optional
+        """Handle that the agent of a machine has connected to the launcher. Called repeatedly."""
 
     @abstractmethod
     def close(self) -> None:
-        """End whatever was started and is still there. May be called twice."""
+        """Stop all agents that still run. May be called twice."""
 
-    def on_nodes_lost(self, lost: Collection[str], why: str) -> None:  # noqa: B027 - most can do nothing
-        """There are fewer machines than there were. Where the scheduler can start the whole job again it is asked to.
+    def on_nodes_lost(self, lost: Collection[str], why: str) -> None:  # noqa: B027 - optional
+        """Restart the whole job if the cluster supports it, because machines were lost without replacement.
 
         Args:
-            lost: names of machines that are of no use any more, whether or not `nodes` still tells of them.
-            why: the same as a sentence, without its full stop.
+            lost: names of the lost machines. `nodes` may still list them.
+            why: a sentence that describes the loss, without the final period.
 
         Raises:
-            LaunchError: it does; this process will be told to end.
+            LaunchError: the job restarts, so the cluster will stop this process.
         """
 
     def address(self) -> str:
-        """Under which the machines reach this one."""
+        """Return the address at which the other machines reach this one."""
         return socket.gethostbyname(socket.gethostname())

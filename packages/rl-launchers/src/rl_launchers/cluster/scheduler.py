@@ -1,4 +1,4 @@
-"""The scheduler of several machines: workers are processes that agents start there."""
+"""Scheduler for several machines, on which node agents start the workers."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ from rl_launchers.local.scheduler import require_resizable, require_valid_job
 from rl_launchers.supervise import exit_report
 
 TICK = 0.05
-"""Seconds between two looks at what is waited for."""
+"""Seconds between two polls of a condition."""
 ORDER_SECONDS = 60.0
-"""Time for an agent to start or restart processes, besides any grace."""
+"""Seconds within which an agent must execute an order, in addition to any grace period."""
 LOG_LINES = 30
-"""Last lines of a log shown in an error."""
+"""Number of last lines of a log shown in an error."""
 LOST_EXIT_CODE = -9
-"""Of workers whose machine was lost."""
+"""Exit code of workers whose machine was lost."""
 
 
 @dataclass
 class ClusterSchedulerConfig(SchedulerConfig):
-    """What the schedulers of several machines have in common."""
+    """Common settings of schedulers for several machines."""
 
     host: str = ""
-    """Address of the launcher's machine at which its agents call it; empty: that under which the scheduler knows it, or
-    loopback in a Slurm job of one node, where servers and trainers listen there as well."""
+    """Address of the launcher's machine to which the node agents connect. Empty for the address that the cluster
+    reports, or in a Slurm job with one node for loopback, which servers and trainers then use, too."""
     start_timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds within which a machine must answer once its agent was started."""
+    """Seconds within which a node agent must connect to the launcher after its start."""
     heartbeat_timeout: float = bounded(20.0, "at least 3 seconds", lambda seconds: seconds >= 3)
-    """Seconds without a word from a machine after which it counts as lost; it then ends what runs on it."""
+    """Seconds without a message from a machine after which it counts as lost. The machine then stops its workers."""
 
 
 @dataclass
-class _Place:
-    """Where a worker runs, and what is known of it."""
+class _Placement:
+    """A worker, with its machine and last known state."""
 
     machine: Machine
     worker: Worker
     started: float = field(default_factory=time.monotonic)
-    lives: int = 0
-    """Earlier ones on machines that were lost."""
+    previous_restarts: int = 0
+    """Number of restarts before the start on this machine."""
     log_start: int = 0
     last_answer: str = ""
 
-    def learn(self, state: Message) -> None:
-        """What its agent says."""
+    def update(self, state: Message) -> None:
+        """Update the worker with a state that its agent sent."""
         worker = self.worker
         worker.host, worker.port, worker.log = state["host"], state["port"], Path(state["log"])
         worker.status, worker.exit_code = WorkerStatus(state["status"]), state["exit_code"]
         worker.pid, worker.ended_at, worker.cause = state["pid"], state["ended_at"], state["cause"]
-        worker.restarts = self.lives + state["restarts"]
+        worker.restarts = self.previous_restarts + state["restarts"]
         self.log_start, self.last_answer = state["log_start"], state["last_answer"]
 
-    def lose(self) -> None:
-        """Its machine is gone."""
+    def mark_lost(self) -> None:
+        """Record that the worker was lost with its machine, unless it had ended before."""
         if self.worker.exit_code is None:
             self.worker.status, self.worker.exit_code = WorkerStatus.FAILED, LOST_EXIT_CODE
             self.worker.ended_at = time.time()
@@ -76,21 +76,21 @@ class _Place:
 @dataclass
 class _Role:
     spec: JobSpec
-    places: dict[int, _Place] = field(default_factory=dict)
-    """By index of the worker."""
+    placements: dict[int, _Placement] = field(default_factory=dict)
+    """Placements by index of the worker."""
 
 
 class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
-    """Starts workers on several machines, through an agent on each. For one thread, and as a context manager.
+    """Starts workers on several machines, through a node agent on each.
 
-    Workers write to `<log_dir>/<role>-<index>.log`, which all machines share. A machine that is lost takes its workers
-    along; one that `restart_worker` starts anew comes back on another machine, where there is room. When this process
-    dies, however it does, the agents end everything that they have started.
+    Use it from one thread and as a context manager. Workers write to `<log_dir>/<role>-<index>.log`. If a machine is
+    lost, its workers fail, and `restart_worker` starts them on another machine with enough free resources. If this
+    process dies, even by SIGKILL, the agents stop everything that they started.
 
     Args:
-        log_dir: directory of the logs; made where it is missing.
+        log_dir: directory of the logs, on a file system that all machines share. Created if missing.
         config: see `ClusterSchedulerConfig`.
-        provider: the machines.
+        provider: provides the machines.
     """
 
     def __init__(self, log_dir: Path, config: ClusterSchedulerConfig, provider: NodeProvider) -> None:
@@ -99,33 +99,34 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self._agents: NodeAgents | None = None
         self._ledger = Ledger(())
         self._machines: dict[str, Machine] = {}
-        """Those that were lost are not used again while the cluster offers them: it finds out later than we do."""
-        self._wanted = 0
-        self._most, self._cores, self._gpus = 0, 0, 0
+        """Machines by name, including lost ones. A lost machine is not reused while the cluster still offers it: the
+        cluster detects a loss later than this process."""
+        self._num_machines = 0
+        self._max_machines, self._max_cores, self._max_gpus = 0, 0, 0
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
 
     def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:
-        """Use no more of the machines; see the contract."""
-        self._most, self._cores, self._gpus = nodes, cores, gpus
+        """Limit the number of machines, and the cores and GPUs of each; see the contract."""
+        self._max_machines, self._max_cores, self._max_gpus = nodes, cores, gpus
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
-        """Start the workers of a role on machines that have room for them; see the contract."""
+        """Start the workers of a role on machines with enough free resources; see the contract."""
         require_valid_job(spec, self._roles)
         if spec.role in self._roles:
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
-        self._open(spec)
+        self._start_agents(spec)
         role = self._roles[spec.role] = _Role(spec)
         try:
-            self._add(role, range(spec.count))
+            self._start_workers(role, range(spec.count))
         except RLError:
             self.delete_workers(spec.role, grace=0.0)
             raise
         return self.get_workers(spec.role)
 
     def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
-        """Block until every worker of the role answers its readiness check; see the contract."""
+        """Block until the readiness check of every worker of the role succeeds; see the contract."""
         if role not in self._roles:
             raise LaunchError(f"there is no role {role!r} to wait for. Started: {', '.join(self._roles) or 'nothing'}.")
         spec = self._roles[role].spec
@@ -133,130 +134,140 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             if tick is not None:
                 tick()
             self.poll()
-            places = self._roles[role].places.values()
-            for place in places:
-                worker = place.worker
+            placements = self._roles[role].placements.values()
+            for placement in placements:
+                worker = placement.worker
                 if worker.exit_code is not None:
-                    self._fail(place, f"{worker.name} {exit_report.describe_end(worker)} before its role was ready.")
-                late = time.monotonic() > place.started + spec.ready_timeout
-                if worker.status is WorkerStatus.STARTING and late:
+                    self._fail(
+                        placement, f"{worker.name} {exit_report.describe_end(worker)} before its role was ready."
+                    )
+                is_late = time.monotonic() > placement.started + spec.ready_timeout
+                if worker.status is WorkerStatus.STARTING and is_late:
                     path = f"{worker.address}{spec.ready_path}"
-                    self._fail(place, exit_report.not_ready(worker.name, spec.ready_timeout, path, place.last_answer))
-            if all(place.worker.status is WorkerStatus.RUNNING for place in places):
+                    self._fail(
+                        placement, exit_report.not_ready(worker.name, spec.ready_timeout, path, placement.last_answer)
+                    )
+            if all(placement.worker.status is WorkerStatus.RUNNING for placement in placements):
                 return self.get_workers(role)
             time.sleep(TICK)
 
     def get_workers(self, role: str) -> list[Worker]:
-        """The workers of a role, by index, as they were when `poll` last looked; empty for an unknown role."""
-        places = self._roles[role].places if role in self._roles else {}
-        return [places[index].worker for index in sorted(places)]
+        """Return the workers of a role, by index, with their status at the last `poll`; empty for an unknown role."""
+        placements = self._roles[role].placements if role in self._roles else {}
+        return [placements[index].worker for index in sorted(placements)]
 
     def poll(self) -> list[Worker]:
-        """All workers, status refreshed from what their agents have said."""
+        """Return all workers, after applying the states that their agents sent."""
         if self._agents is not None:
             self._agents.check()
-            lost = [place for role in self._roles.values() for place in role.places.values() if place.machine.lost]
-            for machine, state in self._agents.events():  # all that was said by those that are lost now, too
-                self._learn(machine, state)
-            for place in lost:
-                place.lose()
+            lost = [
+                placement
+                for role in self._roles.values()
+                for placement in role.placements.values()
+                if placement.machine.lost
+            ]
+            for machine, state in self._agents.events():  # including the last states from machines that are now lost
+                self._update_worker(machine, state)
+            for placement in lost:
+                placement.mark_lost()
             for name, machine in self._machines.items():
                 if machine.lost:
                     self._ledger.drop(name)
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
     def restart_worker(self, worker: Worker, note: str = "") -> Worker:
-        """Start one worker anew: in the place of its process, or where that machine was lost, on another; see the
-        contract."""
+        """Restart one worker on the same machine, or on another one if that machine was lost; see the contract."""
         self.poll()
         role = self._roles.get(worker.role)
-        place = role.places.get(worker.index) if role else None
-        if role is None or place is None or self._agents is None:
+        placement = role.placements.get(worker.index) if role else None
+        if role is None or placement is None or self._agents is None:
             raise LaunchError(f"there is no worker {worker.name!r} to restart.")
-        if not place.machine.lost:
-            place.worker = replace(place.worker)  # the former one stays what it was
-            order = self._agents.request(place.machine, "restart", role=worker.role, index=worker.index, note=note)
-            self._answers([order], ORDER_SECONDS)
+        if not placement.machine.lost:
+            placement.worker = replace(placement.worker)  # the caller's object keeps the state of the previous start
+            order = self._agents.request(placement.machine, "restart", role=worker.role, index=worker.index, note=note)
+            self._results([order], ORDER_SECONDS)
         else:
-            lives = place.worker.restarts + 1
+            restarts = placement.worker.restarts + 1
             exit_report.separate(
-                worker.log, f"{worker.name}, start {lives + 1}, elsewhere" + (f": {note}" if note else "")
+                worker.log, f"{worker.name}, start {restarts + 1}, on another machine" + (f": {note}" if note else "")
             )
             try:
-                self._add(role, [worker.index], lives)
+                self._start_workers(role, [worker.index], restarts)
             except RLError:
                 with suppress(LaunchError):
-                    self._end({worker.role: [worker.index]}, 0.0)
-                self._forget(worker.role, [worker.index])
-                role.places[worker.index] = place  # so that it can be tried again
+                    self._stop_workers({worker.role: [worker.index]}, 0.0)
+                self._release(worker.role, [worker.index])
+                role.placements[worker.index] = placement  # so that the restart can be retried
                 raise
-        role.places[worker.index].started = time.monotonic()
+        role.placements[worker.index].started = time.monotonic()
         self.poll()
-        return role.places[worker.index].worker
+        return role.placements[worker.index].worker
 
     def resize_workers(self, role: str, count: int, grace: float = 5.0) -> list[Worker]:
-        """Start further workers of a role, or stop its last ones; see the contract."""
+        """Start additional workers of a role, or stop the last ones; see the contract."""
         if role not in self._roles:
             raise LaunchError(f"there is no role {role!r} to resize. Started: {', '.join(self._roles) or 'nothing'}.")
-        found = self._roles[role]
-        require_resizable(found.spec, count)
-        now = len(found.places)
-        if count > now:
+        resized = self._roles[role]
+        require_resizable(resized.spec, count)
+        current = len(resized.placements)
+        if count > current:
             try:
-                self._add(found, range(now, count))
+                self._start_workers(resized, range(current, count))
             except RLError:
-                self._remove(role, range(now, count), 0.0)
+                self._stop_and_release(role, range(current, count), 0.0)
                 raise
-        self._remove(role, range(count, now), grace)
+        self._stop_and_release(role, range(count, current), grace)
         return self.get_workers(role)
 
     def logs(self, worker: Worker, lines: int = 30) -> str:
-        """The last lines that a worker wrote, behind earlier ones that name an error; empty where there are none."""
+        """Return the last lines of a worker's log, preceded by earlier lines that name an error; may be empty."""
         role = self._roles.get(worker.role)
-        start = role.places[worker.index].log_start if role and worker.index in role.places else 0
+        start = role.placements[worker.index].log_start if role and worker.index in role.placements else 0
         return exit_report.informative_tail(worker.log, lines, start)
 
     def terminate_workers(self, role: str) -> None:
         """See `Scheduler.terminate_workers`.
 
         Raises:
-            LaunchError: a machine does not answer; the others were asked.
+            LaunchError: a machine does not confirm the order. All other machines were sent the order, too.
         """
-        places = self._roles[role].places.values() if role in self._roles else []
-        machines = {place.machine.node.name: place.machine for place in places if not place.machine.lost}
+        placements = self._roles[role].placements.values() if role in self._roles else []
+        machines = {
+            placement.machine.node.name: placement.machine for placement in placements if not placement.machine.lost
+        }
         if self._agents is not None:
-            self._answers([self._agents.request(m, "terminate", role=role) for m in machines.values()], ORDER_SECONDS)
+            self._results([self._agents.request(m, "terminate", role=role) for m in machines.values()], ORDER_SECONDS)
 
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
-        """Stop a role, or all, with everything that the workers started; with the last role the agents end, too.
+        """Stop the workers of one role or of all, with their child processes, and end the agents after the last role.
 
-        May be called at any time, also again after it was interrupted; unknown roles are fine.
+        May be called at any time, also again after an interruption. Unknown roles are ignored.
 
         Raises:
-            LaunchError: a process outlived SIGKILL.
+            LaunchError: a process survived SIGKILL, or a node did not stop its workers in time.
         """
         names = [name for name in self._roles if role is None or name == role]
         try:
-            self._end({name: list(self._roles[name].places) for name in names}, grace)
+            self._stop_workers({name: list(self._roles[name].placements) for name in names}, grace)
         finally:
             for name in names:
-                self._forget(name, list(self._roles[name].places))
+                self._release(name, list(self._roles[name].placements))
                 del self._roles[name]
             if not self._roles and self._agents is not None:
-                self._agents.close()  # which ends what is left
+                self._agents.close()  # also stops the remaining workers
                 self._agents = None
 
-    def _open(self, spec: JobSpec) -> None:
-        """Start the agents, before the first role."""
+    def _start_agents(self, spec: JobSpec) -> None:
+        """Start the agents, if none are running."""
         if self._agents is None:
             hidden = {name: spec.env[name] for name in (RUN_KEY_VARIABLE,) if name in spec.env}
             config, self._provider.tick = self._config, self.tick
             offered = self._provider.nodes()
-            former = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
-            self._machines = {machine.node.name: machine for machine in former}
-            self._wanted = max(self._wanted, len(offered) - self._provider.spares)
-            self._wanted = min(self._wanted, self._most or self._wanted)
-            nodes = [node for node in offered if node.name not in self._machines][: self._wanted]
+            lost = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
+            self._machines = {machine.node.name: machine for machine in lost}
+            self._num_machines = max(self._num_machines, len(offered) - self._provider.spares)
+            self._num_machines = min(self._num_machines, self._max_machines or self._num_machines)
+            nodes = [node for node in offered if node.name not in self._machines][: self._num_machines]
             self._agents = NodeAgents(
                 self._provider,
                 self._machines,
@@ -266,154 +277,156 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
                 config.start_timeout,
                 config.heartbeat_timeout,
             )
-            self._ledger = Ledger(used_nodes(nodes, 0, self._cores, self._gpus))
+            self._ledger = Ledger(used_nodes(nodes, 0, self._max_cores, self._max_gpus))
             try:
                 self._agents.start(nodes)
                 self._agents.wait(self.tick)
                 for node in nodes:
                     if (machine := self._machines[node.name]).lost:
                         raise self._agents.failure(machine)
-                if former and len(nodes) < self._wanted:
-                    self._try_again()
+                if lost and len(nodes) < self._num_machines:
+                    self._retry_lost_machines()
             except BaseException:
                 self._agents.close()
                 self._agents = None
                 raise
 
-    def _try_again(self) -> None:
-        """Machines were lost and none stands in for them: they may be well again."""
+    def _retry_lost_machines(self) -> None:
+        """Retry lost machines, which may work again, or else report them to the provider."""
         lost = [name for name, machine in self._machines.items() if machine.lost]
         for name in lost:
             del self._machines[name]
-        if not self._find_new():
+        if not self._add_new_machines():
             self._provider.on_nodes_lost(
-                lost, f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in"
+                lost, f"nodes {', '.join(sorted(lost))} were lost, did not recover, and have no replacement"
             )
 
-    def _add(self, role: _Role, indices: Sequence[int], lives: int = 0) -> None:
-        """Start workers of a role where there is room, and return when they have been started."""
+    def _start_workers(self, role: _Role, indices: Sequence[int], previous_restarts: int = 0) -> None:
+        """Allocate resources for workers of a role and start them."""
         assert self._agents is not None
         spec = role.spec
-        shared = self._roles[spec.colocated_with].places.values() if spec.colocated_with else ()
-        if gone := [place.worker.name for place in shared if place.machine.lost]:
-            raise LaunchError(f"role {spec.role!r}: {', '.join(gone)}, whose devices it uses, was lost with its node.")
-        beside = [place.machine.node.name for place in shared]
-        names = self._take(spec, len(indices), beside)
-        machines = [self._machines[name] for name in names]
-        shares: dict[Machine, list[int]] = defaultdict(list)
+        shared = self._roles[spec.colocated_with].placements.values() if spec.colocated_with else ()
+        if lost := [placement.worker.name for placement in shared if placement.machine.lost]:
+            raise LaunchError(f"role {spec.role!r}: it shares devices with {', '.join(lost)}, lost with the node.")
+        shared_machines = [placement.machine.node.name for placement in shared]
+        machine_names = self._allocate(spec, len(indices), shared_machines)
+        machines = [self._machines[name] for name in machine_names]
+        indices_by_machine: dict[Machine, list[int]] = defaultdict(list)
         for index, machine in zip(indices, machines, strict=True):
             node, log = machine.node, self._log_dir / f"{spec.role}-{index}.log"
             worker = Worker(spec.role, index, node.host, None, log, node=node.name)
-            role.places[index] = _Place(machine, worker, lives=lives)
-            shares[machine].append(index)
+            role.placements[index] = _Placement(machine, worker, previous_restarts=previous_restarts)
+            indices_by_machine[machine].append(index)
         master = ""
         if spec.spmd:
-            (port,) = self._answers([self._agents.request(machines[0], "meet", role=spec.role)], ORDER_SECONDS)
+            (port,) = self._results([self._agents.request(machines[0], "meet", role=spec.role)], ORDER_SECONDS)
             master = f"{machines[0].node.host}:{port}"
         sent = asdict(spec) | {"env": {k: "" if k == RUN_KEY_VARIABLE else v for k, v in spec.env.items()}}
-        self._answers(
+        self._results(
             [
-                self._agents.request(machine, "add", spec=sent, indices=share, world=spec.count, master=master)
-                for machine, share in shares.items()
+                self._agents.request(
+                    machine, "add", spec=sent, indices=machine_indices, world=spec.count, master=master
+                )
+                for machine, machine_indices in indices_by_machine.items()
             ],
             ORDER_SECONDS,
         )
         self.poll()
 
-    def _take(self, spec: JobSpec, number: int, beside: Sequence[str]) -> list[str]:
-        """Places in the ledger; spare or new machines are looked for where others were lost, or there is no room."""
+    def _allocate(self, spec: JobSpec, count: int, shared_machines: Sequence[str]) -> list[str]:
+        """Reserve resources and return a machine name per worker. Look for new machines after a loss or if none fit."""
         assert self._agents is not None
         if any(machine.lost for machine in self._machines.values()):
-            self._find_new()
-        shared = [
-            place.machine.node.name
+            self._add_new_machines()
+        scratch_machines = [
+            placement.machine.node.name
             for role in self._roles.values()
             if {*role.spec.scratch} & {*spec.scratch}
-            for place in role.places.values()
-            if not place.machine.lost
+            for placement in role.placements.values()
+            if not placement.machine.lost
         ]
         try:
-            return self._ledger.allocate(spec, number, beside, shared)
+            return self._ledger.allocate(spec, count, shared_machines, scratch_machines)
         except LaunchError:
-            if not self._find_new():
+            if not self._add_new_machines():
                 raise
-            return self._ledger.allocate(spec, number, beside, shared)
+            return self._ledger.allocate(spec, count, shared_machines, scratch_machines)
 
-    def _find_new(self) -> bool:
-        """Start agents on machines that have come since, and say whether there are any."""
+    def _add_new_machines(self) -> bool:
+        """Start agents on machines that became available, and return whether there are any."""
         assert self._agents is not None
         offered = {node.name: node for node in self._provider.nodes()}
         for name in [name for name, machine in self._machines.items() if machine.lost and name not in offered]:
-            del self._machines[name]  # one that went and comes again is as good as new
+            del self._machines[name]  # if the cluster offers it again later, it counts as new
             self._ledger.drop(name)
         unknown = [node for name, node in offered.items() if name not in self._machines]
-        self._agents.start(unknown[: self._most - len(self._ledger.nodes)] if self._most else unknown)
+        self._agents.start(unknown[: self._max_machines - len(self._ledger.nodes)] if self._max_machines else unknown)
         self._agents.wait(self.tick)
-        there = self._ledger.nodes
-        new = [m.node for name, m in self._machines.items() if not m.lost and name not in there]
-        for node in used_nodes(new, 0, self._cores, self._gpus):
+        in_ledger = self._ledger.nodes
+        new = [m.node for name, m in self._machines.items() if not m.lost and name not in in_ledger]
+        for node in used_nodes(new, 0, self._max_cores, self._max_gpus):
             self._ledger.add(node)
         return bool(new)
 
-    def _remove(self, role: str, indices: Sequence[int], grace: float) -> None:
-        found = [index for index in indices if index in self._roles[role].places]
-        self._end({role: found}, grace)
-        self._forget(role, found)
+    def _stop_and_release(self, role: str, indices: Sequence[int], grace: float) -> None:
+        existing = [index for index in indices if index in self._roles[role].placements]
+        self._stop_workers({role: existing}, grace)
+        self._release(role, existing)
 
-    def _end(self, indices: dict[str, list[int]], grace: float) -> None:
-        """Stop workers, everywhere at once."""
+    def _stop_workers(self, indices: dict[str, list[int]], grace: float) -> None:
+        """Stop workers on all machines concurrently."""
         if self._agents is None:
             return
         self.poll()
-        shares: dict[tuple[Machine, str], list[int]] = defaultdict(list)
-        for name, some in indices.items():
-            for index in some:
-                if not (machine := self._roles[name].places[index].machine).lost:
-                    shares[machine, name].append(index)
+        indices_by_machine: dict[tuple[Machine, str], list[int]] = defaultdict(list)
+        for name, role_indices in indices.items():
+            for index in role_indices:
+                if not (machine := self._roles[name].placements[index].machine).lost:
+                    indices_by_machine[machine, name].append(index)
         orders = [
-            (machine, self._agents.request(machine, "remove", role=name, indices=share, grace=grace))
-            for (machine, name), share in shares.items()
+            (machine, self._agents.request(machine, "remove", role=name, indices=machine_indices, grace=grace))
+            for (machine, name), machine_indices in indices_by_machine.items()
         ]
         problems = []
         for machine, order in orders:
             try:
                 for state in order.result(grace + ORDER_SECONDS):
-                    self._learn(machine, state)
+                    self._update_worker(machine, state)
             except TimeoutError:
                 name = machine.node.name
-                problems.append(f"node {name} did not end its workers within {grace + ORDER_SECONDS:g} s.")
+                problems.append(f"node {name} did not stop its workers within {grace + ORDER_SECONDS:g} s.")
             except LaunchError as error:
-                if not machine.lost:  # what a lost machine still runs, it ends by itself
+                if not machine.lost:  # the agent of a lost machine stops its workers itself
                     problems.append(str(error))
         self.poll()
         if problems:
             raise LaunchError("\n".join(problems))
 
-    def _forget(self, role: str, indices: Sequence[int]) -> None:
-        """Free what workers had that are gone."""
-        places = [self._roles[role].places.pop(index) for index in indices]
-        there = [place.machine.node.name for place in places if not place.machine.lost]
-        self._ledger.release(self._roles[role].spec, there)
+    def _release(self, role: str, indices: Sequence[int]) -> None:
+        """Forget workers that have ended, and free their resources."""
+        placements = [self._roles[role].placements.pop(index) for index in indices]
+        machine_names = [placement.machine.node.name for placement in placements if not placement.machine.lost]
+        self._ledger.release(self._roles[role].spec, machine_names)
 
-    def _learn(self, machine: Machine, state: Message) -> None:
+    def _update_worker(self, machine: Machine, state: Message) -> None:
         role = self._roles.get(state["role"])
-        place = role.places.get(state["index"]) if role else None
-        if place is not None and place.machine is machine:
-            place.learn(state)
+        placement = role.placements.get(state["index"]) if role else None
+        if placement is not None and placement.machine is machine:
+            placement.update(state)
 
-    def _answers(self, orders: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """What agents answer to orders.
+    def _results(self, orders: Sequence[Future[Any]], seconds: float) -> list[Any]:
+        """Wait for orders and return their results.
 
         Raises:
-            ConfigError, LaunchError: the first error, or one did not answer in time.
+            ConfigError, LaunchError: the error of the first failed order, or an agent did not reply in time.
         """
         deadline = time.monotonic() + seconds
         try:
             return [order.result(max(0.0, deadline - time.monotonic())) for order in orders]
         except TimeoutError:
             raise LaunchError(
-                f"a node did not do what it was asked within {seconds:g} s; see {self._log_dir}/agent-*.log."
+                f"a node did not reply to an order within {seconds:g} s; see {self._log_dir}/agent-*.log."
             ) from None
 
-    def _fail(self, place: _Place, problem: str) -> None:
-        raise LaunchError(exit_report.with_log(problem, place.worker.log, self.logs(place.worker, LOG_LINES)))
+    def _fail(self, placement: _Placement, problem: str) -> None:
+        raise LaunchError(exit_report.with_log(problem, placement.worker.log, self.logs(placement.worker, LOG_LINES)))

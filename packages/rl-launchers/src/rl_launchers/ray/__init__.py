@@ -1,1 +1,1 @@
-"""Ray."""
+"""Scheduler for Ray clusters."""

@@ -1,1 +1,1 @@
-"""Slurm."""
+"""Scheduler for Slurm."""

@@ -1,7 +1,7 @@
-"""A run as a job of Slurm: its batch script, handing it in, and following it to its end.
+"""Slurm batch job of a run: render its script, submit it and follow it to its end.
 
-In the run directory `slurm/` holds `job.sh`, the script; `job.json`, the number of the job; and `ended`, which the
-script writes: that number and the exit code, so that it is known when Slurm has forgotten the job.
+In the run directory, `slurm/` has the script (`job.sh`) and the id of the job (`job.json`). The script writes the
+job id and the exit code to `ended`, so that they are known even if Slurm has deleted its record of the job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingE
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60
-"""Seconds by which Slurm's warning of the time limit may come early or late."""
+"""Tolerance, in seconds, of the time at which Slurm signals that the time limit is near."""
 CONTACT_SECONDS = 600.0
-"""Seconds without an answer of the controller after which a job is not followed any more."""
+"""Seconds without a reply from the controller after which following a job fails."""
 LOG_EVERY = 0.2
-"""Seconds between two looks at the log."""
+"""Seconds between two reads of the log."""
 LAST_LINES = 10
-"""Lines of the log shown of a job that was there before."""
+"""Number of earlier log lines shown when following an existing job."""
 
 REMEDIES = {
     "partition": "Set launcher.options.partition to one that `sinfo` shows.",
@@ -41,32 +41,32 @@ REMEDIES = {
     "time": "Set launcher.options.time_limit, for example to 4:00:00, within the partition's limit.",
     "node configuration": "Lower launcher.options.nodes, cores_per_node or gpus_per_node to what `sinfo -N -l` shows.",
 }
-"""What to do, by a word of what `sbatch` says."""
+"""Remedies by a word in the error message of `sbatch`."""
 
 
 def render(submission: JobSubmission, template: str, variables: Mapping[str, object]) -> str:
-    """The batch script.
+    """Render the batch script.
 
     Args:
         submission: the run.
-        template: file; empty: ours.
-        variables: `parts` (options of `sbatch`, a list for each part of the job), `requeue`, `max_requeues`,
-            `spare_nodes` and `setup`, as in ours.
+        template: path of a Jinja template; empty for `TEMPLATE`.
+        variables: template variables `parts` (for each component of the job, its list of `sbatch` options), `requeue`,
+            `max_requeues`, `spare_nodes` and `setup`.
 
     Raises:
-        ConfigError: the template cannot be read, or asks for what there is not.
+        ConfigError: the template cannot be read or rendered, for example because it uses an unknown variable.
     """
     import jinja2
 
     file, run_dir = Path(template or TEMPLATE), submission.run_dir
     if "\\" in str(run_dir):
         raise ConfigError(
-            f"run_dir={run_dir}: expected no backslash, in which Slurm sees more. Choose another run_dir."
+            f"run_dir={run_dir} must not contain a backslash, which Slurm interprets. Choose another run_dir."
         )
-    own = {
+    values = {
         "template": file.name,
         "name": run_dir.name,
-        "log": str(_log(run_dir)).replace("%", "%%"),  # Slurm fills in %j and others
+        "log": str(_log_path(run_dir)).replace("%", "%%"),  # Slurm replaces %j and similar patterns
         "directory": Path.cwd(),
         "ended": run_dir / "slurm" / "ended",
         "key_file": run_dir / "slurm" / "key" if os.environ.get(RUN_KEY_VARIABLE) else "",
@@ -74,39 +74,39 @@ def render(submission: JobSubmission, template: str, variables: Mapping[str, obj
         "command": shlex.join(submission.command),
     }
     try:
-        made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        made.filters["quote"] = lambda value: shlex.quote(str(value))
-        return made.from_string(file.read_text(encoding="utf-8")).render(own | dict(variables)) + "\n"
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        environment.filters["quote"] = lambda value: shlex.quote(str(value))
+        return environment.from_string(file.read_text(encoding="utf-8")).render(values | dict(variables)) + "\n"
     except (OSError, jinja2.TemplateError) as error:
-        raise ConfigError(f"launcher.options.template={file}: it cannot be made into a script: {error}") from error
+        raise ConfigError(f"launcher.options.template={file}: cannot render this template: {error}") from error
 
 
 def submit(submission: JobSubmission, script: str, poll_seconds: float, commands: Commands | None = None) -> int:
-    """Hand a run in and follow it; see `SchedulerConfig.submit`."""
+    """Submit a run and follow its job; see `SchedulerConfig.submit`."""
     commands, run_dir = commands or Commands(), submission.run_dir
     directory = run_dir / "slurm"
     directory.mkdir(parents=True, exist_ok=True)
-    _log(run_dir).parent.mkdir(exist_ok=True)
+    _log_path(run_dir).parent.mkdir(exist_ok=True)
     with (directory / "submit.lock").open("w") as lock:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # a file system without lock support
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            there = state(run_dir, commands)  # another command was faster
-            job = _number(run_dir) if there else _submission_error(directory, submission, script, commands)
+            is_existing = state(run_dir, commands)  # a concurrent command may have submitted the run
+            job = _read_job_id(run_dir) if is_existing else _run_sbatch(directory, submission, script, commands)
         except ConfigError:
             (directory / "key").unlink(missing_ok=True)
             raise
-    log = _log(run_dir)
-    _say(f"job {job} {'is there already' if there else 'was submitted'}; its script is {directory / 'job.sh'}")
+    log = _log_path(run_dir)
+    _print(f"job {job} {'already exists' if is_existing else 'was submitted'}; its script is {directory / 'job.sh'}")
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
 
 
-def _submission_error(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
-    """The number of the job that `sbatch` made."""
+def _run_sbatch(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
+    """Run `sbatch` and return the id of the new job."""
     (directory / "job.sh").write_text(script, encoding="utf-8")
     (directory / "ended").unlink(missing_ok=True)
     env = dict(os.environ)
-    if key := env.pop(RUN_KEY_VARIABLE, ""):  # of servers that run already; Slurm would keep it with the job
+    if key := env.pop(RUN_KEY_VARIABLE, ""):  # of attached servers; Slurm would store the environment with the job
         (directory / "key").unlink(missing_ok=True)
         with open(os.open(directory / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)
@@ -114,151 +114,152 @@ def _submission_error(directory: Path, submission: JobSubmission, script: str, c
         job = commands.output("sbatch", "--parsable", str(directory / "job.sh"), env=env).strip().partition(";")[0]
     except SlurmMissingError as error:
         raise ConfigError(
-            f"launcher.kind=slurm: {error.said}. Run this where Slurm's commands are, or set launcher=local."
+            f"launcher.kind=slurm: {error.said}. Run this on a machine with Slurm's commands, or set launcher=local."
         ) from error
     except SlurmError as error:
-        said = re.sub(r"sbatch: (error: )?", "", error.said)
-        found = (text for word, text in REMEDIES.items() if word in said.lower())
-        remedy = next(found, f"Change launcher.options; the script is {directory / 'job.sh'}.")
-        raise ConfigError(f"launcher.kind=slurm: sbatch refused the job: {said.rstrip('.')}. {remedy}") from error
+        message = re.sub(r"sbatch: (error: )?", "", error.said)
+        remedies = (text for word, text in REMEDIES.items() if word in message.lower())
+        remedy = next(remedies, f"Change launcher.options; the script is {directory / 'job.sh'}.")
+        raise ConfigError(f"launcher.kind=slurm: sbatch rejected the job: {message.rstrip('.')}. {remedy}") from error
     (directory / "job.json").write_text(json.dumps({"job": job, "command": submission.command}), encoding="utf-8")
     return job
 
 
 def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None) -> int | None:
-    """Follow a job that was handed in before and lives; see `SchedulerConfig.attach`."""
+    """Follow a job that was submitted earlier and has not ended; see `SchedulerConfig.attach`."""
     commands = commands or Commands()
     try:
-        job = _number(run_dir)
-        found = find_job(commands, job)
+        job = _read_job_id(run_dir)
+        status = find_job(commands, job)
     except (FileNotFoundError, ValueError, SlurmMissingError):
         return None
-    if found is None or found.is_finished:
+    if status is None or status.is_finished:
         return None
-    log = _log(run_dir)
-    _say(f"job {job} of this run is there already; following it. The last lines of {log}:")
-    _say(run_files.tail(log, LAST_LINES))
+    log = _log_path(run_dir)
+    _print(f"job {job} of this run already exists; following it. The last lines of {log}:")
+    _print(run_files.tail(log, LAST_LINES))
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
 
 
 def state(run_dir: Path, commands: Commands | None = None) -> str:
-    """See `SchedulerConfig.job_state`."""
+    """Return the state of a run's job; see `SchedulerConfig.job_state`."""
     try:
-        job = _number(run_dir)
-        found = find_job(commands or Commands(), job)
+        job = _read_job_id(run_dir)
+        status = find_job(commands or Commands(), job)
     except (FileNotFoundError, ValueError, SlurmError):
         return ""
-    if found is None or found.is_finished:
+    if status is None or status.is_finished:
         return ""
-    reason = f", Slurm's reason is {found.reason}" if found.reason != "None" else ""
-    return f"{found.state.lower()} (job {job}{reason})"
+    reason = f", Slurm's reason is {status.reason}" if status.reason != "None" else ""
+    return f"{status.state.lower()} (job {job}{reason})"
 
 
 def cancel(run_dir: Path, commands: Commands | None = None) -> None:
-    """See `SchedulerConfig.cancel`."""
-    (commands or Commands()).output("scancel", _number(run_dir))
+    """Cancel the job of a run; see `SchedulerConfig.cancel`."""
+    (commands or Commands()).output("scancel", _read_job_id(run_dir))
     (run_dir / "slurm" / "key").unlink(missing_ok=True)
 
 
 def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, position: int) -> int:
-    """Print what a job logs, until it has ended.
+    """Print the log of a job until the job has ended.
 
     Args:
-        commands: Slurm's.
-        job: its number.
-        run_dir: of the run.
-        poll_seconds: between two questions to the controller.
-        position: byte of the log from which on it is printed.
+        commands: runner of Slurm commands.
+        job: id of the job.
+        run_dir: directory of the run.
+        poll_seconds: seconds between two queries of the controller.
+        position: offset in the log, in bytes, from which to print.
 
     Returns:
-        its exit code, or 130 after a Ctrl-C, which leaves the job alone.
+        the exit code of the job, or 130 after Ctrl-C, which does not stop the job.
 
     Raises:
-        LaunchError: the controller did not answer for long, or nobody knows how the job ended.
+        LaunchError: the controller did not answer for `CONTACT_SECONDS`, or the outcome of the job is unknown.
     """
-    told, heard, reader = "", time.monotonic(), _Reader(_log(run_dir), position)
+    description, last_reply, reader = "", time.monotonic(), _Reader(_log_path(run_dir), position)
     try:
         while True:
             try:
-                found, heard = find_job(commands, job), time.monotonic()
+                status, last_reply = find_job(commands, job), time.monotonic()
             except SlurmError as error:
-                if time.monotonic() - heard > CONTACT_SECONDS:
+                if time.monotonic() - last_reply > CONTACT_SECONDS:
                     raise LaunchError(
-                        f"{error} (for {CONTACT_SECONDS:g} s). Job {job} may go on; the same command follows it again."
+                        f"{error} (for {CONTACT_SECONDS:g} s). Job {job} may still run; "
+                        "the same command follows it again."
                     ) from error
-                found = Job("UNKNOWN", error.said, 0, 0)
-            if found is None or found.is_finished:
-                return _end(job, found, run_dir, reader)
-            if told != (told := _describe(found)):
-                _say(f"job {job}: {told}")
+                status = Job("UNKNOWN", error.said, 0, 0)
+            if status is None or status.is_finished:
+                return _finish(job, status, run_dir, reader)
+            if description != (description := _describe(status)):
+                _print(f"job {job}: {description}")
             deadline = time.monotonic() + poll_seconds
-            while (left := deadline - time.monotonic()) > 0:
+            while (remaining := deadline - time.monotonic()) > 0:
                 reader.show()
-                time.sleep(min(LOG_EVERY, left))
+                time.sleep(min(LOG_EVERY, remaining))
     except KeyboardInterrupt:
-        _say(
-            f"\nJob {job} goes on without being followed. The same command follows it again; `rl logs {run_dir}` shows "
-            f"its logs, `rl stop {run_dir}` stops it.",
+        _print(
+            f"\nJob {job} continues, but is no longer followed. The same command follows it again; `rl logs {run_dir}` "
+            f"shows its logs, `rl stop {run_dir}` stops it.",
         )
         return 130
 
 
-def _end(job: str, found: Job | None, run_dir: Path, reader: _Reader) -> int:
-    """The exit code of a job that is over."""
-    time.sleep(LOG_EVERY)  # a shared file system
+def _finish(job: str, last_state: Job | None, run_dir: Path, reader: _Reader) -> int:
+    """Print the outcome of a finished job and return its exit code."""
+    time.sleep(LOG_EVERY)  # a shared file system may show the last lines late
     reader.show()
     code: int | None = None
     with suppress(FileNotFoundError, ValueError):
-        *whose, said = (run_dir / "slurm" / "ended").read_text().split()
-        code = int(said) if whose in ([], [job]) else None
-    if found is None and code is None:
+        *job_ids, code_text = (run_dir / "slurm" / "ended").read_text().split()
+        code = int(code_text) if job_ids in ([], [job]) else None
+    if last_state is None and code is None:
         raise LaunchError(
-            f"Slurm has forgotten job {job}, and it did not say how it ended: it was cancelled or killed. The same "
-            f"command starts it again. Log: {_log(run_dir)}"
+            f"the outcome of job {job} is unknown: Slurm has no record of it, so it was cancelled or killed. The same "
+            f"command submits it again. Log: {_log_path(run_dir)}"
         )
-    state = found.state if found else "over"
+    state = last_state.state if last_state else "ended"
     if code is None:
-        code = 0 if state == "COMPLETED" else (found.exit_code if found else 0) or 1
-    _say(f"job {job}: {state}, exit code {code}")
+        code = 0 if state == "COMPLETED" else (last_state.exit_code if last_state else 0) or 1
+    _print(f"job {job}: {state}, exit code {code}")
     return code
 
 
 def _describe(job: Job) -> str:
-    again = f", started again {job.restarts} time(s)" if job.restarts else ""
-    return job.state + (f" ({job.reason})" if job.reason != "None" else "") + again
+    restarts = f", restarted {job.restarts} time(s)" if job.restarts else ""
+    return job.state + (f" ({job.reason})" if job.reason != "None" else "") + restarts
 
 
-def _number(run_dir: Path) -> str:
-    """Of the job of a run.
+def _read_job_id(run_dir: Path) -> str:
+    """Return the id of a run's job.
 
     Raises:
-        FileNotFoundError, ValueError: there is none.
+        FileNotFoundError, ValueError: no job of this run was submitted.
     """
     return str(json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))["job"])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def _log(run_dir: Path) -> Path:
+def _log_path(run_dir: Path) -> Path:
     return run_dir / "logs" / "launcher.log"
 
 
 class _Reader:
-    """Prints what is added to a file."""
+    """Prints the bytes that are appended to a file."""
 
     def __init__(self, file: Path, position: int) -> None:
         self._file, self._position = file, position
 
     def show(self) -> None:
-        """What is new."""
+        """Print what was appended since the last call."""
         if not self._file.exists():
             return
         with self._file.open("rb") as file:
             file.seek(self._position)
-            while part := file.read(1 << 16):
-                self._position += len(part)
-                sys.stdout.write(part.decode(errors="replace"))
+            while chunk := file.read(1 << 16):
+                self._position += len(chunk)
+                sys.stdout.write(chunk.decode(errors="replace"))
         sys.stdout.flush()

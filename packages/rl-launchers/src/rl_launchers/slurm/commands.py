@@ -1,4 +1,7 @@
-"""Slurm's commands, and what they print. There is no `sacct` on many clusters, so nothing here asks for it."""
+"""Slurm's commands, and parsers of their output.
+
+Nothing here needs `sacct`, which many clusters lack.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import Node
 
 ANSWER_SECONDS = 60.0
-"""Time for a command; the controller of a busy cluster is slow."""
+"""Timeout of a command, in seconds. The controller of a busy cluster is slow."""
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -28,13 +31,13 @@ ENDED = (
     "DEADLINE",
     "PREEMPTED",
 )
-"""States of jobs that are over."""
+"""States of finished jobs."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
-"""States of nodes that run jobs, now or later."""
+"""States of nodes that can run jobs, now or later."""
 
 
 class SlurmError(LaunchError):
-    """One of Slurm's commands failed. `said`: its own words."""
+    """A Slurm command failed. `said` is the text of its error output."""
 
     def __init__(self, command: Sequence[str], output: str) -> None:
         self.said = " ".join(output.split())
@@ -42,53 +45,53 @@ class SlurmError(LaunchError):
 
 
 class SlurmMissingError(SlurmError):
-    """Slurm's commands are not on this machine."""
+    """Slurm's commands are not installed on this machine."""
 
 
 class Step(Protocol):
-    """What was started by `srun`."""
+    """Running `srun` process, with the job step that it started."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code, or None while it runs."""
 
     def send_signal(self, number: int) -> None:
-        """To `srun`."""
+        """Send a signal to `srun`."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """For its end; raises `subprocess.TimeoutExpired`."""
+        """Wait for the end of `srun` and return its exit code. Raises `subprocess.TimeoutExpired`."""
 
     def kill(self) -> None:
-        """`srun`, and with it its step."""
+        """Kill `srun`, and with it the step."""
 
     def leave(self) -> None:
-        """End `srun`, but not its step."""
+        """Kill `srun` but let the step run."""
 
 
 class _Srun(subprocess.Popen[bytes]):
-    """See `Step`."""
+    """Implementation of `Step`."""
 
     def leave(self) -> None:
-        """With the process that it forks, and that ends the step where it dies; both are of one group."""
+        """Kill `srun` together with its forked helper, which would otherwise end the step. Both share a group."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
 
 
 class Commands:
-    """Runs Slurm's commands."""
+    """Runner of Slurm commands."""
 
     def output(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints.
+        """Run a command and return its standard output.
 
         Raises:
-            SlurmError: it is not there, fails, or does not answer.
+            SlurmError: the command is not installed, fails, or takes longer than `ANSWER_SECONDS`.
         """
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, env=env
             )
         except FileNotFoundError:
-            raise SlurmMissingError(command, f"there is no {command[0]} on PATH") from None
+            raise SlurmMissingError(command, f"no program {command[0]} on PATH") from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SlurmError(command, str(error)) from error
         if done.returncode:
@@ -96,7 +99,7 @@ class Commands:
         return done.stdout
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Step:
-        """Start a command that goes on, with its output at the end of a file."""
+        """Start a command in the background and append its output to a file."""
         with log.open("ab") as file:
             return _Srun(
                 list(command),
@@ -104,67 +107,67 @@ class Commands:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is the launcher's
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the launcher
             )
 
 
 @dataclass(frozen=True)
 class Job:
-    """What Slurm says of a job."""
+    """State of a job, as Slurm reports it."""
 
     state: str
-    """Such as `PENDING`, `RUNNING`, `COMPLETED`."""
+    """State, for example `PENDING`, `RUNNING` or `COMPLETED`."""
     reason: str
-    """Why it waits; `None` where nothing is said."""
+    """Reason why the job waits, or the text `None`."""
     restarts: int
-    """How often it was requeued."""
+    """Number of times that the job was requeued."""
     exit_code: int
-    """Of its script, as a shell gives it: 128 and the signal where one ended it."""
+    """Exit code of the script as in a shell: 128 plus the number of the signal that ended it."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the job has ended."""
         return self.state in ENDED
 
 
 def fields(line: str) -> dict[str, str]:
-    """A line of `scontrol show ... -o`."""
+    """Parse a line of `scontrol show ... -o` into its fields."""
     return dict(re.findall(r"(?:^|\s)([A-Za-z][\w/:]*)=(.*?)(?=\s[A-Za-z][\w/:]*=|\s*$)", line))
 
 
 def find_job(commands: Commands, job: str) -> Job | None:
-    """The state of a job; None: Slurm has forgotten it.
+    """Return the state of a job, or None if Slurm has no record of it.
 
     Raises:
-        SlurmError: it cannot be asked now.
+        SlurmError: Slurm does not answer, or its reply has no state.
     """
     try:
-        found = fields(commands.output("scontrol", "show", "job", "-o", job).partition("\n")[0])
+        job_fields = fields(commands.output("scontrol", "show", "job", "-o", job).partition("\n")[0])
     except SlurmError as error:
         if "Invalid job id" in error.said:
             return None
         raise
-    if "JobState" not in found:
-        raise SlurmError(("scontrol",), f"it says nothing of the state of job {job}")
-    code, _, number = found.get("ExitCode", "0:0").partition(":")
-    exit_code = 128 + int(number) if int(number) else int(code)
-    return Job(found["JobState"], found.get("Reason", "None"), int(found.get("Restarts", 0)), exit_code)
+    if "JobState" not in job_fields:
+        raise SlurmError(("scontrol",), f"its output has no JobState for job {job}")
+    code, _, signal_number = job_fields.get("ExitCode", "0:0").partition(":")
+    exit_code = 128 + int(signal_number) if int(signal_number) else int(code)
+    return Job(job_fields["JobState"], job_fields.get("Reason", "None"), int(job_fields.get("Restarts", 0)), exit_code)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a job has on some machines that have the same."""
+    """Allocation of a job on machines with equal resources."""
 
     part: int
-    """Of a heterogeneous job; else 0."""
+    """Index of the component of a heterogeneous job; 0 for other jobs."""
     hosts: str
-    """Slurm's list of the machines."""
+    """Host list in Slurm's format, for example `g[1-2]`."""
     cores: int
     gpus: int
 
 
 def shares(text: str) -> Iterator[Share]:
-    """The machines of an allocation, from `scontrol show job -d -o`."""
+    """Yield the machines of an allocation, parsed from `scontrol show job -d -o`."""
     for line in text.splitlines():
         part = int(fields(line).get("HetJobOffset", 0))
         for hosts, ids, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=(\S*) Mem=\S* GRES=(\S*)", line):
@@ -172,34 +175,34 @@ def shares(text: str) -> Iterator[Share]:
 
 
 def gpus_in(gres: str) -> int:
-    """GPUs in a list of generic resources, such as `gpu:a100:8(S:0-1),nvme:1`."""
+    """Return the number of GPUs in generic resources (GRES) such as `gpu:a100:8(S:0-1),nvme:1`."""
     return sum(int(number) for number in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
 def node_resources(text: str, partition: str, constraint: str) -> list[Node]:
-    """The machines of a partition that run jobs, those with the most GPUs and cores first.
+    """Return the usable machines of a partition, sorted by GPUs and cores in descending order.
 
     Args:
-        text: from `sinfo -h -N -o "%P|%N|%c|%G|%T|%f"`.
-        partition: its name, or several with commas; empty: the default one.
-        constraint: a feature that machines must have; a combination of several is not looked at.
+        text: output of `sinfo -h -N -o "%P|%N|%c|%G|%T|%f"`.
+        partition: name of the partition, or several separated by commas; empty for the default partition.
+        constraint: feature that the machines must have. An expression with several features is ignored.
     """
-    wanted, found = set(filter(None, partition.split(","))), {}
+    wanted_partitions, nodes = set(filter(None, partition.split(","))), {}
     for line in filter(None, text.splitlines()):
         name, node, cores, gres, state, features = line.strip().split("|")
-        inside = name.rstrip("*") in wanted if wanted else name.endswith("*")
-        fits = not re.fullmatch(r"[\w.-]+", constraint) or constraint in features.split(",")
-        if inside and fits and not state.endswith("*") and state.rstrip("~#!%$@^+-") in USABLE:
-            found[node] = Node(node, node, int(cores.rstrip("+")), gpus_in(gres))
-    return sorted(found.values(), key=lambda node: (-node.gpus, -node.cores))
+        is_in_partition = name.rstrip("*") in wanted_partitions if wanted_partitions else name.endswith("*")
+        has_feature = not re.fullmatch(r"[\w.-]+", constraint) or constraint in features.split(",")
+        if is_in_partition and has_feature and not state.endswith("*") and state.rstrip("~#!%$@^+-") in USABLE:
+            nodes[node] = Node(node, node, int(cores.rstrip("+")), gpus_in(gres))
+    return sorted(nodes.values(), key=lambda node: (-node.gpus, -node.cores))
 
 
 def partitions(text: str) -> list[str]:
-    """The names in the same text."""
+    """Return the names of the partitions in the output of the same `sinfo` command."""
     return sorted({line.partition("|")[0].strip().rstrip("*") for line in text.splitlines() if line})
 
 
 def _count(ids: str) -> int:
-    """How many numbers are in `0-3,8`."""
-    ends = [part.partition("-") for part in ids.split(",") if part]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+    """Return how many integers a list such as `0-3,8` has."""
+    ranges = [text.partition("-") for text in ids.split(",") if text]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)

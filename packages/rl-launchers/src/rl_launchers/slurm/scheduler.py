@@ -1,4 +1,4 @@
-"""The scheduler of a Slurm allocation: an agent on each of its nodes, started by `srun`."""
+"""Scheduler for a Slurm allocation. `srun` starts a node agent on each of its nodes."""
 
 from __future__ import annotations
 
@@ -38,180 +38,199 @@ from rl_launchers.supervise import exit_report
 logger = get_logger("launcher")
 
 JOB = "SLURM_JOB_ID"
-"""Slurm's variable with the number of the job, in all that runs in one."""
+"""Environment variable with the job id, which Slurm sets inside a job."""
 COUNT = "SLURM_JOB_NUM_NODES"
-"""Slurm's variable with how many nodes the job had when it started."""
+"""Environment variable with the number of nodes at the start of the job, which Slurm sets."""
 AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
 END_SECONDS = 2.0
-"""Time for `srun` to end its step. It never does where the node is lost, and an agent that is left ends by itself."""
+"""Seconds to wait for `srun` to end its step. It never ends if the node is lost. A remaining agent ends on its own,
+because it gets no more messages from the launcher."""
 SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
 
 
 @dataclass
 class SlurmSchedulerConfig(ClusterSchedulerConfig):
-    """How a run becomes a job of Slurm, and uses its nodes.
+    """Settings of the Slurm job of a run, and of the use of its nodes.
 
-    Outside of a job a run is handed in by `sbatch` and followed. Inside of one (of `salloc` or `sbatch`) it uses the
-    nodes that are there, and only `spare_nodes`, `server_nodes`, `poll_seconds`, the container and `srun_args` count.
+    Outside a Slurm job, the run is submitted with `sbatch` and followed. Inside a job of `salloc` or `sbatch`, the run
+    uses the nodes of that job. Of the settings below, only `spare_nodes`, `server_nodes`, `max_requeues`,
+    `poll_seconds`, `srun_args` and those of the container then have an effect.
     """
 
     setting: ClassVar[str] = "launcher.options"
     kills_soon: ClassVar[bool] = True
     shares_devices: ClassVar[bool] = True
     nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Nodes of the job, those of `server_nodes` and `spare_nodes` not counted; 0: what `cluster.nodes` says beyond
-    `server_nodes`, or one."""
+    """Number of nodes, without `server_nodes` and `spare_nodes`. 0 means `cluster.nodes` minus `server_nodes`, or 1 if
+    `cluster.nodes` is not set."""
     spare_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Further nodes, idle until one is lost, whose servers and trainers then go there. With 0 a node that is lost ends
-    the job, and Slurm starts it again (`requeue`) once it has a whole set of nodes."""
+    """Number of additional nodes, idle until a node is lost and its servers and trainers move there. With 0, the loss
+    of a node ends the job. With `requeue`, Slurm restarts the job once enough nodes are available."""
     server_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Nodes for servers only, as a part of their own of a heterogeneous job; 0: servers and trainers share `nodes`."""
+    """Number of nodes for servers only, a separate component of a heterogeneous job. With 0, servers and trainers share
+    `nodes`."""
     partition: str = ""
-    """Partition; empty: Slurm's default."""
+    """Partition; empty for Slurm's default."""
     server_partition: str = ""
-    """That of `server_nodes`; empty: the same."""
+    """Partition of `server_nodes`; empty for the value of `partition`."""
     constraint: str = ""
-    """Features that nodes must have, as `sbatch --constraint` takes them."""
+    """Required features of nodes, in the format of `sbatch --constraint`."""
     server_constraint: str = ""
-    """Those of `server_nodes`; empty: the same."""
+    """Required features of `server_nodes`; empty for the value of `constraint`."""
     account: str = ""
-    """Account that is charged; empty: the user's default."""
+    """Account to charge; empty for the user's default."""
     qos: str = ""
-    """Quality of service; empty: the default."""
+    """Quality of service; empty for the default."""
     reservation: str = ""
-    """Reservation to run in; empty: none."""
+    """Reservation to run in; empty for none."""
     time_limit: str = ""
-    """As Slurm writes it: minutes, `hours:minutes:seconds` or `days-hours`; empty: the partition's. Before it is over
-    the run saves a recover point, and with `requeue` goes on in a new job of the same number."""
+    """Time limit in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours`; empty for the partition's limit.
+    Before it expires, the run saves a recovery checkpoint. With `requeue` it then continues under the same job id."""
     exclusive: bool = True
-    """Whole nodes; else `cores_per_node` and `gpus_per_node` of each."""
+    """Whether to allocate whole nodes, or only `cores_per_node` and `gpus_per_node` of each."""
     cores_per_node: int = bounded(0, "0 (all) or more", lambda cores: cores >= 0)
-    """Cores of each node; 0: all, as `sinfo` tells."""
+    """Cores to use on each node; 0 for all that `sinfo` reports."""
     gpus_per_node: int = bounded(-1, "-1 (all), 0 or more", lambda gpus: gpus >= -1)
-    """GPUs of each node; -1: all, as `sinfo` tells."""
+    """GPUs to use on each node; -1 for all that `sinfo` reports."""
     requeue: bool = True
-    """Whether the job starts again, and goes on from its last recover point, after a preemption, the end of its time,
-    or the loss of a node. Needs recovery checkpoints. A run that is over, failed or was stopped never does."""
+    """Whether the job restarts after a preemption, the end of its time limit, or the loss of a node. It resumes from
+    its last recovery checkpoint; `recover` must save some. A run that finished, failed or was stopped is never
+    requeued."""
     max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
-    """How often it does so before its time is over."""
+    """Number of restarts of the job after which the run requests no further one. Requeues by Slurm itself count, but
+    are not limited."""
     setup: list[str] = field(default_factory=list)
-    """Lines of shell for the job before the launcher starts, for example `module load cuda`. No secrets."""
+    """Shell commands to run in the job before the launcher starts, for example `module load cuda`. No secrets."""
     sbatch_args: list[str] = field(default_factory=list)
-    """Further options of `sbatch`, for example `--mail-type=END`."""
+    """Additional options of `sbatch`, for example `--mail-type=END`."""
     srun_args: list[str] = field(default_factory=list)
-    """Further options of the `srun` that starts each node's agent."""
+    """Additional options of the `srun` command that starts each node agent."""
     template: str = ""
-    """File with the batch script as a Jinja template; empty: ours, `rl_launchers/slurm/templates/slurm.sh.jinja`."""
+    """Path of a Jinja template for the batch script; empty for `rl_launchers/slurm/templates/slurm.sh.jinja`."""
     container_image: str = ""
-    """Image in which agents, and so servers and trainers, run (`srun --container-image`, of pyxis); empty: none. The
-    launcher runs outside of it, and its Python environment must be at the same path inside."""
+    """Container image for agents, servers and trainers (`srun --container-image` of pyxis); empty for none. The
+    launcher runs outside the container. Its Python environment must be at the same path inside."""
     container_mounts: list[str] = field(default_factory=list)
-    """What the container sees of the node, as `srun --container-mounts` takes it. The run directory always is."""
+    """Directories to mount in the container, in the format of `srun --container-mounts`. The run directory is always
+    mounted."""
     poll_seconds: float = bounded(5.0, "at least 0.2", lambda seconds: seconds >= 0.2)
-    """Seconds between two questions to Slurm's controller."""
+    """Seconds between two queries of Slurm's controller."""
 
     def resources(self) -> Resources | None:
-        """In a job what it has; else what `nodes` and `server_nodes` of the partition have; None without Slurm and
-        without `cores_per_node`. Spare nodes are not counted.
+        """Return the resources without spare nodes.
+
+        Inside a job, they are those of the job. Outside, they are those of `nodes` and `server_nodes` in the partition.
+        The result is None without Slurm, unless `cores_per_node` is set.
 
         Raises:
-            ConfigError: there is no such partition, or not so many nodes; or Slurm is there and does not answer.
+            ConfigError: the partition does not exist or has too few nodes, or Slurm does not answer.
         """
-        found = self._found(SlurmMissingError)
-        return found if all(node.cores for node in found.nodes) else None
+        resources = self._resources(SlurmMissingError)
+        return resources if all(node.cores for node in resources.nodes) else None
 
     def planned(self) -> Resources:
-        """As `resources`; where no Slurm answers, as many nodes as the settings say, whose cores may not be known."""
-        return self._found(SlurmError)
+        """Return the same as `resources`, or the nodes in the settings if Slurm does not answer.
 
-    def _found(self, unknown: type[SlurmError]) -> Resources:
+        The number of cores of such a node is 0 if `cores_per_node` is not set.
+        """
+        return self._resources(SlurmError)
+
+    def _resources(self, ignored_error: type[SlurmError]) -> Resources:
         if self.submits():
-            found = [node for nodes in self._offered(unknown) for node in nodes]
+            nodes = [node for component_nodes in self._available_nodes(ignored_error) for node in component_nodes]
         else:
-            found = SlurmNodes(self).nodes()
-            found = found[: len(found) - self.spare_nodes]
-        return Resources(sum(node.gpus for node in found), sum(node.cores for node in found), tuple(found))
+            nodes = SlurmNodes(self).nodes()
+            nodes = nodes[: len(nodes) - self.spare_nodes]
+        return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
 
     def use_nodes(self, number: int) -> None:
-        """Of the job, with those of `server_nodes` and without spare ones; see the contract."""
+        """Set the number of nodes, including `server_nodes` but not spare nodes; see the contract."""
         if number:
-            left = number - self.server_nodes
-            fits = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
-            require(left > 0, "cluster.nodes", fits, number)
-            of = f"with server_nodes={self.server_nodes} cluster.nodes={number}"
-            agrees = f"{left}, which makes {of}; set one of the two alone"
-            require(self.nodes in (0, left), "launcher.options.nodes", agrees, self.nodes)
-            self.nodes = left
+            main_nodes = number - self.server_nodes
+            expected = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
+            require(main_nodes > 0, "cluster.nodes", expected, number)
+            target = f"cluster.nodes={number} with server_nodes={self.server_nodes}"
+            matching = f"{main_nodes}, to match {target}; set only one of the two"
+            require(self.nodes in (0, main_nodes), "launcher.options.nodes", matching, self.nodes)
+            self.nodes = main_nodes
 
     def submits(self) -> bool:
-        """Outside of a job."""
+        """Return True outside a Slurm job."""
         return JOB not in os.environ
 
     def submit(self, submission: JobSubmission) -> int:
-        """By `sbatch`; see the contract."""
+        """Submit the run with `sbatch` and follow it; see the contract."""
         return batch_job.submit(submission, self.script(submission), self.poll_seconds)
 
     def script(self, submission: JobSubmission) -> str:
-        """The batch script; see the contract."""
+        """Return the batch script, or "" inside a job; see the contract."""
         if not self.submits():
             return ""
-        kinds = self._offered(SlurmError)  # a plan needs none, and a run has asked before
-        parts = [self._options(part, nodes) for part, nodes in zip(self._parts(), kinds, strict=True)]
+        # a plan works without Slurm, and a run has already called `resources`
+        nodes_by_component = self._available_nodes(SlurmError)
+        options = [
+            self._options(component, nodes)
+            for component, nodes in zip(self._components(), nodes_by_component, strict=True)
+        ]
         settings = {name: getattr(self, name) for name in ("requeue", "max_requeues", "spare_nodes", "setup")}
-        return batch_job.render(submission, self.template, settings | {"parts": parts})
+        return batch_job.render(submission, self.template, settings | {"parts": options})
 
     def attach(self, run_dir: Path) -> int | None:
-        """See the contract."""
+        """Follow the job of a run that was submitted earlier; see the contract."""
         return batch_job.attach(run_dir, self.poll_seconds)
 
     def job_state(self, run_dir: Path) -> str:
-        """As Slurm says it, with the reason why it waits; see the contract."""
+        """Return the job's state in Slurm, with the reason if it waits; see the contract."""
         return batch_job.state(run_dir)
 
     def cancel(self, run_dir: Path) -> None:
-        """By `scancel`; see the contract."""
+        """Cancel the job with `scancel`; see the contract."""
         batch_job.cancel(run_dir)
 
-    def _parts(self) -> list[_Part]:
-        """What a job asks for: one part, or a heterogeneous job's two."""
-        main = _Part("", self.nodes or 1, self.spare_nodes, self.partition, self.constraint)
+    def _components(self) -> list[_Component]:
+        """Return the components of the job: one, or the two of a heterogeneous job."""
+        main = _Component("", self.nodes or 1, self.spare_nodes, self.partition, self.constraint)
         partition, constraint = self.server_partition or self.partition, self.server_constraint or self.constraint
-        return [main, _Part("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
+        return (
+            [main, _Component("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
+        )
 
-    def _offered(self, unknown: type[SlurmError]) -> list[list[Node]]:
-        """For each part machines such as it would get, spare ones left out; without cores where nobody knows, which
-        `unknown` says."""
+    def _available_nodes(self, ignored_error: type[SlurmError]) -> list[list[Node]]:
+        """Return for each component the nodes that it would get, without spare ones.
+
+        If `sinfo` fails with `ignored_error`, the nodes follow from the settings, and their cores may be unknown (0).
+        """
         try:
             text = Commands().output(*SINFO)
-        except unknown:
+        except ignored_error:
             text = ""
         except SlurmError as error:
             raise ConfigError(
-                f"launcher.kind=slurm: expected a cluster that answers, found: {error}. Start this where `sinfo` lists "
-                "the partitions, or set launcher=local."
+                f"launcher.kind=slurm: cannot query the cluster: {error}. Run this on a machine where `sinfo` "
+                "lists the partitions, or set launcher=local."
             ) from error
-        found: list[list[Node]] = []
-        for part in self._parts():
-            taken = {node.name for nodes in found for node in nodes}
-            nodes = part.choose(text, taken) if text else part.unknown()
-            found.append([self._used(node, part) for node in nodes])
-        return found
+        result: list[list[Node]] = []
+        for component in self._components():
+            taken = {node.name for nodes in result for node in nodes}
+            nodes = component.choose(text, taken) if text else component.unknown()
+            result.append([self._limit_node(node, component) for node in nodes])
+        return result
 
-    def _used(self, node: Node, part: _Part) -> Node:
-        """What a run gets of a machine."""
+    def _limit_node(self, node: Node, component: _Component) -> Node:
+        """Return a node with the resources that the run uses."""
         gpus = node.gpus if self.gpus_per_node < 0 else self.gpus_per_node
-        servers = bool(part.prefix) if self.server_nodes else None
+        servers = bool(component.prefix) if self.server_nodes else None
         return replace(node, cores=self.cores_per_node or node.cores, gpus=gpus, servers=servers)
 
-    def _options(self, part: _Part, nodes: Sequence[Node]) -> list[str]:
-        """Those of `sbatch` for a part of the job."""
+    def _options(self, component: _Component, nodes: Sequence[Node]) -> list[str]:
+        """Return the `sbatch` options of a component of the job."""
         values = {
-            "nodes": part.nodes + part.spares,
+            "nodes": component.nodes + component.spares,
             "ntasks-per-node": 1,
             "cpus-per-task": min(node.cores for node in nodes),
             "gpus-per-node": min(node.gpus for node in nodes),
-            "partition": part.partition,
-            "constraint": part.constraint,
+            "partition": component.partition,
+            "constraint": component.constraint,
             "account": self.account,
             "qos": self.qos,
             "reservation": self.reservation,
@@ -222,93 +241,104 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Nodes of one kind in a job."""
+class _Component:
+    """Component of a job: nodes of one kind."""
 
     prefix: str
-    """Of its settings' names."""
+    """Prefix of the names of its settings, `server_` or empty."""
     nodes: int
     spares: int
     partition: str
     constraint: str
 
     def unknown(self) -> list[Node]:
-        """Machines of which nothing is known."""
+        """Return placeholder nodes without known resources."""
         return [Node(f"{self.prefix}node{index}", "", 0) for index in range(self.nodes)]
 
     def choose(self, sinfo: str, taken: Collection[str]) -> list[Node]:
-        """Machines such as it would get.
+        """Return nodes of the kind that the component would get, without those in `taken`.
 
         Raises:
-            ConfigError: no such partition, or not so many machines.
+            ConfigError: the partition does not exist, or has too few usable nodes.
         """
-        known, setting = partitions(sinfo), f"launcher.options.{self.prefix}"
-        right = all(name in known for name in filter(None, self.partition.split(",")))
-        require(right, f"{setting}partition", f"one of {', '.join(known)}", self.partition)
+        names, setting = partitions(sinfo), f"launcher.options.{self.prefix}"
+        is_known = all(name in names for name in filter(None, self.partition.split(",")))
+        require(is_known, f"{setting}partition", f"one of {', '.join(names)}", self.partition)
         usable = [node for node in node_resources(sinfo, self.partition, self.constraint) if node.name not in taken]
         where = " ".join(filter(None, ["partition", self.partition or "(default)", self.constraint]))
-        fits = f"at most {len(usable)} with spare ones, which {where} has usable"
-        require(self.nodes + self.spares <= len(usable), f"{setting}nodes", fits, self.nodes + self.spares)
+        limit = f"at most {len(usable)} with spare nodes, the number of usable nodes of {where}"
+        require(self.nodes + self.spares <= len(usable), f"{setting}nodes", limit, self.nodes + self.spares)
         return usable[: self.nodes]
 
 
 class SlurmNodes(NodeProvider):
-    """The nodes of the job in which this process runs.
+    """Provides the nodes of the job in which this process runs.
 
     Args:
         config: see `SlurmSchedulerConfig`.
-        commands: Slurm's.
+        commands: runner of Slurm commands.
     """
 
     def __init__(self, config: SlurmSchedulerConfig, commands: Commands | None = None) -> None:
         self._config, self._commands = config, commands or Commands()
         self.spares = self._config.spare_nodes
-        self._found: list[Node] = []
-        self._looked = float("-inf")
-        self._parts: dict[str, int] = {}
-        self._rescues = False
+        self._nodes: list[Node] = []
+        self._last_query = float("-inf")
+        self._component_of: dict[str, int] = {}
+        self._can_requeue = False
         self._steps: dict[str, Step] = {}
-        """Of agents that have not called yet."""
-        self._name, self._left = f"agent-{secrets.token_hex(4)}", False
+        """Job steps of agents that have not connected yet, by node name."""
+        self._step_name, self._has_detached_steps = f"agent-{secrets.token_hex(4)}", False
 
     def nodes(self) -> list[Node]:
-        """Those that Slurm has not found lost; asked at most every `poll_seconds`."""
-        if time.monotonic() - self._looked >= self._config.poll_seconds:
+        """Return the nodes that Slurm does not report as lost. Queries Slurm at most every `poll_seconds`."""
+        if time.monotonic() - self._last_query >= self._config.poll_seconds:
             try:
-                self._found = self._look()
+                self._nodes = self._query_nodes()
             except LaunchError:
-                if not self._found:
+                if not self._nodes:
                     raise
-            self._looked = time.monotonic()
-        return list(self._found)
+            self._last_query = time.monotonic()
+        return list(self._nodes)
 
     def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        """As a step of the job that may use all that the job has on the node."""
-        if (former := self._steps.pop(node.name, None)) is not None:
-            former.kill()
-        rescue = "yes" if self._rescues and self._config.spare_nodes else "no"
-        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, str(log.absolute()), *command]
-        own = {name: value for name, value in env.items() if name != "TMPDIR"}  # each node has its own
+        """Start the agent as a job step with all resources of the job on the node."""
+        if (previous := self._steps.pop(node.name, None)) is not None:
+            previous.kill()
+        requeue = "yes" if self._can_requeue and self._config.spare_nodes else "no"
+        srun_command = [
+            "srun",
+            *self._srun_options(node, log.parent),
+            "bash",
+            str(AGENT),
+            requeue,
+            str(log.absolute()),
+            *command,
+        ]
+        job_env = {name: value for name, value in env.items() if name != "TMPDIR"}  # each node sets its own
         try:
-            self._steps[node.name] = self._commands.start(words, own, log)
+            self._steps[node.name] = self._commands.start(srun_command, job_env, log)
         except OSError as error:
-            raise LaunchError(f"srun cannot be started: {error}") from error
+            raise LaunchError(f"cannot start srun: {error}") from error
 
     def agent_connected(self, node: Node) -> None:
-        """Leave the step to Slurm: `srun` would kill it at once when it hears of a preemption, before trainers have
-        saved a recover point. Slurm itself gives them `KillWait`, or the partition's `GraceTime`."""
+        """End `srun` without its step.
+
+        On a preemption, `srun` would kill the step immediately, before trainers have saved a recovery checkpoint. Slurm
+        itself first waits for `KillWait`, or the partition's `GraceTime`.
+        """
         if (step := self._steps.pop(node.name, None)) is not None:
             step.leave()
-            self._left = True
+            self._has_detached_steps = True
 
     def end_reason(self, node: Node) -> str:
-        """As `srun` tells, before the agent has called."""
+        """Return the exit of `srun`, or "" while it runs and after the agent has connected."""
         step = self._steps.get(node.name)
         code = None if step is None else step.poll()
-        return "" if code is None else f"{exit_report.describe_exit(code)}, says srun"
+        return "" if code is None else f"{exit_report.describe_exit(code)}, according to srun"
 
     def close(self) -> None:
-        """End every step that is left: each `srun` does so at once when it is asked, and Slurm where there is none."""
+        """End the remaining steps, with a signal to their `srun` or, if it has ended, with `scancel`."""
         for step in self._steps.values():
             if step.poll() is None:
                 step.send_signal(signal.SIGINT)
@@ -319,92 +349,108 @@ class SlurmNodes(NodeProvider):
             except subprocess.TimeoutExpired:
                 step.kill()
         self._steps.clear()
-        if self._left:
-            self._left = False
-            with suppress(SlurmError):  # they end by themselves when they do not hear from the launcher any more
+        if self._has_detached_steps:
+            self._has_detached_steps = False
+            with suppress(SlurmError):  # without messages from the launcher, agents end on their own
                 steps = self._commands.output("squeue", "-h", "-s", "-j", os.environ[JOB], "-o", "%i %j").splitlines()
-                if mine := [step.split()[0] for step in steps if step.endswith(f" {self._name}")]:
-                    # which tries for a minute where a node of them is lost
-                    self._commands.output("bash", "-c", f"scancel --signal=KILL {' '.join(mine)} > /dev/null 2>&1 &")
+                if agent_steps := [step.split()[0] for step in steps if step.endswith(f" {self._step_name}")]:
+                    # in the background: with a lost node, scancel retries for a minute
+                    self._commands.output(
+                        "bash", "-c", f"scancel --signal=KILL {' '.join(agent_steps)} > /dev/null 2>&1 &"
+                    )
 
     def on_nodes_lost(self, lost: Collection[str], why: str) -> None:
-        """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long
-        after the run would have given up."""
-        if self._rescues and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
-            logger.warning("%s. The job is started again.", why)
+        """Requeue the job if it allows that and `max_requeues` is not reached.
+
+        Slurm itself requeues it only after it has detected the loss, which is too late for the run.
+        """
+        if self._can_requeue and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
+            logger.warning("%s; requeueing the job.", why)
             self._requeue(os.environ[JOB], [node.name for node in self.nodes() if node.name not in lost])
             raise LaunchError(why)
 
-    def _requeue(self, job: str, well: Sequence[str]) -> None:
-        """Give the lost nodes back first. A job waits for the end of what was on each of its nodes, so until the
-        controller has seen the loss; and Slurm (22.05) never starts one with `--exclusive` again that was requeued
-        while a node of it does not answer (`BadConstraints`)."""
+    def _requeue(self, job: str, remaining: Sequence[str]) -> None:
+        """Remove the lost nodes from the job, then requeue it.
+
+        Otherwise the requeued job would wait until the controller has detected the loss. With `--exclusive`, Slurm
+        22.05 never restarts a job that was requeued with an unresponsive node (`BadConstraints`).
+        """
         command, count = f"scontrol requeue {job}", os.environ.get(COUNT)
         try:
             if count:
-                with tempfile.TemporaryDirectory() as left:  # two scripts, which set the variables of the smaller job
-                    update = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(well)}")
-                    self._commands.output("env", f"--chdir={left}", *update)
+                # scontrol writes two scripts with the variables of the smaller job to its working directory
+                with tempfile.TemporaryDirectory() as scripts_dir:
+                    update = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(remaining)}")
+                    self._commands.output("env", f"--chdir={scripts_dir}", *update)
                 command += f" && scontrol update JobId={job} NumNodes={count}-{count}"
-        except SlurmError as error:  # a heterogeneous job, or a cluster on which none may shrink
-            logger.warning("The job cannot give up its lost nodes: %s", error)
-        # what is requeued hears SIGTERM at once
+        except SlurmError as error:  # a heterogeneous job, or a cluster that does not allow jobs to shrink
+            logger.warning("cannot remove the lost nodes from the job: %s", error)
+        # requeueing sends SIGTERM to the job's processes at once
         self._commands.output("bash", "-c", f"trap '' TERM; {command}")
 
     def address(self) -> str:
-        """That of the node on which the launcher runs, as Slurm knows it."""
-        own = [node.host for node in self.nodes() if node.name == os.environ.get("SLURMD_NODENAME")]
-        return own[0] if own else super().address()
+        """Return the address of the launcher's node in Slurm."""
+        hosts = [node.host for node in self.nodes() if node.name == os.environ.get("SLURMD_NODENAME")]
+        return hosts[0] if hosts else super().address()
 
-    def _step(self, node: Node, log_dir: Path) -> list[str]:
+    def _srun_options(self, node: Node, log_dir: Path) -> list[str]:
         config = self._config
         options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node.name}", f"--cpus-per-task={node.cores}"]
-        options += ["--cpu-bind=none", "--mem=0", "--input=none", "--quit-on-interrupt", f"--job-name={self._name}"]
+        options += [
+            "--cpu-bind=none",
+            "--mem=0",
+            "--input=none",
+            "--quit-on-interrupt",
+            f"--job-name={self._step_name}",
+        ]
         options += [f"--gres=gpu:{node.gpus}"] if node.gpus else []
-        options += [f"--het-group={self._parts[node.name]}"] if len(set(self._parts.values())) > 1 else []
+        options += [f"--het-group={self._component_of[node.name]}"] if len(set(self._component_of.values())) > 1 else []
         if config.container_image:
             mounts = [*config.container_mounts, f"{log_dir.parent}:{log_dir.parent}"]
             options += [f"--container-image={config.container_image}", f"--container-mounts={','.join(mounts)}"]
         return options + config.srun_args
 
-    def _look(self) -> list[Node]:
+    def _query_nodes(self) -> list[Node]:
         job = os.environ.get(JOB)
         if not job:
-            raise LaunchError(f"expected to run in a job of Slurm, found no {JOB}. Start it with sbatch or salloc.")
-        text = self._commands.output("scontrol", "show", "job", "-d", "-o", job)
-        mine = fields(text.partition("\n")[0])
-        self._rescues = mine.get("BatchFlag") == "1" and mine.get("Requeue") == "1"
-        about = list(shares(text))
-        hosts = ",".join(share.hosts for share in about)
-        shown = self._commands.output("scontrol", "show", "node", "-o", hosts).splitlines() if hosts else []
-        known = {found["NodeName"]: found for found in map(fields, filter(None, shown))}
-        kinds: list[list[Node]] = [[], []]
-        for share in about:
-            for name in self._commands.output("scontrol", "show", "hostnames", share.hosts).split():
-                state = known.get(name, {}).get("State", "DOWN")
-                self._parts[name] = share.part
+            raise LaunchError(f"{JOB} is not set: this must run inside a Slurm job. Start it with sbatch or salloc.")
+        job_text = self._commands.output("scontrol", "show", "job", "-d", "-o", job)
+        job_fields = fields(job_text.partition("\n")[0])
+        self._can_requeue = job_fields.get("BatchFlag") == "1" and job_fields.get("Requeue") == "1"
+        allocations = list(shares(job_text))
+        hosts = ",".join(allocation.hosts for allocation in allocations)
+        node_lines = self._commands.output("scontrol", "show", "node", "-o", hosts).splitlines() if hosts else []
+        fields_by_node = {node_fields["NodeName"]: node_fields for node_fields in map(fields, filter(None, node_lines))}
+        nodes_by_component: list[list[Node]] = [[], []]
+        for allocation in allocations:
+            for name in self._commands.output("scontrol", "show", "hostnames", allocation.hosts).split():
+                state = fields_by_node.get(name, {}).get("State", "DOWN")
+                self._component_of[name] = allocation.part
                 if not any(word in state for word in ("DOWN", "NOT_RESPONDING", "FAIL", "*")):
-                    node = Node(name, _resolved(known[name]["NodeAddr"]), share.cores, share.gpus)
-                    kinds[min(share.part, 1)].append(node)
-        own, found = os.environ.get("SLURMD_NODENAME"), self._in_order(*kinds)
-        alone = [*self._parts] == [own] and not self._config.host  # with its only node, for a job gets no more
-        return [replace(node, host=LOOPBACK) for node in found] if alone else found
+                    node = Node(
+                        name, _resolve_host(fields_by_node[name]["NodeAddr"]), allocation.cores, allocation.gpus
+                    )
+                    nodes_by_component[min(allocation.part, 1)].append(node)
+        own_name, ordered = os.environ.get("SLURMD_NODENAME"), self._in_placement_order(*nodes_by_component)
+        # a job with one node never gets more nodes
+        is_single_node = [*self._component_of] == [own_name] and not self._config.host
+        return [replace(node, host=LOOPBACK) for node in ordered] if is_single_node else ordered
 
-    def _in_order(self, main: list[Node], servers: list[Node]) -> list[Node]:
-        """Those for trainers, those for servers, and the spare ones, which are for all."""
-        first, spares = main[: len(main) - self.spares], main[len(main) - self.spares :]
+    def _in_placement_order(self, main: list[Node], servers: list[Node]) -> list[Node]:
+        """Return the nodes of trainers, then those of servers, then the spare ones, which any role may use."""
+        regular, spares = main[: len(main) - self.spares], main[len(main) - self.spares :]
         if servers:
-            first = [replace(node, servers=False) for node in first] + [replace(n, servers=True) for n in servers]
-        return first + spares
+            regular = [replace(node, servers=False) for node in regular] + [replace(n, servers=True) for n in servers]
+        return regular + spares
 
 
 class SlurmScheduler(ClusterScheduler):
     """Starts workers on the nodes of the job in which this process runs.
 
     Args:
-        log_dir: directory of the logs, which the nodes share.
+        log_dir: directory of the logs, on a file system that the nodes share.
         config: see `SlurmSchedulerConfig`.
-        commands: Slurm's.
+        commands: runner of Slurm commands.
     """
 
     def __init__(
@@ -414,7 +460,7 @@ class SlurmScheduler(ClusterScheduler):
         super().__init__(log_dir, config, SlurmNodes(config, commands))
 
 
-def _resolved(address: str) -> str:
+def _resolve_host(address: str) -> str:
     try:
         return socket.gethostbyname(address)
     except OSError:

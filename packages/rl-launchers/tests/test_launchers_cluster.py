@@ -1,4 +1,4 @@
-"""The scheduler of several machines, with real agents in processes of this one."""
+"""Scheduler for several machines, with real agents as child processes on this machine."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def machines() -> MachinesOfTests:
 
 @pytest.fixture
 def scheduler(tmp_path: Path, machines: MachinesOfTests) -> Iterator[ClusterScheduler]:
-    made = ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines)
-    yield made
-    made.delete_workers(grace=0.0)
+    cluster_scheduler = ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines)
+    yield cluster_scheduler
+    cluster_scheduler.delete_workers(grace=0.0)
     assert all(agent.poll() is not None for agent in machines.agents.values())
 
 
@@ -53,7 +53,7 @@ class TestClusterScheduler(SchedulerConformance):
         return scheduler
 
 
-def test_create_workers_ranks_meet_over_machines(scheduler: ClusterScheduler, tmp_path: Path) -> None:
+def test_create_workers_ranks_on_two_machines_share_master_address(scheduler: ClusterScheduler, tmp_path: Path) -> None:
     import json
 
     command = python(WRITE_ENVIRONMENT, str(tmp_path / "rank-{index}.json"))
@@ -70,7 +70,7 @@ def test_create_workers_ranks_meet_over_machines(scheduler: ClusterScheduler, tm
     assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks}) == 1
 
 
-def test_machine_is_lost_its_workers_fail_and_come_back_elsewhere(
+def test_machine_lost_its_workers_fail_and_restart_on_another(
     scheduler: ClusterScheduler, machines: MachinesOfTests
 ) -> None:
     one, two = scheduler.create_workers(server(count=2, cpus=2))
@@ -79,18 +79,18 @@ def test_machine_is_lost_its_workers_fail_and_come_back_elsewhere(
 
     machines.kill("node1")
     wait_until(lambda: [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING, WorkerStatus.FAILED])
-    wait_until(lambda: not listens(two))  # its process may be slower to die than the agent
+    wait_until(lambda: not listens(two))  # the worker may end later than its agent
     assert "lost with node node1" in two.cause
 
-    again = scheduler.restart_worker(two, "planted")
+    again = scheduler.restart_worker(two, "injected")
     assert (again.name, again.node, again.restarts) == ("server-1", "node0", 1)
     scheduler.wait_ready("server")
     assert listens(one)
     assert listens(again)
-    assert "elsewhere: planted" in again.log.read_text()
+    assert "on another machine: injected" in again.log.read_text()
 
 
-def test_machine_is_lost_a_new_one_takes_its_ranks(scheduler: ClusterScheduler, machines: MachinesOfTests) -> None:
+def test_machine_lost_its_ranks_start_on_a_new_machine(scheduler: ClusterScheduler, machines: MachinesOfTests) -> None:
     from rl_contracts.scheduler import Node
 
     machines.there = [Node("node0", "127.0.0.1", 2, 2), Node("node1", "127.0.0.1", 2, 2)]
@@ -101,14 +101,14 @@ def test_machine_is_lost_a_new_one_takes_its_ranks(scheduler: ClusterScheduler, 
     wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
     scheduler.delete_workers("actor", grace=0.0)
     spec = JobSpec("actor", python(SLEEP), count=4, gpus=1, spmd=True, env={"CUDA_VISIBLE_DEVICES": ""})
-    with pytest.raises(LaunchError, match=r"room for 4 workers of 1 GPUs.*free are 2 \(node1 2\)"):
-        _keep_open(scheduler).create_workers(spec)
+    with pytest.raises(LaunchError, match=r"4 workers of 1 GPUs.*2 GPUs are free \(node1 2\)"):
+        _keep_agents_running(scheduler).create_workers(spec)
     machines.there.append(Node("node2", "127.0.0.1", 2, 2))
     workers = scheduler.create_workers(spec)
     assert {worker.node for worker in workers} == {"node1", "node2"}
 
 
-def test_machine_is_lost_and_still_offered_a_spare_one_begins_in_its_place(
+def test_machine_lost_but_still_offered_is_replaced_by_spare(
     scheduler: ClusterScheduler, machines: MachinesOfTests
 ) -> None:
     from rl_contracts.scheduler import Node
@@ -119,7 +119,7 @@ def test_machine_is_lost_and_still_offered_a_spare_one_begins_in_its_place(
     assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node1"}
     offered = machines.there
     machines.kill("node1")
-    machines.there = offered  # as by a controller that takes minutes to find out
+    machines.there = offered  # like a cluster that detects the loss minutes later
     wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
     scheduler.delete_workers(grace=0.0)
 
@@ -127,64 +127,62 @@ def test_machine_is_lost_and_still_offered_a_spare_one_begins_in_its_place(
 
     assert {worker.node for worker in again} == {"node0", "node2"}
     scheduler.delete_workers(grace=0.0)
-    machines.there = [node for node in offered if node.name != "node1"]  # now it has found out
+    machines.there = [node for node in offered if node.name != "node1"]  # now the cluster has detected the loss
     assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node2"}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("well", [True, False])
-def test_machine_is_lost_and_none_stands_in_it_is_tried_again_and_else_the_scheduler_is_told(
-    tmp_path: Path, well: bool
-) -> None:
-    class Failing(MachinesOfTests):
-        lost, told, named = False, "", ()
+@pytest.mark.parametrize("recovers", [True, False])
+def test_machine_lost_without_spare_is_retried_then_reported(tmp_path: Path, recovers: bool) -> None:
+    class FailingMachines(MachinesOfTests):
+        is_broken, reason, reported = False, "", ()
 
         def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
-            broken = self.lost and node.name == "node1"
+            broken = self.is_broken and node.name == "node1"
             super().start(node, ["false"] if broken else command, env, log)
 
-        def lacking(self, lost, why):  # type: ignore[no-untyped-def]
-            self.named, self.told = lost, why
+        def on_nodes_lost(self, lost, why):  # type: ignore[no-untyped-def]
+            self.reported, self.reason = lost, why
 
-    machines = Failing()
+    machines = FailingMachines()
     with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as scheduler:
         spec = JobSpec("role", python(SLEEP), count=2, cpus=2)
         scheduler.create_workers(spec)
         offered = machines.there
         machines.kill("node1")
-        machines.there, machines.lost = offered, not well
+        machines.there, machines.is_broken = offered, not recovers
         wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
         scheduler.delete_workers(grace=0.0)
 
         again = scheduler.create_workers(spec)
 
-        assert {worker.node for worker in again} == ({"node0", "node1"} if well else {"node0"})
-        assert ("node1" in machines.told) is not well
-        assert list(machines.named) == ([] if well else ["node1"])
+        assert {worker.node for worker in again} == ({"node0", "node1"} if recovers else {"node0"})
+        assert ("node1" in machines.reason) is not recovers
+        assert list(machines.reported) == ([] if recovers else ["node1"])
 
 
-def _keep_open(scheduler: ClusterScheduler) -> ClusterScheduler:
-    """With a role that stays, so that the agents do too."""
+def _keep_agents_running(scheduler: ClusterScheduler) -> ClusterScheduler:
+    """Start a role that keeps running, so that the agents keep running, too."""
     if not scheduler.get_workers("stays"):
         scheduler.create_workers(JobSpec("stays", python(SLEEP)))
     return scheduler
 
 
 @pytest.mark.nightly
-def test_machine_that_is_frozen_is_lost_after_the_timeout(tmp_path: Path, machines: MachinesOfTests) -> None:
+def test_machine_frozen_is_lost_after_heartbeat_timeout(tmp_path: Path, machines: MachinesOfTests) -> None:
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
     with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
         one, two = scheduler.create_workers(server(count=2, cpus=2))
         scheduler.wait_ready("server")
         os.kill(machines.agents[two.node].pid, signal.SIGSTOP)
         wait_until(lambda: scheduler.poll()[1].status is WorkerStatus.FAILED)
-        assert "said nothing for 3 s" in two.cause
+        assert "heartbeat_timeout" in two.cause
         assert one.status is WorkerStatus.RUNNING
         os.kill(machines.agents[two.node].pid, signal.SIGCONT)
-        wait_until(lambda: not listens(two))  # it ends what it has, for the launcher is gone to it
+        wait_until(lambda: not listens(two))  # the agent got no messages for too long, so it stops its worker
 
 
-def test_launcher_is_killed_nothing_is_left(tmp_path: Path) -> None:
+def test_launcher_killed_leaves_no_processes(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
@@ -209,7 +207,7 @@ time.sleep(600)
     wait_until(lambda: not any(agent.is_running() and agent.status() != "zombie" for agent in agents))
 
 
-def test_run_key_lies_in_a_file_of_the_users_alone(
+def test_run_key_is_in_a_file_that_only_the_user_can_read(
     scheduler: ClusterScheduler, machines: MachinesOfTests, tmp_path: Path
 ) -> None:
     key, out = "a-very-secret-key", tmp_path / "environment.json"
@@ -217,7 +215,7 @@ def test_run_key_lies_in_a_file_of_the_users_alone(
     (secrets,) = (tmp_path / "logs").glob(".agents-*")
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
     wait_for_end(scheduler, "role")
-    assert key in out.read_text()  # the worker has it
+    assert key in out.read_text()  # only the worker gets it
     assert not any(key in part for command in machines.commands for part in command)
     assert not any(key in log.read_text() for log in (tmp_path / "logs").glob("*.log"))
     for agent in machines.agents.values():
@@ -226,7 +224,7 @@ def test_run_key_lies_in_a_file_of_the_users_alone(
     assert not secrets.exists()
 
 
-def test_callers_that_do_not_know_the_secret_are_refused_and_hold_up_nobody(scheduler: ClusterScheduler) -> None:
+def test_connections_without_secret_are_rejected_without_delay(scheduler: ClusterScheduler) -> None:
     from multiprocessing import AuthenticationError
 
     scheduler.create_workers(JobSpec("first", python(SLEEP)))
@@ -236,7 +234,7 @@ def test_callers_that_do_not_know_the_secret_are_refused_and_hold_up_nobody(sche
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         Client((host, int(port)), authkey=b"wrong")
     for peer in silent:
-        peer.sendall(b"\xff\xff\xff\x7f")  # promises two gigabytes
+        peer.sendall(b"\xff\xff\xff\x7f")  # announces a message of two gigabytes
     began = time.monotonic()
     scheduler.create_workers(JobSpec("second", python(SLEEP)))
     assert time.monotonic() - began < 9
@@ -245,7 +243,7 @@ def test_callers_that_do_not_know_the_secret_are_refused_and_hold_up_nobody(sche
         peer.close()
 
 
-def test_agent_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
+def test_agent_start_failure_error_shows_its_log(tmp_path: Path) -> None:
     class Broken(MachinesOfTests):
         def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
             super().start(node, ["sh", "-c", "echo no python here; exit 3"], env, log)

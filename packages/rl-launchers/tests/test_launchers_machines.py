@@ -1,4 +1,4 @@
-"""Machines that are lost, come, or do not start, and what becomes of the workers on them."""
+"""Workers on machines that are lost, become available, or do not start."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ import socket, sys, time
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])), backlog=200)
 time.sleep(600)
 """
-"""A server that takes connections and says nothing."""
+"""A server that accepts connections but never answers."""
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class Machines(MachinesOfTests):
-    """Some of which do not start, or late."""
+    """Machines on which a shell command can delay or prevent the start of the agent."""
 
     def __init__(self) -> None:
         super().__init__(3)
         self.before: dict[str, str] = {}
-        """By machine, a command of the shell before its agent."""
+        """Shell command to run before the agent, by machine."""
         self.started: list[str] = []
 
     def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -51,15 +51,15 @@ class Machines(MachinesOfTests):
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    made = Machines()
-    yield made
-    made.close()
+    cluster_machines = Machines()
+    yield cluster_machines
+    cluster_machines.close()
 
 
 @pytest.fixture
 def scheduler(tmp_path: Path, machines: Machines) -> Iterator[ClusterScheduler]:
-    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as made:
-        yield made
+    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as cluster_scheduler:
+        yield cluster_scheduler
 
 
 def statuses(scheduler: ClusterScheduler) -> list[WorkerStatus]:
@@ -67,15 +67,13 @@ def statuses(scheduler: ClusterScheduler) -> list[WorkerStatus]:
 
 
 def lose(scheduler: ClusterScheduler, machines: Machines, name: str) -> list[Worker]:
-    """Kill a machine; the workers on it, once it is known."""
+    """Kill a machine, wait for the detection of its loss, and return its workers."""
     machines.kill(name)
     wait_until(lambda: all(w.status is WorkerStatus.FAILED for w in scheduler.poll() if w.node == name))
     return [worker for worker in scheduler.poll() if worker.node == name]
 
 
-def test_machine_with_two_workers_is_lost_both_come_back_and_the_end_is_clean(
-    scheduler: ClusterScheduler, machines: Machines
-) -> None:
+def test_machine_lost_with_two_workers_both_restart_on_spare(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.spares = 1
     scheduler.create_workers(JobSpec("role", python(SLEEP), count=4))
     lost = lose(scheduler, machines, "node1")
@@ -84,9 +82,7 @@ def test_machine_with_two_workers_is_lost_both_come_back_and_the_end_is_clean(
 
 
 @pytest.mark.nightly
-def test_another_machine_is_lost_while_a_spare_one_starts_is_seen(
-    scheduler: ClusterScheduler, machines: Machines
-) -> None:
+def test_machine_lost_during_start_of_spare_is_detected(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.spares, machines.before = 1, {"node2": "sleep 2"}
     scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
     (lost,) = lose(scheduler, machines, "node1")
@@ -96,7 +92,7 @@ def test_another_machine_is_lost_while_a_spare_one_starts_is_seen(
     scheduler.delete_workers(grace=0.0)
 
 
-def test_restart_elsewhere_fails_is_tried_again(
+def test_restart_worker_failed_on_another_machine_can_be_retried(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path
 ) -> None:
     program, away = tmp_path / "program", tmp_path / "away"
@@ -105,19 +101,19 @@ def test_restart_elsewhere_fails_is_tried_again(
     machines.there = machines.there[:2]
     scheduler.create_workers(JobSpec("role", (str(program),), count=2, cpus=2, needs_port=True))
     (lost,) = lose(scheduler, machines, "node1")
-    free = scheduler._ledger._rooms["node0"].cores
+    free = scheduler._ledger._free["node0"].cores
     program.rename(away)
     with pytest.raises(LaunchError, match="no program"):
         scheduler.restart_worker(lost)
     assert statuses(scheduler) == [WorkerStatus.RUNNING, WorkerStatus.FAILED]
-    assert scheduler._ledger._rooms["node0"].cores == free
+    assert scheduler._ledger._free["node0"].cores == free
     away.rename(program)
     again = scheduler.restart_worker(scheduler.poll()[1])
     assert (again.node, again.status, again.restarts) == ("node0", WorkerStatus.RUNNING, 1)
     assert again.port
 
 
-def test_new_machine_that_does_not_start_keeps_out_no_other(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_new_machine_fails_to_start_other_new_machine_is_used(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(3)]
     later, machines.there = machines.there[1:], machines.there[:1]
     machines.before["node2"] = "exit 4"
@@ -126,29 +122,27 @@ def test_new_machine_that_does_not_start_keeps_out_no_other(scheduler: ClusterSc
     machines.there += later
     (worker,) = scheduler.create_workers(JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN))
     assert worker.node == "node1"
-    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0, node1 0\)"):
+    with pytest.raises(LaunchError, match=r"0 GPUs are free \(node0 0, node1 0\)"):
         scheduler.create_workers(JobSpec("c", python(SLEEP), gpus=1, env=HIDDEN))
     assert sorted(machines.started) == ["node0", "node1", "node2"]
 
 
-def test_machine_that_comes_back_owes_nothing_of_its_former_life(
-    scheduler: ClusterScheduler, machines: Machines
-) -> None:
+def test_returned_machine_has_all_resources_free(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.there = [Node("node0", "127.0.0.1", 2, 1), back := Node("node1", "127.0.0.1", 2, 1)]
     scheduler.create_workers(JobSpec("a", python(SLEEP), count=2, gpus=1, env=HIDDEN))
     lose(scheduler, machines, "node1")
     spec = JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN)
-    with pytest.raises(LaunchError, match="free are 0"):
+    with pytest.raises(LaunchError, match="0 GPUs are free"):
         scheduler.create_workers(spec)
     machines.there.append(back)
     (worker,) = scheduler.create_workers(spec)
     assert worker.node == "node1"
-    scheduler.delete_workers("a", grace=0.0)  # one of them was on node1, before
-    with pytest.raises(LaunchError, match=r"free are 1 \(node0 1, node1 0\)"):
+    scheduler.delete_workers("a", grace=0.0)  # one of them was on node1 before the loss
+    with pytest.raises(LaunchError, match=r"1 GPUs are free \(node0 1, node1 0\)"):
         scheduler.create_workers(JobSpec("c", python(SLEEP), count=2, gpus=1, env=HIDDEN))
 
 
-def test_run_goes_on_after_a_machine_with_two_servers_is_lost(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_run_continues_after_loss_of_machine_with_two_servers(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.spares, killed = 1, list[str]()
     machines.there = [Node(f"node{index}", "127.0.0.1", 4) for index in range(3)]
     done = Path(scheduler._log_dir).parent / "done"
@@ -167,16 +161,16 @@ def test_run_goes_on_after_a_machine_with_two_servers_is_lost(scheduler: Cluster
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("well", [True, False])
-def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_back_to_the_cluster(
-    scheduler: ClusterScheduler, machines: Machines, monkeypatch: pytest.MonkeyPatch, well: bool
+@pytest.mark.parametrize("recovers", [True, False])
+def test_run_loses_machine_of_single_server_resumes_or_requeues(
+    scheduler: ClusterScheduler, machines: Machines, monkeypatch: pytest.MonkeyPatch, recovers: bool
 ) -> None:
-    """The machine is still offered, as by a controller that takes minutes to find out."""
+    """The cluster still offers the lost machine, because it would detect the loss minutes later."""
     offered = machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(2)]
-    told, resumed, done = list[str](), list[int](), Path(scheduler._log_dir).parent / "done"
+    reported, resumed, done = list[str](), list[int](), Path(scheduler._log_dir).parent / "done"
 
-    def lacking(lost: list[str], why: str) -> None:  # as where a job is requeued
-        told.extend(lost)
+    def requeue(lost: list[str], why: str) -> None:  # like the requeue of a Slurm job
+        reported.extend(lost)
         os.kill(os.getpid(), signal.SIGTERM)
         raise LaunchError(why)
 
@@ -187,29 +181,29 @@ def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_b
     def tick(workers: list[Worker]) -> None:
         if launcher._ready and not resumed:
             machines.kill("node0")
-            machines.there, machines.before = offered, {} if well else {"node0": "exit 4"}
+            machines.there, machines.before = offered, {} if recovers else {"node0": "exit 4"}
         if launcher._ready and resumed:
             done.touch()
 
-    monkeypatch.setattr(machines, "on_nodes_lost", lacking)
+    monkeypatch.setattr(machines, "on_nodes_lost", requeue)
     launcher = Launcher(scheduler, LauncherConfig(), 0)
     wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
     trainers = [JobSpec("actor", python(wait, str(done)), gpus=1, spmd=True, env=HIDDEN)]
     servers = [server(gpus=1, env=HIDDEN)]
     code = launcher.run(servers, lambda _: trainers, on_tick=tick, resume=Resume(lambda: (3, 2), prepare))
 
-    assert (code, told) == ((0, []) if well else (143, ["node0"]))
+    assert (code, reported) == ((0, []) if recovers else (143, ["node0"]))
 
 
 @pytest.mark.nightly
-def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Machines) -> None:
+def test_delete_workers_is_not_delayed_by_unresponsive_servers(tmp_path: Path, machines: Machines) -> None:
     machines.there = machines.there[:1]
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
     with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
         command = python(SILENT, "{host}", "{port}")
         workers = scheduler.create_workers(JobSpec("server", command, count=5, ready_path="/health", ready_timeout=600))
         wait_until(lambda: all(map(listens, workers)))
-        until = time.monotonic() + 5.0  # more than the timeout
+        until = time.monotonic() + 5.0  # longer than the heartbeat timeout
         wait_until(lambda: bool(scheduler.poll()) and time.monotonic() > until)
         assert statuses(scheduler) == [WorkerStatus.STARTING] * 5
         began = time.monotonic()
@@ -217,7 +211,7 @@ def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Mach
         assert time.monotonic() - began < 5.0
 
 
-def test_signal_while_agents_start_ends_the_run_at_once(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_signal_during_start_of_agents_ends_run_immediately(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.before = dict.fromkeys(("node0", "node1", "node2"), "sleep 60")
     threading.Timer(2, os.kill, [os.getpid(), signal.SIGTERM]).start()
     began = time.monotonic()
@@ -226,21 +220,21 @@ def test_signal_while_agents_start_ends_the_run_at_once(scheduler: ClusterSchedu
     assert time.monotonic() - began < 30
 
 
-def test_agent_ignores_no_signal_that_its_workers_must_hear(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_agent_does_not_ignore_stop_signals_of_its_workers(scheduler: ClusterScheduler, machines: Machines) -> None:
     scheduler.create_workers(JobSpec("role", python(SLEEP)))
     status = Path(f"/proc/{machines.agents['node0'].pid}/status").read_text()
-    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)  # what a child inherits, until it is its program
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)  # child processes inherit ignored signals
     assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT))
 
 
 @pytest.mark.nightly
-def test_machine_does_not_end_its_workers_agents_end_all_the_same(
+def test_delete_workers_times_out_on_one_machine_all_agents_end(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
     monkeypatch.setattr("rl_launchers.cluster.scheduler.ORDER_SECONDS", 0.5)
     os.kill(machines.agents["node0"].pid, signal.SIGSTOP)
-    with pytest.raises(LaunchError, match=r"node node0 did not end its workers within 0\.5 s"):
+    with pytest.raises(LaunchError, match=r"node0.*0\.5 s"):
         scheduler.delete_workers(grace=0.0)
     assert scheduler.poll() == []
     assert not list((tmp_path / "logs").glob(".agents-*"))
@@ -248,13 +242,13 @@ def test_machine_does_not_end_its_workers_agents_end_all_the_same(
     assert not psutil.pid_exists(workers[1].pid)
 
 
-def test_limit_no_other_machine_and_no_more_of_each_is_used(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_limit_bounds_machines_cores_and_gpus(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.there = [Node(f"node{index}", "127.0.0.1", 8, 8) for index in range(3)]
     scheduler.limit(nodes=1, cores=2, gpus=2)
     for role in ("rollout", "actor"):
         (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN))
         assert worker.node == "node0"
-    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0\)"):
+    with pytest.raises(LaunchError, match=r"0 GPUs are free \(node0 0\)"):
         scheduler.resize_workers("rollout", 2)
     assert machines.started == ["node0"]
     lose(scheduler, machines, "node0")
@@ -263,13 +257,13 @@ def test_limit_no_other_machine_and_no_more_of_each_is_used(scheduler: ClusterSc
     assert worker.node == "node1"
 
 
-def test_roles_that_share_memory_stay_on_one_machine(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_roles_with_shared_scratch_stay_on_one_machine(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.there = [Node(f"node{index}", "127.0.0.1", 8, 2) for index in range(2)]
     shared = ("/nonexistent/weights",)
     for role in ("rollout", "actor"):
         (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN, scratch=shared))
         assert worker.node == "node0"
-    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0\)"):
+    with pytest.raises(LaunchError, match=r"0 GPUs are free \(node0 0\)"):
         scheduler.resize_workers("rollout", 2)
     (other,) = scheduler.create_workers(JobSpec("other", python(SLEEP), gpus=1, env=HIDDEN))
     assert other.node == "node1"

@@ -1,4 +1,4 @@
-"""What the Ray scheduler asks of a cluster, refuses, and hands to its agents. Needs no Ray."""
+"""Settings, errors and agent environments of the Ray scheduler, without Ray."""
 
 from __future__ import annotations
 
@@ -15,38 +15,45 @@ from rl_launchers.ray import scheduler as launchers_ray
 from rl_launchers.ray.scheduler import DriverConnection, RayNodes, RaySchedulerConfig, agent_environment
 
 
-def found(name: str, cores: int, gpus: int = 0, **more: float) -> dict[str, Any]:
-    """A node as Ray's driver tells of it."""
-    own = {"name": name, "host": f"{name}.lan", "cores": cores, "gpus": gpus}
-    return own | {"resources": {"CPU": cores, "GPU": gpus, **more}}
+def described_node(name: str, cores: int, gpus: int = 0, **more: float) -> dict[str, Any]:
+    """Return the description of a node as the Ray driver process sends it."""
+    description = {"name": name, "host": f"{name}.lan", "cores": cores, "gpus": gpus}
+    return description | {"resources": {"CPU": cores, "GPU": gpus, **more}}
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head without cores, two nodes with GPUs, and one without."""
-    nodes = [found("head", 0), found("small", 8), found("a", 64, 8, pool=1), found("b", 32, 4, pool=1)]
+    """Cluster of a head without cores, two nodes with GPUs, and one node without."""
+    nodes = [
+        described_node("head", 0),
+        described_node("small", 8),
+        described_node("a", 64, 8, pool=1),
+        described_node("b", 32, 4, pool=1),
+    ]
     monkeypatch.setattr(launchers_ray, "living_nodes_at", lambda address: nodes)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_resources_all_nodes_have_what_they_hold_the_largest_first() -> None:
-    there = RaySchedulerConfig().resources()
+def test_resources_without_limits_hold_all_nodes_largest_first() -> None:
+    resources = RaySchedulerConfig().resources()
 
-    assert (there.gpus, there.cores) == (12, 104)
-    assert there.nodes == (Node("a", "a.lan", 64, 8), Node("b", "b.lan", 32, 4), Node("small", "small.lan", 8, 0))
+    assert (resources.gpus, resources.cores) == (12, 104)
+    assert resources.nodes == (Node("a", "a.lan", 64, 8), Node("b", "b.lan", 32, 4), Node("small", "small.lan", 8, 0))
 
 
 @pytest.mark.usefixtures("cluster")
-def test_resources_parts_of_some_nodes_are_what_the_bundles_hold() -> None:
+def test_resources_with_limits_match_the_bundles() -> None:
     config = RaySchedulerConfig(nodes=2, cores_per_node=16, gpus_per_node=2, node_resources={"pool": 0.5})
 
     assert config.resources().nodes == (Node("a", "a.lan", 16, 2), Node("b", "b.lan", 16, 2))
-    bundles = [bundle for _, bundle in config.bundles([found("a", 64, 8, pool=1), found("b", 32, 4, pool=1)])]
+    bundles = [
+        bundle for _, bundle in config.bundles([described_node("a", 64, 8, pool=1), described_node("b", 32, 4, pool=1)])
+    ]
     assert bundles == [{"CPU": 16.0, "GPU": 2.0, "pool": 0.5}] * 2
 
 
 @pytest.mark.usefixtures("cluster")
-def test_use_nodes_fewer_are_held_and_a_contradiction_is_refused() -> None:
+def test_use_nodes_limits_nodes_and_rejects_other_number() -> None:
     config = RaySchedulerConfig()
     config.use_nodes(2)
     assert len(config.resources().nodes) == 2
@@ -56,7 +63,7 @@ def test_use_nodes_fewer_are_held_and_a_contradiction_is_refused() -> None:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("settings", "message"),
     [
         ({"nodes": 4}, r"expected 4 nodes with CPU 1 each, found 3 among 4 \(head: 0 cores, 0 GPUs; small: 8 cores"),
         ({"nodes": 2, "gpus_per_node": 8}, "expected 2 nodes with CPU 1, GPU 8 each, found 1 among 4"),
@@ -64,42 +71,42 @@ def test_use_nodes_fewer_are_held_and_a_contradiction_is_refused() -> None:
         ({"node_resources": {"tpu": 1}}, "expected 1 nodes with CPU 1, tpu 1 each, found 0 among 4"),
     ],
 )
-def test_resources_too_few_nodes_are_refused_with_the_arithmetic(wish: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        RaySchedulerConfig(**wish).resources()
+def test_resources_with_too_few_nodes_error_lists_nodes(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RaySchedulerConfig(**settings).resources()
 
 
-def test_planned_no_cluster_answers_is_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not even Ray is there
+def test_planned_without_cluster_uses_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # Ray is not installed, either
     config = RaySchedulerConfig(address="head:6379", nodes=2, cores_per_node=8, gpus_per_node=4)
     planned = config.planned()
     assert [(node.name, node.cores, node.gpus) for node in planned.nodes] == [("node0", 8, 4), ("node1", 8, 4)]
     assert (planned.cores, planned.gpus) == (16, 8)
-    with pytest.raises(ConfigError, match="not installed"):
+    with pytest.raises(ConfigError, match="launcher.kind=ray "):
         config.resources()
 
 
 @pytest.mark.usefixtures("cluster")
-def test_planned_cluster_that_has_too_little_is_refused_as_a_start_is() -> None:
+def test_planned_with_too_few_nodes_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected 9 nodes"):
         RaySchedulerConfig(nodes=9).planned()
 
 
-def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_without_running_cluster_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers_ray, "living_nodes_at", lambda address: [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
-    there = RaySchedulerConfig().resources()
-    assert (there.gpus, there.cores, there.nodes[0].host) == (2, 1, "127.0.0.1")
+    resources = RaySchedulerConfig().resources()
+    assert (resources.gpus, resources.cores, resources.nodes[0].host) == (2, 1, "127.0.0.1")
 
 
-def test_look_ray_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_living_nodes_without_ray_error_names_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rl-launchers\[ray\]"):
         launchers_ray.living_nodes_at("nowhere:1")
 
 
-def test_address_of_a_client_or_dashboard_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_client_or_dashboard_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"host:port.*ray://head:10001"):
         RaySchedulerConfig(address="ray://head:10001")
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
@@ -108,7 +115,7 @@ def test_address_of_a_client_or_dashboard_is_refused(monkeypatch: pytest.MonkeyP
         DriverConnection("", "look")
 
 
-def test_agent_environment_is_the_launchers_without_what_ray_adds() -> None:
+def test_agent_environment_has_launcher_variables_but_none_of_ray() -> None:
     node = {"TMPDIR": "/node/tmp", "PATH": "/node", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "8", "OF_NODE": "1"}
     launcher = {"TMPDIR": "/tmp", "PATH": "/venv", "RAY_ADDRESS": "head:1", "HF_HOME": "/hf"}
 
@@ -120,7 +127,7 @@ def test_agent_environment_is_the_launchers_without_what_ray_adds() -> None:
     assert "OMP_NUM_THREADS" not in agent_environment(node, in_job)
 
 
-def test_ended_nothing_was_started_says_so(tmp_path: Path) -> None:
+def test_end_reason_after_close_is_stopped(tmp_path: Path) -> None:
     nodes = RayNodes(tmp_path, RaySchedulerConfig())
     nodes.close()
-    assert nodes.end_reason(Node("a", "a.lan", 1)) == "was ended"
+    assert nodes.end_reason(Node("a", "a.lan", 1)) == "was stopped"

@@ -1,4 +1,4 @@
-"""The Ray scheduler on a real cluster of two nodes, and what happens when one of them, or the launcher, is killed."""
+"""Ray scheduler on a real cluster of two nodes, also with a killed node or launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
 
 PATIENCE = 120.0
-"""Seconds for Ray to see what happened."""
+"""Seconds to wait for Ray to detect a change."""
 LAUNCHER = """
 import sys
 from pathlib import Path
@@ -49,11 +49,11 @@ scheduler.create_workers(JobSpec("role", (sys.executable, "-c", sys.argv[2], sys
 print("started", flush=True)
 sys.stdin.read()
 """
-"""A launcher that keeps four workers until its input ends."""
+"""Program that starts four workers and waits for the end of its input."""
 
 
 def load_clusters() -> ModuleType:
-    """`infra/clusters/ray.py`."""
+    """Import `infra/clusters/ray.py` as a module."""
     path = Path(__file__).parents[3] / "infra" / "clusters" / "ray.py"
     spec = importlib.util.spec_from_file_location("infra_clusters_ray", path)
     assert spec is not None
@@ -65,7 +65,7 @@ def load_clusters() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes, which no test kills."""
+    """Cluster of two nodes that no test kills."""
     with load_clusters().running(nodes=2, cpus=2, gpus=2) as cluster:
         yield cluster
     assert not cluster.directory.exists()
@@ -73,8 +73,8 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def told(cluster: Any, provider: KeptNodes, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The cluster, of which the environment tells, and which nobody holds."""
+def free_cluster(cluster: Any, provider: KeptNodes, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The cluster, with its address in the environment and no resources in use."""
     RayNodes.close(provider)
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
@@ -82,26 +82,26 @@ def told(cluster: Any, provider: KeptNodes, monkeypatch: pytest.MonkeyPatch) -> 
     return cluster
 
 
-def running_with(words: str) -> list[psutil.Process]:
-    """Processes with these words in their command."""
-    found = []
+def running_with(text: str) -> list[psutil.Process]:
+    """Return the processes whose command line contains a text."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and words in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+            if process.status() != psutil.STATUS_ZOMBIE and text in " ".join(process.cmdline()):
+                processes.append(process)
+    return processes
 
 
 class KeptNodes(RayNodes):
-    """Keeps its connection to Ray from one scheduler to the next."""
+    """Provider that keeps its connection to Ray for several schedulers."""
 
     def close(self) -> None:
-        """Agents have ended by themselves."""
+        """Do nothing; the agents have ended already."""
 
 
 @pytest.fixture(scope="module")
 def provider(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptNodes]:
-    """Holds the cluster while a contract's tests go on."""
+    """Provider that holds the cluster during the conformance tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
@@ -117,46 +117,46 @@ class TestRayScheduler(SchedulerConformance):
 
 
 @pytest.mark.nightly
-def test_resources_of_a_cluster_are_what_its_nodes_have(told: Any) -> None:
-    there = RaySchedulerConfig().resources()
-    assert (there.cores, there.gpus) == (4, 4)
-    assert {node.host for node in there.nodes} == {"127.0.0.2", "127.0.0.3"}
+def test_resources_of_cluster_are_those_of_its_nodes(free_cluster: Any) -> None:
+    resources = RaySchedulerConfig().resources()
+    assert (resources.cores, resources.gpus) == (4, 4)
+    assert {node.host for node in resources.nodes} == {"127.0.0.2", "127.0.0.3"}
     with pytest.raises(ConfigError, match="expected 3 nodes with CPU 1 each, found 2 among 2"):
         RaySchedulerConfig(nodes=3).resources()
 
 
 @pytest.mark.nightly
-def test_resources_no_cluster_answers_says_what_to_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"launcher.options.address=127.0.0.1:1: expected a Ray cluster.*ray job submit"
-    ):
+def test_resources_without_cluster_error_has_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"launcher.options.address=127.0.0.1:1: .*ray job submit"):
         RaySchedulerConfig(address="127.0.0.1:1").resources()
 
 
 @pytest.mark.nightly
-def test_workers_have_the_gpus_that_ray_gave(told: Any, tmp_path: Path) -> None:
+def test_workers_get_the_gpus_that_ray_assigned(free_cluster: Any, tmp_path: Path) -> None:
     command = python(WRITE_ENVIRONMENT, str(tmp_path / "worker-{index}.json"))
     with RayScheduler(tmp_path / "logs") as scheduler:
         workers = scheduler.create_workers(JobSpec("actor", command, count=4, gpus=1))
         wait_for_end(scheduler, "actor")
-    seen = [json.loads((tmp_path / f"worker-{i}.json").read_text())[1] for i in range(4)]
-    assert {(w.host, e["CUDA_VISIBLE_DEVICES"]) for w, e in zip(workers, seen, strict=True)} == {
+    environments = [json.loads((tmp_path / f"worker-{i}.json").read_text())[1] for i in range(4)]
+    assert {(w.host, e["CUDA_VISIBLE_DEVICES"]) for w, e in zip(workers, environments, strict=True)} == {
         (host, gpu) for host in ("127.0.0.2", "127.0.0.3") for gpu in ("0", "1")
     }
-    assert {e["TMPDIR"] for e in seen} == {str(told.directory / node / "tmp") for node in "01"}
-    assert not [name for e in seen for name in e if name.startswith("RAY_")]
+    assert {e["TMPDIR"] for e in environments} == {str(free_cluster.directory / node / "tmp") for node in "01"}
+    assert not [name for e in environments for name in e if name.startswith("RAY_")]
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take back the niceness that Ray gives its workers")
-def test_workers_do_not_yield_to_everything_else_as_those_of_ray_do(told: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can lower the niceness that Ray gives its workers")
+def test_workers_have_normal_priority_unlike_ray_workers(free_cluster: Any, tmp_path: Path) -> None:
     with RayScheduler(tmp_path / "logs") as scheduler:
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 0
 
 
 @pytest.mark.nightly
-def test_nothing_secret_is_shown_to_others(told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_invisible_to_other_users(
+    free_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, token = "the-key-of-this-run-1f8a", "the-token-of-the-user-7c3d"
     monkeypatch.setenv("HF_TOKEN", token)
     before = signal.getsignal(signal.SIGTERM)
@@ -171,11 +171,11 @@ def test_nothing_secret_is_shown_to_others(told: Any, tmp_path: Path, monkeypatc
 
         assert not running_with(key) + running_with(token)
         holders = {process.name() for process in psutil.process_iter() if key in _environment(process).values()}
-        assert len(holders) == 1  # the worker; neither its agent nor anything of Ray's
-        shown = [path for root in (told.directory, tmp_path) for path in root.rglob("*") if path.is_file()]
-        hidden = [path for path in shown if path.stat().st_mode & 0o077 == 0]
-        assert {path.name[:8] for path in hidden} <= {".agents-", "token"}
-        for path in set(shown) - set(hidden):
+        assert len(holders) == 1  # only the worker, not its agent or a Ray process
+        files = [path for root in (free_cluster.directory, tmp_path) for path in root.rglob("*") if path.is_file()]
+        private_files = [path for path in files if path.stat().st_mode & 0o077 == 0]
+        assert {path.name[:8] for path in private_files} <= {".agents-", "token"}
+        for path in set(files) - set(private_files):
             text = path.read_bytes()
             assert key.encode() not in text, path
             assert token.encode() not in text, path
@@ -189,23 +189,27 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_launcher_under_uv_run_is_killed_and_nothing_is_left(told: Any, tmp_path: Path) -> None:
+def test_launcher_under_uv_run_killed_leaves_no_processes(free_cluster: Any, tmp_path: Path) -> None:
     command = ["uv", "run", "--no-sync", "python", "-c", LAUNCHER, str(tmp_path / "logs"), SLEEP]
-    before = {process.pid for node in (0, 1) for process in told.processes(node)}
+    before = {process.pid for node in (0, 1) for process in free_cluster.processes(node)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as uv:
         assert uv.stdout is not None
         assert uv.stdout.readline() == b"started\n"
-        assert len(running_with(str(tmp_path))) >= 2 + 4  # agents, workers
-        assert not [*told.directory.glob("*/session_*/runtime_resources/working_dir_files/*")]  # Ray packed up nothing
+        assert len(running_with(str(tmp_path))) >= 2 + 4  # two agents and four workers
+        # Ray packaged no working directory
+        assert not [*free_cluster.directory.glob("*/session_*/runtime_resources/working_dir_files/*")]
         os.killpg(uv.pid, signal.SIGKILL)
     wait_until(lambda: not running_with(str(tmp_path)), PATIENCE)
     wait_until(
-        lambda: not _of_ours([p for node in (0, 1) for p in told.processes(node) if p.pid not in before]), PATIENCE
+        lambda: (
+            not _launcher_commands([p for node in (0, 1) for p in free_cluster.processes(node) if p.pid not in before])
+        ),
+        PATIENCE,
     )
 
 
-def _of_ours(processes: list[psutil.Process]) -> list[str]:
-    """Names of those that are not Ray's own, which keeps idle workers."""
+def _launcher_commands(processes: list[psutil.Process]) -> list[str]:
+    """Return the command lines of agents and workers, without Ray's own idle workers."""
     lines = []
     for process in processes:
         with suppress(psutil.Error):
@@ -214,18 +218,18 @@ def _of_ours(processes: list[psutil.Process]) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_cluster_is_in_use_says_what_is_free(told: Any, tmp_path: Path) -> None:
+def test_create_workers_on_busy_cluster_error_lists_free_resources(free_cluster: Any, tmp_path: Path) -> None:
     with (
         RayScheduler(tmp_path / "one") as first,
         RayScheduler(tmp_path / "two", RaySchedulerConfig(placement_timeout=1.0)) as second,
     ):
         first.create_workers(JobSpec("role", python(SLEEP)))
-        with pytest.raises(LaunchError, match=r"placement_timeout=1: expected a node for each of 2 .*0 of 4 CPU"):
+        with pytest.raises(LaunchError, match=r"placement_timeout=1: .*2 bundles.*0 of 4 CPU"):
             second.create_workers(JobSpec("role", python(SLEEP)))
 
 
 @pytest.mark.nightly
-def test_cluster_is_started_on_the_spot_and_goes_with_the_run(tmp_path: Path) -> None:
+def test_local_cluster_starts_and_ends_with_the_run(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("rl-ray-*"))
     with RayScheduler(tmp_path / "logs", RaySchedulerConfig(address="local")) as scheduler:
         scheduler.create_workers(server())
@@ -238,8 +242,8 @@ def test_cluster_is_started_on_the_spot_and_goes_with_the_run(tmp_path: Path) ->
 
 
 @pytest.fixture
-def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Three nodes for one test, which may kill two of them."""
+def expendable_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Cluster of three nodes for one test, which may kill two of them."""
     with load_clusters().running(nodes=3, cpus=2) as cluster:
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
@@ -248,46 +252,46 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.nightly
-def test_node_is_killed_its_workers_fail_and_another_takes_its_place(mortal: Any, tmp_path: Path) -> None:
+def test_node_killed_its_workers_fail_and_another_node_replaces_it(expendable_cluster: Any, tmp_path: Path) -> None:
     config = RaySchedulerConfig(nodes=2)
     provider = RayNodes(tmp_path / "logs", config)
     with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
         scheduler.create_workers(server(count=2, cpus=2))
         workers = scheduler.wait_ready("server")
-        held = provider.nodes()
+        nodes_before = provider.nodes()
         lost = next(worker for worker in workers if worker.host != "127.0.0.2")  # the head stays
 
-        mortal.kill_node(int(lost.host.rpartition(".")[2]) - 2)
+        expendable_cluster.kill_node(int(lost.host.rpartition(".")[2]) - 2)
         wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
         (failed,) = [worker for worker in scheduler.poll() if worker.status is WorkerStatus.FAILED]
         assert failed.name == lost.name
         assert f"was lost with node {lost.node}, which" in failed.cause
 
-        wait_until(lambda: len(set(provider.nodes()) - set(held)) == 1, PATIENCE)
-        (new,) = set(provider.nodes()) - set(held)
+        wait_until(lambda: len(set(provider.nodes()) - set(nodes_before)) == 1, PATIENCE)
+        (new,) = set(provider.nodes()) - set(nodes_before)
         scheduler.resize_workers("server", 3)
-        assert new.host not in {node.host for node in held}
-        again = scheduler.restart_worker(failed, "planted")
+        assert new.host not in {node.host for node in nodes_before}
+        again = scheduler.restart_worker(failed, "injected")
         assert again.restarts == 1
         scheduler.wait_ready("server")
 
 
 @pytest.mark.nightly
-def test_node_is_lost_the_next_start_waits_for_another_and_the_first_does_not(mortal: Any, tmp_path: Path) -> None:
-    few = pytest.raises(ConfigError, match="expected 4 nodes with CPU 1 each, found 3 among 3")
-    with RayScheduler(tmp_path / "never", RaySchedulerConfig(nodes=4)) as scheduler, few:
+def test_node_lost_only_later_starts_wait_for_a_new_node(expendable_cluster: Any, tmp_path: Path) -> None:
+    too_few_nodes = pytest.raises(ConfigError, match="expected 4 nodes with CPU 1 each, found 3 among 3")
+    with RayScheduler(tmp_path / "never", RaySchedulerConfig(nodes=4)) as scheduler, too_few_nodes:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
     config = RaySchedulerConfig(nodes=3, placement_timeout=3.0)
     provider = RayNodes(tmp_path / "logs", config)
     with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
-        mortal.kill_node(2)
-        wait_until(lambda: len(provider._state()["living"]) == 2, PATIENCE)
+        expendable_cluster.kill_node(2)
+        wait_until(lambda: len(provider._cluster_state()["living"]) == 2, PATIENCE)
         scheduler.delete_workers()
-        with pytest.raises(LaunchError, match=r"expected 3 nodes .* found 2 among 2.*not in .*placement_timeout=3 s"):
+        with pytest.raises(LaunchError, match=r"expected 3 nodes .* found 2 among 2.*placement_timeout=3 s"):
             scheduler.create_workers(JobSpec("role", python(SLEEP)))
         config.placement_timeout = 60.0
-        later = Timer(2.0, mortal.add_node)
+        later = Timer(2.0, expendable_cluster.add_node)
         later.start()
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
         later.join()
@@ -295,23 +299,23 @@ def test_node_is_lost_the_next_start_waits_for_another_and_the_first_does_not(mo
 
 
 @pytest.mark.nightly
-def test_node_is_drained_this_process_gets_sigterm(mortal: Any, tmp_path: Path) -> None:
+def test_node_drained_this_process_gets_sigterm(expendable_cluster: Any, tmp_path: Path) -> None:
     received: list[int] = []
-    former = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         with RayScheduler(tmp_path / "logs") as scheduler:
             (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
             node_id = _node_id(worker.host)
             drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--node-id={node_id}"]
-            reason = [
+            options = [
                 "--reason=DRAIN_NODE_REASON_PREEMPTION",
                 "--reason-message=spot",
                 "--deadline-remaining-seconds=60",
             ]
-            subprocess.run([*drain, *reason], check=True, capture_output=True)
+            subprocess.run([*drain, *options], check=True, capture_output=True)
             wait_until(lambda: bool(scheduler.poll()) and bool(received), PATIENCE)
     finally:
-        signal.signal(signal.SIGTERM, former)
+        signal.signal(signal.SIGTERM, previous_handler)
     assert received == [signal.SIGTERM]
 
 
@@ -322,7 +326,7 @@ def _node_id(host: str) -> str:
 
 
 @pytest.mark.nightly
-def test_ended_agent_that_dies_on_a_living_node_is_told_and_the_node_offered(told: Any, tmp_path: Path) -> None:
+def test_agent_ends_on_live_node_reason_is_reported_node_is_kept(free_cluster: Any, tmp_path: Path) -> None:
     provider = RayNodes(tmp_path, RaySchedulerConfig(nodes=1))
     try:
         (node,) = provider.nodes()

@@ -1,6 +1,8 @@
-"""A Slurm of up to 256 nodes, simulated: real scheduler code, its commands replaced by a recorder, its agents by
-threads. What the launcher does of it is measured as CPU of its own threads; left out are the questions to servers
-whether they are well (`ServerHealth`: threads, and a request to each every `health_interval`), and progress."""
+"""CPU cost of the launcher on a simulated Slurm cluster of up to 256 nodes.
+
+The scheduler code is real. A recorder replaces Slurm's commands, and threads replace the node agents. The measurement
+covers the launcher's threads, but not the health checks of servers (`ServerHealth`) and the progress display.
+"""
 
 import gc
 import json
@@ -26,18 +28,18 @@ from rl_launchers.supervise.heartbeat import Heartbeats
 SIZES, EACH = (64, 128, 256), 8
 PER_POLL, LARGEST_FILE = 2.0, 1_000_000
 LINEAR = 2.5
-"""Times the cost per node of the smallest cluster, at most."""
+"""Maximum ratio of the cost per node between the largest and the smallest cluster."""
 
 
 class Simulated(Commands):
-    """Answers `scontrol` for an allocation of many nodes, and is the agent wherever `srun` would start one."""
+    """Replies to `scontrol` for an allocation of many nodes, and starts simulated agents in place of `srun`."""
 
     def __init__(self, nodes):
-        self.asked, self.started = [], []
+        self.calls, self.started = [], []
         self.names = [f"n{index}" for index in range(nodes)]
 
     def output(self, *command, env=None):
-        self.asked.append(command)
+        self.calls.append(command)
         if command[:3] == ("scontrol", "show", "job"):
             return (
                 f"JobId=1 JobState=RUNNING Requeue=1 BatchFlag=1 BatchHost=n0 NodeList=n[0-{len(self.names) - 1}]   "
@@ -55,7 +57,7 @@ class Simulated(Commands):
 
 
 class SimulatedAgent(threading.Thread):
-    """Says what an agent would say; its workers run until they are removed."""
+    """Sends the messages of a node agent whose workers run until they are removed."""
 
     def __init__(self, arguments):
         super().__init__(daemon=True)
@@ -85,17 +87,17 @@ class SimulatedAgent(threading.Thread):
             if order["do"] == "nothing":
                 wire.send({})
                 continue
-            given = order["with"]
-            answer = {"answer": order["id"], "workers": [], "result": None}
+            arguments = order["with"]
+            reply = {"answer": order["id"], "workers": [], "result": None}
             if order["do"] == "add":
-                answer["workers"] = [self._state(given["spec"]["role"], index) for index in given["indices"]]
+                reply["workers"] = [self._state(arguments["spec"]["role"], index) for index in arguments["indices"]]
             elif order["do"] == "meet":
-                answer["result"] = 29500
+                reply["result"] = 29500
             else:
-                answer["result"] = [
-                    self._state(given["role"], i) | {"status": "done", "exit_code": 0} for i in given["indices"]
+                reply["result"] = [
+                    self._state(arguments["role"], i) | {"status": "done", "exit_code": 0} for i in arguments["indices"]
                 ]
-            wire.send(answer)
+            wire.send(reply)
         wire.close()
 
     def _state(self, role, index):
@@ -115,23 +117,23 @@ class SimulatedAgent(threading.Thread):
 
 @dataclass
 class Cost:
-    """Seconds of the launcher's CPU."""
+    """CPU seconds of the launcher."""
 
     plan: float
     start: float
-    """Of both roles, with what the thread does meanwhile that hears the agents."""
+    """Start of both roles, including the thread that receives the agents' messages."""
     poll: float
-    """The dearest of five."""
+    """Maximum of five polls."""
     hear: float
-    """What that thread does in a second."""
+    """Cost of the receiving thread per second."""
     names: float
-    """Of a look at the names: all servers' addresses, as they were, and the signs of life of all trainers, which are
-    read every few seconds."""
+    """Cost of one update of the name service: unchanged addresses of all servers, and heartbeats of all trainers, which
+    are read every few seconds."""
 
 
 @contextmanager
 def no_old_garbage():
-    """A block whose garbage collections leave out what other tests have left in this process."""
+    """Exclude objects of earlier tests from garbage collection within the block."""
     gc.collect()
     gc.freeze()
     try:
@@ -141,7 +143,7 @@ def no_old_garbage():
 
 
 def _measure(nodes, directory):
-    """What so many nodes with eight workers each cost; on the way, that the workers are where they should be."""
+    """Return the cost of a run on `nodes` nodes with eight workers each; check also the placement of the workers."""
     slurm, half = Simulated(nodes), nodes * EACH // 2
     config = SlurmSchedulerConfig(heartbeat_timeout=600.0, start_timeout=600.0)
     serve = JobSpec("rollout", ("serve",), half, gpus=1, cpus=8)
@@ -169,50 +171,48 @@ def _measure(nodes, directory):
             polls.append(time.thread_time() - before)
         assert [worker.status for worker in workers] == [WorkerStatus.RUNNING] * nodes * EACH
         control.show(workers)
-        began, heard = time.monotonic(), time.clock_gettime(clock)
+        began, cpu_before = time.monotonic(), time.clock_gettime(clock)
         wait_until(lambda: time.monotonic() > began + 3 and "workers" in names.children())
-        hear = (time.clock_gettime(clock) - heard) / (time.monotonic() - began)
+        hear = (time.clock_gettime(clock) - cpu_before) / (time.monotonic() - began)
 
-        addresses, pulses = {f"{w.role}/{w.index}": w.address for w in servers}, Heartbeats(names)
+        addresses, heartbeats = {f"{w.role}/{w.index}": w.address for w in servers}, Heartbeats(names)
         control.publish(addresses)
         for worker in trainers:
             names.add(f"pulse/{worker.name}", "1")
-        pulses.timeout = 90.0
-        looks = []
+        heartbeats.timeout = 90.0
+        names_costs = []
         for _ in range(3):
-            pulses._last = 0.0
+            heartbeats._last = 0.0
             before = time.thread_time()
             control.publish(addresses)
-            pulses.read()
-            looks.append(time.thread_time() - before)
-        look = min(looks)
-        assert len(names.children("servers")) == len(pulses._seen) == half
+            heartbeats.read()
+            names_costs.append(time.thread_time() - before)
+        names_cost = min(names_costs)
+        assert len(names.children("servers")) == len(heartbeats._seen) == half
 
         assert len(slurm.started) == nodes
-        assert len(slurm.asked) <= 9  # not one a node
+        assert len(slurm.calls) <= 9  # not one per node
         largest = max(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         assert 10_000 < largest < LARGEST_FILE
     assert not [file for file in directory.rglob("*") if "agents-" in file.name]
-    return Cost(plan, start, max(polls), hear, look), largest
+    return Cost(plan, start, max(polls), hear, names_cost), largest
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_launcher_of_2048_workers_on_256_nodes_does_little_and_what_it_does_grows_linearly(
-    tmp_path, monkeypatch, record_property
-):
+def test_launcher_cpu_cost_is_low_and_linear_up_to_256_nodes(tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
     costs = {}
     for nodes in SIZES:
         with no_old_garbage():
             costs[nodes], largest = _measure(nodes, tmp_path / str(nodes))
-        said = {name: round(value, 5) for name, value in asdict(costs[nodes]).items()} | {"largest_file": largest}
-        record_property(f"nodes_{nodes}", json.dumps(said))
-        print(f"\n{nodes} nodes, {nodes * EACH} workers: {said}")
+        metrics = {name: round(value, 5) for name, value in asdict(costs[nodes]).items()} | {"largest_file": largest}
+        record_property(f"nodes_{nodes}", json.dumps(metrics))
+        print(f"\n{nodes} nodes, {nodes * EACH} workers: {metrics}")
 
     last = costs[SIZES[-1]]
     assert last.poll + last.hear + last.names < PER_POLL
-    for part in ("plan", "start", "poll", "hear", "names"):
-        small, large = (getattr(costs[nodes], part) / nodes for nodes in (SIZES[0], SIZES[-1]))
-        assert large < LINEAR * small or large * SIZES[-1] < 0.05, f"{part}: {small:.6f} and {large:.6f} s per node"
+    for name in ("plan", "start", "poll", "hear", "names"):
+        small, large = (getattr(costs[nodes], name) / nodes for nodes in (SIZES[0], SIZES[-1]))
+        assert large < LINEAR * small or large * SIZES[-1] < 0.05, f"{name}: {small:.6f} and {large:.6f} s per node"

@@ -1,4 +1,4 @@
-"""The connection between launcher and agents: who cannot prove the secret, or talks nonsense, is refused."""
+"""Connection between launcher and node agents: peers with a wrong secret and invalid messages are rejected."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SECRET = b"of this run"
 
 
 class Launcher:
-    """Accepts one caller after the other, and takes one message from each that proves the secret."""
+    """Accepts connections one after the other, and records one message, or the error, of each."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.heard: list[Any] = []
+        self.messages: list[Any] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -39,17 +39,17 @@ class Launcher:
             except OSError:
                 return
             try:
-                self.heard.append(accept_agent(peer, SECRET).receive())
+                self.messages.append(accept_agent(peer, SECRET).receive())
             except Exception as error:
-                self.heard.append(error)
+                self.messages.append(error)
 
-    def what_it_heard(self, number: int) -> list[Any]:
-        deadline = threading.Event()
+    def wait_for_messages(self, number: int) -> list[Any]:
+        pause = threading.Event()
         for _ in range(200):
-            if len(self.heard) >= number:
-                return self.heard
-            deadline.wait(0.1)
-        raise AssertionError(f"heard {self.heard} only")
+            if len(self.messages) >= number:
+                return self.messages
+            pause.wait(0.1)
+        raise AssertionError(f"expected {number} messages, received {self.messages}")
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -60,27 +60,27 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(messages, "MESSAGE_SECONDS", 2)
-    found = Launcher()
-    yield found
-    found.close()
+    server = Launcher()
+    yield server
+    server.close()
 
 
-def test_right_secret_is_heard(launcher: Launcher) -> None:
+def test_connect_with_right_secret_delivers_message(launcher: Launcher) -> None:
     connect_to_launcher(*launcher.address, SECRET).send({"hello": "node0"})
-    assert launcher.what_it_heard(1) == [{"hello": "node0"}]
+    assert launcher.wait_for_messages(1) == [{"hello": "node0"}]
 
 
-def test_wrong_secret_is_refused_on_both_sides(launcher: Launcher) -> None:
-    with pytest.raises(LaunchError, match="cannot be reached"):
+def test_connect_with_wrong_secret_fails_on_both_sides(launcher: Launcher) -> None:
+    with pytest.raises(LaunchError, match=str(launcher.address[1])):
         connect_to_launcher(*launcher.address, b"another")
-    (error,) = launcher.what_it_heard(1)
+    (error,) = launcher.wait_for_messages(1)
     assert isinstance(error, AuthenticationError)
 
 
-def test_launcher_that_does_not_know_the_secret_is_refused_by_the_agent(launcher: Launcher) -> None:
-    """Who listens in the launcher's place: it lets everybody in, and is asked for its own proof."""
+def test_connect_to_launcher_without_secret_is_rejected_by_agent(launcher: Launcher) -> None:
+    """An impostor that accepts every agent still has to prove that it knows the secret itself."""
 
-    def pretend(listener: socket.socket) -> None:
+    def impersonate_launcher(listener: socket.socket) -> None:
         from multiprocessing.connection import Connection
 
         peer, _ = listener.accept()
@@ -88,55 +88,55 @@ def test_launcher_that_does_not_know_the_secret_is_refused_by_the_agent(launcher
         connection.send_bytes(b"#CHALLENGE#{sha256}" + os.urandom(32))
         connection.recv_bytes(256)
         connection.send_bytes(b"#WELCOME#")
-        connection.recv_bytes(256)  # its challenge
+        connection.recv_bytes(256)  # the agent's challenge
         connection.send_bytes(b"{sha256}" + os.urandom(32))
         connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=pretend, args=(listener,))
+        thread = threading.Thread(target=impersonate_launcher, args=(listener,))
         thread.start()
-        with pytest.raises(LaunchError, match="cannot be reached"):
+        with pytest.raises(LaunchError, match=str(listener.getsockname()[1])):
             connect_to_launcher(*listener.getsockname()[:2], SECRET)
         thread.join(10)
 
 
-def test_replayed_proof_of_an_agent_is_refused(launcher: Launcher) -> None:
-    """What an agent once sent, bit for bit, recorded between the two: the challenge is another one."""
-    sent = bytearray()
+def test_accept_replayed_authentication_is_rejected(launcher: Launcher) -> None:
+    """A recording of an agent's bytes is useless, because each connection gets a new challenge."""
+    recorded = bytearray()
 
-    def between(listener: socket.socket) -> None:
+    def relay(listener: socket.socket) -> None:
         agent, _ = listener.accept()
         server = socket.create_connection(launcher.address)
 
         def pump(source: socket.socket, sink: socket.socket, record: bool) -> None:
             while data := source.recv(4096):
                 if record:
-                    sent.extend(data)
+                    recorded.extend(data)
                 sink.sendall(data)
 
-        back = threading.Thread(target=pump, args=(server, agent, False), daemon=True)
-        back.start()
+        replies = threading.Thread(target=pump, args=(server, agent, False), daemon=True)
+        replies.start()
         pump(agent, server, True)
         server.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=between, args=(listener,))
+        thread = threading.Thread(target=relay, args=(listener,))
         thread.start()
         agent = connect_to_launcher(*listener.getsockname()[:2], SECRET)
         agent.send({"hello": "node0"})
-        launcher.what_it_heard(1)
+        launcher.wait_for_messages(1)
         agent.close()
         thread.join(10)
-    assert SECRET not in sent
+    assert SECRET not in recorded
 
-    with socket.create_connection(launcher.address) as thief:
-        thief.sendall(bytes(sent))
-        _, error = launcher.what_it_heard(2)
+    with socket.create_connection(launcher.address) as attacker:
+        attacker.sendall(bytes(recorded))
+        _, error = launcher.wait_for_messages(2)
     assert isinstance(error, AuthenticationError)
 
 
 class Bomb:
-    """Whoever unpickles it makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -148,26 +148,28 @@ class Bomb:
 @pytest.mark.parametrize(
     "message", [b"\xff\xfe", b"", b"{", b"[1]", b'"text"', b"x" * (LARGEST + 1)], ids=lambda m: f"{m[:6]!r}-{len(m)}"
 )
-def test_message_that_is_no_json_object_or_too_large_is_an_error(launcher: Launcher, message: bytes) -> None:
+def test_receive_of_invalid_or_too_large_message_raises(launcher: Launcher, message: bytes) -> None:
     connection = Client(launcher.address, authkey=SECRET)
     connection.send_bytes(message)
-    (error,) = launcher.what_it_heard(1)
+    (error,) = launcher.wait_for_messages(1)
     assert isinstance(error, ValueError | OSError)
 
 
-def test_pickle_of_one_who_knows_the_secret_is_not_executed(launcher: Launcher, tmp_path: Path) -> None:
+def test_receive_pickle_from_authenticated_peer_is_not_executed(launcher: Launcher, tmp_path: Path) -> None:
     connection = Client(launcher.address, authkey=SECRET)
     connection.send(Bomb(tmp_path / "executed"))  # pickled, as `multiprocessing` does
-    (error,) = launcher.what_it_heard(1)
+    (error,) = launcher.wait_for_messages(1)
     assert isinstance(error, ValueError)
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Bomb(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("begin", [b"", struct.pack("!i", 100), struct.pack("!i", -1) + struct.pack("!Q", 1 << 40)])
-def test_peer_that_is_silent_or_promises_too_much_is_given_up(launcher: Launcher, begin: bytes) -> None:
+@pytest.mark.parametrize(
+    "first_bytes", [b"", struct.pack("!i", 100), struct.pack("!i", -1) + struct.pack("!Q", 1 << 40)]
+)
+def test_accept_silent_or_oversized_peer_fails_after_timeout(launcher: Launcher, first_bytes: bytes) -> None:
     with socket.create_connection(launcher.address) as peer:
-        peer.sendall(begin)
-        (error,) = launcher.what_it_heard(1)
+        peer.sendall(first_bytes)
+        (error,) = launcher.wait_for_messages(1)
         assert isinstance(error, OSError | EOFError)

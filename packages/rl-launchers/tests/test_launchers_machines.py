@@ -95,19 +95,19 @@ def test_machine_lost_during_start_of_spare_is_detected(scheduler: ClusterSchedu
 def test_restart_worker_failed_on_another_machine_can_be_retried(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path
 ) -> None:
-    program, away = tmp_path / "program", tmp_path / "away"
+    program, moved = tmp_path / "program", tmp_path / "moved"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     machines.there = machines.there[:2]
     scheduler.create_workers(JobSpec("role", (str(program),), count=2, cpus=2, needs_port=True))
     (lost,) = lose(scheduler, machines, "node1")
     free = scheduler._ledger._free["node0"].cores
-    program.rename(away)
+    program.rename(moved)
     with pytest.raises(LaunchError, match="no program"):
         scheduler.restart_worker(lost)
     assert statuses(scheduler) == [WorkerStatus.RUNNING, WorkerStatus.FAILED]
     assert scheduler._ledger._free["node0"].cores == free
-    away.rename(program)
+    moved.rename(program)
     again = scheduler.restart_worker(scheduler.poll()[1])
     assert (again.node, again.status, again.restarts) == ("node0", WorkerStatus.RUNNING, 1)
     assert again.port

@@ -124,7 +124,7 @@ class Cost:
     """Start of both roles, including the thread that receives the agents' messages."""
     poll: float
     """Maximum of five polls."""
-    hear: float
+    receive: float
     """Cost of the receiving thread per second."""
     names: float
     """Cost of one update of the name service: unchanged addresses of all servers, and heartbeats of all trainers, which
@@ -173,7 +173,7 @@ def _measure(nodes, directory):
         control.show(workers)
         began, cpu_before = time.monotonic(), time.clock_gettime(clock)
         wait_until(lambda: time.monotonic() > began + 3 and "workers" in names.children())
-        hear = (time.clock_gettime(clock) - cpu_before) / (time.monotonic() - began)
+        receive = (time.clock_gettime(clock) - cpu_before) / (time.monotonic() - began)
 
         addresses, heartbeats = {f"{w.role}/{w.index}": w.address for w in servers}, Heartbeats(names)
         control.publish(addresses)
@@ -195,7 +195,7 @@ def _measure(nodes, directory):
         largest = max(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         assert 10_000 < largest < LARGEST_FILE
     assert not [file for file in directory.rglob("*") if "agents-" in file.name]
-    return Cost(plan, start, max(polls), hear, names_cost), largest
+    return Cost(plan, start, max(polls), receive, names_cost), largest
 
 
 @pytest.mark.nightly
@@ -212,7 +212,7 @@ def test_launcher_cpu_cost_is_low_and_linear_up_to_256_nodes(tmp_path, monkeypat
         print(f"\n{nodes} nodes, {nodes * EACH} workers: {metrics}")
 
     last = costs[SIZES[-1]]
-    assert last.poll + last.hear + last.names < PER_POLL
-    for name in ("plan", "start", "poll", "hear", "names"):
+    assert last.poll + last.receive + last.names < PER_POLL
+    for name in ("plan", "start", "poll", "receive", "names"):
         small, large = (getattr(costs[nodes], name) / nodes for nodes in (SIZES[0], SIZES[-1]))
         assert large < LINEAR * small or large * SIZES[-1] < 0.05, f"{name}: {small:.6f} and {large:.6f} s per node"

@@ -14,7 +14,8 @@ again=yes
 while [ "$again" ]; do again=; wait "$agent"; code=$?; done
 [ "$code" = 3 ] && [ "$rescue" = yes ] || exit "$code"
 
-# The launcher is gone. If its node is lost, Slurm keeps the job running on the other nodes (--no-kill), without progress.
+# The launcher is gone. If its node is lost, Slurm keeps the job running on the other nodes (--no-kill), without
+# progress.
 while :; do
     job=$(scontrol show job -o "$SLURM_JOB_ID" | head -n 1)
     [[ -z $job || $job == *" JobState=RUNNING "* ]] || exit "$code"

@@ -265,7 +265,10 @@ def _refused(capsys, *arguments):
         (["allocation=embeded:d1+fsdp:d1"], "unknown name 'embeded'; did you mean 'embedded'?"),
         (["allocation=embedded:d1+fsdp:p2"], "pipeline and expert dimensions must be 1"),
         (["allocation=embedded:d1t2+fsdp:d1"], "allocation: expected embedded:d1 "),
-        (["algorithm=ppo", "critic.engine.offload=true", "cluster.device=cpu"], "offload=True does not go with"),
+        (
+            ["algorithm=ppo", "critic.engine.offload=true", "cluster.device=cpu"],
+            "offload=True does not work with device=cpu",
+        ),
         (["cluster.device=cuda"], "expected 2 GPUs, one a rank, found 0"),
         (["cluster.device=gpu"], "cluster.device: expected one of auto, cpu, cuda"),
         (["launcher=slurmm"], "rl.schedulers: unknown name 'slurmm'"),

@@ -191,7 +191,7 @@ ALLOCATIONS = {
     ),
     "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
     "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),
-    "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "Choose t and c so that they do"),
+    "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "must be divisible by t * c = 2"),
     "no-vllm-here": (*_set("allocation=vllm:d1+fsdp:d1"), "pip install 'rl-inference[vllm]'"),
     "replicas": (*_set("allocation=embedded:d1+fsdp:d2", "data.batch_size=15"), "use 14 or 16"),
     "minibatches": (*_set("data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"), "9 rows do not divide"),

@@ -1,6 +1,6 @@
 """TrainEngine on PyTorch FSDP2 (`fully_shard`): gloo on CPU, nccl on CUDA.
 
-`FSDPEngine` is imported when it is first asked for, so that `import rl_engines_fsdp` does not import torch.
+`FSDPEngine` is imported on first access, so `import rl_engines_fsdp` does not import torch.
 """
 
 from __future__ import annotations

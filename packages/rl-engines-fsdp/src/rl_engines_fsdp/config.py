@@ -1,4 +1,4 @@
-"""Settings of the FSDP engine, and what of them, of the layout and of the run goes together. Does not import torch."""
+"""Settings of the FSDP engine, and checks that they fit the parallel layout and the run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,58 +32,57 @@ logger = get_logger("engine.fsdp")
 
 @dataclass
 class LoRAConfig(Settings):
-    """Low-rank adapters instead of all weights."""
+    """Settings of low-rank adapters."""
 
     setting: ClassVar[str] = "lora"
     rank: int = bounded(16, "at least 1", lambda rank: rank >= 1)
-    """Rank of an adapter."""
+    """Rank of the adapters."""
     alpha: float = bounded(32.0, "more than 0", lambda alpha: alpha > 0)
-    """An adapter's product is multiplied by alpha / rank."""
+    """Scale of the adapters: the product B A is multiplied by alpha / rank."""
     target_modules: list[str] = field(default_factory=list)
-    """Layers that are adapted, by the ends of their names (`q_proj`); empty: all linear layers of the decoder."""
+    """Name suffixes of the layers to adapt, for example `q_proj`. Empty: all linear layers of the decoder."""
 
 
 @dataclass
 class FSDPEngineConfig(TrainEngineConfig):
-    """A model in training on PyTorch FSDP2."""
+    """Settings of the FSDP engine."""
 
     lora: LoRAConfig | None = None
-    """Train adapters of low rank instead of all weights; they want a higher learning rate, and embeddings and head stay
-    as they are. Needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
+    """Low-rank adapters to train instead of all weights, or None to train all weights. Adapters need a higher learning
+    rate; embeddings and `lm_head` stay frozen. Requires the extra `rl-engines-fsdp[lora]`."""
     serve_dtype: str = choice("", ("", *DTYPES))
-    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
-    computes."""
-    max_logits: int = bounded(0, "0 (what suits the device) or more entries", lambda entries: entries >= 0)
-    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
-    of vocabulary, where it is large) and computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a
-    core's cache holds) on a CPU, 2^26 on a GPU."""
+    """Dtype of published and saved weights: `float32` or `bfloat16`. Empty: the dtype in which the model computes."""
+    max_logits: int = bounded(0, "0 (device default) or more entries", lambda entries: entries >= 0)
+    """Maximum entries of a [tokens, vocabulary] float32 block of logits. Larger logits are computed in blocks of tokens
+    (and of the vocabulary, if it is large) and recomputed in backward. 0 selects 2^19 on a CPU (2 MiB, which fits in
+    the cache of a core) and 2^26 on a GPU."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input and compute the rest again in backward."""
+    """Store only the input of each layer and recompute the rest in backward."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered parameters after its forward and gather them again in backward."""
+    """Free the gathered parameters of a layer after its forward and gather them again in backward."""
     compile: bool = False
-    """Compile the decoder's layers with `torch.compile`: the first steps take minutes, later ones less memory traffic.
-    Not in a deterministic run."""
+    """Compile the decoder layers with `torch.compile`. The first steps take minutes; later steps need less memory
+    traffic. Not allowed with `deterministic=true`."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, and gather a layer's parameters on the GPU when it
-    is computed; the optimizer step runs on the CPU. Needs CUDA."""
+    """Keep parameters, gradients and optimizer state in host memory. Parameters of a layer are gathered on the GPU when
+    the layer runs, and the optimizer step runs on the CPU. Requires CUDA."""
     max_shard_gb: float = bounded(5.0, "more than 0", lambda size: size > 0)
-    """Largest file of a saved Hugging Face directory, in 10^9 bytes."""
+    """Maximum size of a weight file in a saved Hugging Face directory, in units of 10^9 bytes."""
     sync_every_micro_batch: bool = False
-    """Reduce gradients after each micro-batch instead of after the last: less memory, more traffic."""
+    """Reduce gradients after each micro-batch instead of after the last one: less memory, more communication."""
     verify_model: bool = True
-    """Before sharding, compare the packed forward with the plain one of transformers on a few tokens, so that a model
-    whose layers mix packed sequences, or whose logits are made in an unknown way, is refused."""
+    """Compare the packed forward with the plain forward of transformers on a few tokens, before sharding. This rejects
+    models whose layers mix packed sequences or whose logits are computed in an unknown way."""
     timeout_seconds: float = bounded(600.0, "more than 0", lambda seconds: seconds > 0)
-    """Deadline of every collective."""
+    """Timeout of each collective in seconds."""
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
-        """Refuse what this engine does not do; see `TrainEngineConfig.check`.
+        """Reject settings that this engine does not support; see `TrainEngineConfig.check`.
 
         Raises:
-            ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1, the settings
-                do not go with the layout, with the run or with each other, or the attention heads of the model, where
-                its directory is there, do not divide.
+            ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1; settings
+                conflict with the layout, the run or each other; or the attention heads do not divide over the ranks
+                (checked only if the model directory exists).
         """
         if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
             raise ConfigError(
@@ -97,13 +96,13 @@ class FSDPEngineConfig(TrainEngineConfig):
                     f"{name} and allocation fsdp:{strategy}: {name} does not work with tensor parallelism. Unset "
                     f"{name}, or use data and context parallelism (d and c) without t."
                 )
-        for name, other, reason in (
-            ("compile", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),
-            ("max_logits", spec.deterministic, "deterministic=true (whose blocks are those of the servers)"),
-            ("offload", spec.device == "cpu", "device=cpu (there everything lies in host memory)"),
+        for name, is_conflict, reason in (
+            ("compile", spec.deterministic, "deterministic=true (compiled code sums in a different order)"),
+            ("max_logits", spec.deterministic, "deterministic=true (its block size is that of the servers)"),
+            ("offload", spec.device == "cpu", "device=cpu (all tensors are in host memory already)"),
         ):
-            if other and getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)} does not go with {reason}. Unset one of the two.")
+            if is_conflict and getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)} does not work with {reason}. Unset one of the two.")
         if spec.optimizer is not None:
             self._check_optimizer(spec.optimizer, spec)
         check_heads(_read_json(spec.model_path), strategy)
@@ -111,8 +110,11 @@ class FSDPEngineConfig(TrainEngineConfig):
     def memory(
         self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int
     ) -> dict[str, float]:
-        """See `TrainEngineConfig.memory`. Parameters, gradients and optimizer are exact, of the rank that has most;
-        gathered parameters, activations and logits are estimates."""
+        """See `TrainEngineConfig.memory`.
+
+        Parameters, gradients and optimizer state are exact, for the rank that stores most. Gathered parameters,
+        activations and logits are estimates.
+        """
         sharded = strategy.world_size > 1 or spec.dtype != "float32" or self.offload
         compute, own = DTYPE_BYTES[spec.dtype], own_parameters(strategy, sizes)
         lora, trained = self.lora, own
@@ -120,104 +122,109 @@ class FSDPEngineConfig(TrainEngineConfig):
             trained = adapter_parameters(lora.rank, lora.target_modules, strategy, sizes)
         optimizer = 0.0 if spec.optimizer is None else OPTIMIZER_BYTES.get(spec.optimizer.name, 8.0) * trained
         states = {"parameters": 4.0 * own, "gradients": 4.0 * trained, "optimizer": optimizer}
-        parts = dict.fromkeys(states, 0.0) if self.offload else states
+        bytes_by_use = dict.fromkeys(states, 0.0) if self.offload else states
         if sharded:
             layers = 2 if self.reshard_after_forward else sizes.layers
-            parts["gathered parameters"] = compute * (sizes.outside + layers * sizes.largest_layer / strategy.tensor)
+            bytes_by_use["gathered parameters"] = compute * (
+                sizes.outside + layers * sizes.largest_layer / strategy.tensor
+            )
         if sharded and micro_batches > 1 and not self.sync_every_micro_batch:
-            parts["gradients before their reduction"] = 4.0 * trained / own * sizes.parameters / strategy.tensor
+            bytes_by_use["gradients before their reduction"] = 4.0 * trained / own * sizes.parameters / strategy.tensor
         tokens = spec.micro_batch.max_tokens / strategy.context
         activations = tokens * activation_bytes(sizes, compute, self.gradient_checkpointing)
-        parts["activations"] = activations / strategy.tensor
+        bytes_by_use["activations"] = activations / strategy.tensor
         entries = min(self.max_logits or LOGITS_ON_GPU, tokens * sizes.vocabulary)
-        parts["logits"] = 3 * 4.0 * entries  # themselves, their softmax, and its gradient
-        return parts
+        bytes_by_use["logits"] = 3 * 4.0 * entries  # logits, their softmax, and its gradient
+        return bytes_by_use
 
     def check_memory(
         self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int, available: float
     ) -> None:
-        """Reject a step whose parameters, gradients and optimizer states are more than a device has, and warn of one
-        that is too large with the estimates of activations and logits.
+        """Reject a step whose parameters, gradients and optimizer state exceed the device memory.
+
+        Log a warning if the step exceeds it only with the estimates (activations, logits, gathered parameters).
 
         Args:
             strategy, spec, sizes, micro_batches: see `memory`.
-            available: bytes of the device.
+            available: device memory in bytes.
 
         Raises:
-            ConfigError: with both numbers, and the setting to change.
+            ConfigError: the message has required and available memory, and the setting to change.
         """
 
-        guesses = {"activations", "logits", "gathered parameters"}
+        estimated = {"activations", "logits", "gathered parameters"}
         if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZER_BYTES:
-            guesses.add("optimizer")
+            estimated.add("optimizer")
 
-        def needed(**changes: Any) -> tuple[float, float]:
-            parts = replace(self, **changes).memory(strategy, spec, sizes, micro_batches)
-            # a group's own gradients are made as those before their reduction are given up
-            parts["gradients"] = max(parts["gradients"] - parts.get("gradients before their reduction", 0.0), 0.0)
-            total = sum(parts.values())
-            return total - sum(parts.get(name, 0.0) for name in guesses), total
+        def required_bytes(**changes: Any) -> tuple[float, float]:
+            bytes_by_use = replace(self, **changes).memory(strategy, spec, sizes, micro_batches)
+            # reduced gradients are created as the unreduced ones are freed, so both never exist in full
+            bytes_by_use["gradients"] = max(
+                bytes_by_use["gradients"] - bytes_by_use.get("gradients before their reduction", 0.0), 0.0
+            )
+            total = sum(bytes_by_use.values())
+            return total - sum(bytes_by_use.get(name, 0.0) for name in estimated), total
 
-        certain, total = needed()
+        certain, total = required_bytes()
         if total <= available:
             return
-        fitting = [name for name in SAVE_MEMORY if needed(**{name: True})[1] <= available]
-        remedy = f"set {fitting[0]}=true" if fitting else "lower micro_batch.max_tokens, or use more ranks"
-        sentence = (
+        sufficient = [name for name in SAVE_MEMORY if required_bytes(**{name: True})[1] <= available]
+        remedy = f"set {sufficient[0]}=true" if sufficient else "lower micro_batch.max_tokens, or use more ranks"
+        message = (
             f"a step of {micro_batches} times {spec.micro_batch.max_tokens} tokens needs about {total / GIB:.1f} GiB, "
             f"but the GPU has {available / GIB:.1f} GiB; {remedy}."
         )
         if certain > available:
-            raise ConfigError(sentence)
-        logger.warning("%s", sentence)
+            raise ConfigError(message)
+        logger.warning("%s", message)
 
     def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
-        """See that an optimizer is there, and goes with the other settings."""
+        """Check that the optimizer is installed and works with the other settings."""
         name = optimizer.name
         if ":" not in name and name not in registry.available(optimizer.group):
             raise ConfigError(registry.unknown_name_error(name, optimizer.group))
-        for other, with_setting, reason in (
-            ("muon", self.offload, "offload=true (its matrices are made whole on the GPU)"),
+        for affected, is_conflict, reason in (
+            ("muon", self.offload, "offload=true (it gathers whole matrices on the GPU)"),
             ("adamw8bit", self.offload, "offload=true (its kernels run on the GPU)"),
-            ("adamw8bit", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),
+            ("adamw8bit", spec.deterministic, "deterministic=true (compiled code sums in a different order)"),
         ):
-            if name == other and with_setting:
-                raise ConfigError(f"optimizer.name={name} does not go with {reason}. Unset one of the two.")
+            if name == affected and is_conflict:
+                raise ConfigError(f"optimizer.name={name} does not work with {reason}. Change one of the two.")
         if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
-                "optimizer.name=adamw8bit: expected torchao to be installed, found none. Install "
+                "optimizer.name=adamw8bit requires torchao, which is not installed. Install "
                 "rl-engines-fsdp[adamw8bit], or use adamw."
             )
 
 
 def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:
-    """See that the attention heads of a model divide over tensor and context ranks.
+    """Check that the attention heads of a model divide over tensor and context ranks.
 
     Args:
-        sizes: of the model by the names of its `config.json`; what is not there is not checked.
+        sizes: model sizes by their names in `config.json`; missing ones are not checked.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the heads or key/value heads do not divide.
     """
     heads = sizes.get("num_attention_heads")
     key_heads = sizes.get("num_key_value_heads") or heads
     ranks = strategy.tensor * strategy.context
     if isinstance(heads, int) and heads % ranks:
         raise ConfigError(
-            f"allocation fsdp:{strategy}: expected attention heads that divide by tensor * context = {ranks}, found "
-            f"{heads}. Choose t and c so that they do."
+            f"allocation fsdp:{strategy}: the {heads} attention heads of the model must be divisible by "
+            f"t * c = {ranks}. Choose t and c so that they are."
         )
     if isinstance(key_heads, int) and key_heads % strategy.tensor:
         raise ConfigError(
-            f"allocation fsdp:{strategy}: expected key/value heads that divide by the tensor size {strategy.tensor}, "
-            f"found {key_heads}. Use a smaller t; context parallelism (c) has no such limit."
+            f"allocation fsdp:{strategy}: the {key_heads} key/value heads of the model must be divisible by "
+            f"t = {strategy.tensor}. Use a smaller t; context parallelism (c) has no such limit."
         )
 
 
 def _read_json(model_path: str) -> dict[str, object]:
-    """The part of a model directory's `config.json` that describes its language model; empty where there is none."""
+    """Return the language model section of a model directory's `config.json`, or an empty dict if it is unreadable."""
     try:
-        found = json.loads((Path(model_path) / "config.json").read_text())
-        return dict(found.get("text_config") or found)
-    except (OSError, ValueError):  # not made or fetched yet, or broken: the engine says so when it loads it
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        return dict(config.get("text_config") or config)
+    except (OSError, ValueError):  # not created or downloaded yet, or broken: reported when the engine loads it
         return {}

@@ -1,4 +1,4 @@
-"""The TrainEngine on PyTorch FSDP2."""
+"""TrainEngine on PyTorch FSDP2."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 class FSDPEngine(TrainEngine):
-    """One rank of a language model, critic or reward model, sharded with `fully_shard` over data, context and tensor
-    ranks.
+    """One rank of a language model, critic or reward model, sharded over data, context and tensor ranks.
 
-    A single process that computes in float32 has nothing to shard and nothing to cast, so its model stays as it is.
+    Sharding uses `fully_shard`. A single process that computes in float32 has nothing to shard or cast, so its model is
+    not wrapped.
 
     Args:
         config: settings.
-        strategy: how many ranks along data, context and tensor. None: as many data-parallel ones as torchrun started.
+        strategy: number of data, context and tensor ranks. None: all processes of torchrun are data-parallel ranks.
     """
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
@@ -64,22 +64,22 @@ class FSDPEngine(TrainEngine):
         self._optimizer: torch.optim.Optimizer | None = None
         self._copies = HostCopies()
         self._adapter: AdapterSpec | None = None
-        self._exit = ExitStack()  # what `destroy` undoes, in reverse order
+        self._exit = ExitStack()  # callbacks of `destroy`, run in reverse order
         self._steps = 0
         self._skipped = 0
         self._first = True
-        """Whether no batch was trained on yet."""
+        """True until the first call of `train_batch`."""
         self._usage = UsageMeter()
 
-    # ---- life
+    # ---- setup and teardown
 
     def initialize(self, spec: FinetuneSpec) -> None:
         """See `TrainEngine.initialize`."""
         info = read_environment()
         if self.strategy is not None and self.strategy.world_size != info.world_size:
             raise ConfigError(
-                f"allocation fsdp:{self.strategy}: expected {self.strategy.world_size} ranks, but WORLD_SIZE is "
-                f"{info.world_size}. Start as many processes as the allocation says."
+                f"allocation fsdp:{self.strategy} requires {self.strategy.world_size} ranks, but WORLD_SIZE is "
+                f"{info.world_size}. Start {self.strategy.world_size} processes, or change the allocation."
             )
         self._spec = spec
         self._layout = self.strategy or ParallelStrategy(info.world_size)
@@ -88,7 +88,9 @@ class FSDPEngine(TrainEngine):
             _make_deterministic(self._exit)
         self._device = pick_device(spec.device, info.local_rank)
         if self.config.offload and self._device.type != "cuda":
-            raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
+            raise ConfigError(
+                "offload=true requires CUDA: on a CPU all tensors are in host memory already. Set offload=false."
+            )
         sharded = info.world_size > 1 or spec.dtype != "float32" or self.config.offload
         size = self._layout.model_size
         self.parallel = join(info, self._device, self.config.timeout_seconds, sharded, size, self._exit)
@@ -96,20 +98,23 @@ class FSDPEngine(TrainEngine):
         torch.manual_seed(spec.seed)
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
-            with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # one host may not have it
+            with self.parallel.agree_on_errors(
+                f"reading {spec.model_path}"
+            ):  # the directory may be missing on one host
                 config = read_config(spec.model_path, spec.head)
-                text = config.get_text_config()  # knows sizes by names that `config.json` may not have
+                text_config = config.get_text_config()  # has standard names for sizes, unlike some `config.json`
                 check_heads(
-                    {n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout
+                    {n: getattr(text_config, n, None) for n in ("num_attention_heads", "num_key_value_heads")},
+                    self._layout,
                 )
             self._model = self._maker.make(config)
-            self._check_memory(1, 1)  # the components that do not depend on a batch
+            self._check_memory(1, 1)  # everything that does not depend on a batch
             with self.parallel.agree_on_errors("preparing to publish and to train"):
-                if self.parallel.is_main:  # which alone yields them, and alone knows the directory's own names
+                if self.parallel.is_main:  # only rank 0 yields parameters and knows the names in the directory
                     self._hub_parts = hub_slices(self._model.model, self._model.hugging_face_parameters())
                 if spec.optimizer is not None:
                     self._optimizer = make_optimizer(self._model, spec.optimizer)
-        except BaseException:  # the other ranks see at once that this one left
+        except BaseException:  # leave the process group, so that the other ranks notice at once
             self.destroy()
             raise
 
@@ -130,7 +135,10 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.train_batch`."""
         optimizer, settings = self._optimizer, self._spec.optimizer
         if optimizer is None or settings is None:
-            raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
+            raise EngineError(
+                "train_batch requires an optimizer, but FinetuneSpec.optimizer is None. Set it, or call only forward "
+                "and eval_batch."
+            )
         began = time.perf_counter()
         bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
         if self._first:
@@ -159,7 +167,11 @@ class FSDPEngine(TrainEngine):
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
     def _check_memory(self, tokens: int, micro_batches: int) -> None:
-        """Reject a step of so many micro-batches, the largest of so many tokens, that a GPU cannot hold (collective).
+        """Reject a step that does not fit in GPU memory (collective).
+
+        Args:
+            tokens: tokens of the largest micro-batch.
+            micro_batches: number of micro-batches in the step.
 
         Raises:
             ConfigError, EngineError: see `FSDPEngineConfig.check_memory`; on every rank.
@@ -176,7 +188,7 @@ class FSDPEngine(TrainEngine):
             self.config.check_memory(self._layout, spec, sizes, micro_batches, available)
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
-        """Micro-batches; denominator, tokens and `attended_pairs` over all ranks."""
+        """Return the micro-batches, and denominator, tokens and `attended_pairs` over all ranks."""
         bins = micro_batches.plan(batch, self._spec, self.parallel)
         sizes, windows = lengths(batch), layer_windows(self._model.model.config)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
@@ -185,32 +197,36 @@ class FSDPEngine(TrainEngine):
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
-                f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
+                f"a denominator of {denominator}. Check that loss_mask is True for some tokens."
             )
         return bins, denominator, int(tokens), int(pairs)
 
     def _backward(
-        self, packed: PackedBatch, loss_fn: LossFn, factor: float, factor_of_tokens: float, sums: StepSums
+        self, packed: PackedBatch, loss_fn: LossFn, factor: float, factor_per_token: float, sums: StepSums
     ) -> None:
-        outputs, moved, auxiliary = self._outputs(packed)
-        if moved is None:
-            # nothing to learn from, but the other ranks' collectives need this rank's
+        outputs, device_batch, auxiliary = self._outputs(packed)
+        if device_batch is None:
+            # no tokens here, but the collectives of the other ranks require this rank
             torch.autograd.backward(_anchor(outputs))
             return
-        loss_sum, stats = loss_fn(outputs, moved)
+        loss_sum, stats = loss_fn(outputs, device_batch)
         sums.add(loss_sum, stats)
         if not loss_sum.requires_grad:
             loss_sum = loss_sum + _anchor(outputs)
         total, balance = loss_sum * factor, self._model.balance
         if auxiliary is not None and balance is not None:
-            # a part on each context rank, the same on all tensor ranks
+            # each context rank has a different part of the sum; tensor ranks have equal copies
             sums.put(AUXILIARY, auxiliary / self._layout.tensor)
-            total = total + auxiliary * (balance.coefficient * factor_of_tokens)
+            total = total + auxiliary * (balance.coefficient * factor_per_token)
         torch.autograd.backward(total)
 
     def _outputs(self, packed: PackedBatch) -> tuple[TokenOutputs, PackedBatch | None, Tensor | None]:
-        """What the model says of a micro-batch; the micro-batch on the device, None for one without tokens; and the
-        sum of the routers' auxiliary loss, where it is wanted."""
+        """Run the model on a micro-batch.
+
+        Returns:
+            the outputs, the micro-batch on the device (None if it has no tokens), and the sum of the router auxiliary
+            loss (None if not required).
+        """
         if packed.num_tokens == 0:
             ids = torch.zeros(2, dtype=torch.int64, device=self._device)
             edges = torch.tensor([0, 2], dtype=torch.int32, device=self._device)
@@ -226,8 +242,8 @@ class FSDPEngine(TrainEngine):
         return outputs, packed, auxiliary
 
     def _token_outputs(self, *inputs: Any) -> tuple[TokenOutputs, Tensor | None]:
-        said, fields = self._model(*inputs), 2 if self._model.head == "lm" else 3
-        return TokenOutputs(*said[:fields]), said[fields] if len(said) > fields else None
+        outputs, count = self._model(*inputs), 2 if self._model.head == "lm" else 3
+        return TokenOutputs(*outputs[:count]), outputs[count] if len(outputs) > count else None
 
     def _step(
         self,
@@ -237,15 +253,15 @@ class FSDPEngine(TrainEngine):
         result: dict[str, float],
         rate: float,
     ) -> bool:
-        """Take the optimizer step, unless loss or gradients are not finite."""
+        """Take the optimizer step, or skip it if loss or gradients are not finite; return whether it was taken."""
         if not (math.isfinite(result["grad_norm"]) and math.isfinite(result["loss"])):
             self._skipped += 1
             optimizer.zero_grad(set_to_none=True)
             if self._skipped > settings.max_skipped_steps:
                 raise EngineError(
                     f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
-                    "with `rl replay`."
+                    f"{settings.max_skipped_steps}). Lower the learning rate, and inspect the last batch with "
+                    "`rl replay`."
                 )
             return False
         clip(gradients, result["grad_norm"], settings.max_grad_norm)
@@ -257,12 +273,14 @@ class FSDPEngine(TrainEngine):
         return True
 
     def stats(self) -> dict[str, float | None]:
-        """`memory/peak_gib` of this rank; `throughput/mfu` of the steps since the last call, and `time/train_batch`,
-        the seconds that it is about; see `UsageMeter.read`."""
+        """Return `memory/peak_gib`, `time/train_batch` and `throughput/mfu` of this rank; see `UsageMeter.read`.
+
+        The last two cover the steps since the last call.
+        """
         flops_of = partial(step_flops, self._model)
         return self._usage.read(flops_of, self._device, self._spec.dtype, self.parallel.world_size)
 
-    # ---- without training
+    # ---- evaluation and inference
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
@@ -280,42 +298,42 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.forward`."""
         bins = micro_batches.plan(batch, self._spec, self.parallel)
         result = torch.zeros(batch["attention_mask"].shape)
-        for rows, outputs, packed in self._run(batch, bins):
+        for indices, outputs, packed in self._run(batch, bins):
             values = output_fn(outputs, packed)
-            row_of_token = torch.tensor(rows)[packed.sequence_of_token.cpu()]
-            result[row_of_token, packed.position_ids.cpu()] = values.cpu().to(result.dtype)
+            sequence_of_token = torch.tensor(indices)[packed.sequence_of_token.cpu()]
+            result[sequence_of_token, packed.position_ids.cpu()] = values.cpu().to(result.dtype)
         return result
 
     def _run(self, batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
-        for rows, packed in micro_batches.packed(batch, bins):
-            outputs, moved, _ = self._outputs(packed)
-            if moved is not None:
-                yield rows, outputs, moved
+        for indices, packed in micro_batches.packed(batch, bins):
+            outputs, device_batch, _ = self._outputs(packed)
+            if device_batch is not None:
+                yield indices, outputs, device_batch
         sharding.reshard(self._model)
 
-    # ---- weights out and in
+    # ---- publishing, saving and loading weights
 
     def param_specs(self) -> tuple[ParamSpec, ...]:
-        """See `TrainEngine.param_specs`. Rank 0 yields all, in the served dtype."""
+        """See `TrainEngine.param_specs`. Only rank 0 yields parameters; the dtype is the served dtype."""
         if not self.parallel.is_main:
             return ()
-        return tuple(self._spec_of(part) for parts in self._hub_parts.values() for part in parts)
+        return tuple(self._spec_of(hub_slice) for slices in self._hub_parts.values() for hub_slice in slices)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
         for name, value in sharding.full_parameters(self._model):
             yield from self._parts_of(name, value)
 
-    def _spec_of(self, part: HubSlice) -> ParamSpec:
-        return ParamSpec(part.name, part.shape, self.config.serve_dtype or self._spec.dtype)
+    def _spec_of(self, hub_slice: HubSlice) -> ParamSpec:
+        return ParamSpec(hub_slice.name, hub_slice.shape, self.config.serve_dtype or self._spec.dtype)
 
     def _parts_of(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A whole parameter as its checkpoint has it, on rank 0."""
-        for part in self._hub_parts[name] if self.parallel.is_main else ():
-            yield part.name, value.as_strided(part.shape, part.strides, value.storage_offset() + part.offset)
+        """Yield the tensors of the checkpoint that a whole parameter consists of, on rank 0."""
+        for tensor in self._hub_parts[name] if self.parallel.is_main else ():
+            yield tensor.name, value.as_strided(tensor.shape, tensor.strides, value.storage_offset() + tensor.offset)
 
     def adapter(self) -> AdapterSpec | None:
-        """See `TrainEngine.adapter`. The base is looked at when this is asked first, and after a `load`."""
+        """See `TrainEngine.adapter`. The first call, and the first after `load`, computes checksums of the base."""
         if self.config.lora is None or self._spec.head != "lm":
             return None
         if self._adapter is None:
@@ -323,22 +341,22 @@ class FSDPEngine(TrainEngine):
         return self._adapter
 
     def _describe_adapter(self, pairs: dict[str, lora.Pair]) -> AdapterSpec | None:
-        """None where a checkpoint holds an adapted weight in pieces, or turned round."""
-        scales, base, found = dict[str, float](), dict[str, str](), None
+        """Return the adapter spec, or None if the checkpoint stores an adapted weight split or transposed."""
+        scales, base_checksums, fields = dict[str, float](), dict[str, str](), None
         for name, parameter in self._model.hugging_face_parameters():
             if parameter.requires_grad:
                 continue
-            for part, value in self._parts_of(name, sharding.whole(parameter.detach())):
-                base[part] = prefix_checksum(value)
+            for tensor_name, value in self._parts_of(name, sharding.whole(parameter.detach())):
+                base_checksums[tensor_name] = prefix_checksum(value)
                 if name in pairs and value.shape == parameter.shape and value.is_contiguous():
-                    scales[part] = pairs[name].scaling
+                    scales[tensor_name] = pairs[name].scaling
         if len(scales) == len(pairs):
-            found = asdict(AdapterSpec(scales, base, self.config.serve_dtype or self._spec.dtype))
-        told = self.parallel.broadcast_json(found)
-        return told and AdapterSpec(**told)
+            fields = asdict(AdapterSpec(scales, base_checksums, self.config.serve_dtype or self._spec.dtype))
+        shared_fields = self.parallel.broadcast_json(fields)
+        return shared_fields and AdapterSpec(**shared_fields)
 
     def adapter_specs(self) -> tuple[ParamSpec, ...]:
-        """See `TrainEngine.adapter_specs`. Rank 0 yields all."""
+        """See `TrainEngine.adapter_specs`. Only rank 0 yields parameters."""
         if not self.parallel.is_main:
             return ()
         matrices = (
@@ -346,15 +364,17 @@ class FSDPEngine(TrainEngine):
             for weight, pair in self._model.adapters().items()
             for name, matrix in zip(self._matrices(weight), (pair.a, pair.b), strict=True)
         )
-        others = (self._spec_of(part) for name, _ in self._trained_whole() for part in self._hub_parts[name])
-        return (*matrices, *others)
+        other_specs = (
+            self._spec_of(hub_slice) for name, _ in self._trained_whole() for hub_slice in self._hub_parts[name]
+        )
+        return (*matrices, *other_specs)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.adapter_parameters`."""
         for weight, pair in self._model.adapters().items():
-            whole = pair.whole()
+            matrices = pair.whole()
             if self.parallel.is_main:
-                yield from zip(self._matrices(weight), whole, strict=True)
+                yield from zip(self._matrices(weight), matrices, strict=True)
         for name, parameter in self._trained_whole():
             yield from self._parts_of(name, sharding.whole(parameter.detach()))
 
@@ -362,7 +382,7 @@ class FSDPEngine(TrainEngine):
         return AdapterSpec.matrices(self._hub_parts[weight][0].name)
 
     def _trained_whole(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """What is trained beside adapters."""
+        """Return the trained parameters that are not adapters, by Hugging Face name; empty without adapters."""
         named = [] if self.config.lora is None else self._model.hugging_face_parameters()
         return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
@@ -371,15 +391,18 @@ class FSDPEngine(TrainEngine):
         return None if self.config.lora is None else lora.switched_off(self._model)
 
     def as_served(self) -> AbstractContextManager[None] | None:
-        """See `TrainEngine.as_served`: only where it computes in float32 and `serve_dtype` is less. Keeps a copy of
-        this rank's parameters meanwhile. None for adapters too, which are merged before they are cast."""
+        """See `TrainEngine.as_served`.
+
+        Available only if the model computes in float32 and `serve_dtype` has less precision. The context stores a copy
+        of this rank's parameters. None with adapters, because they are merged before the cast.
+        """
         served = self.config.serve_dtype or self._spec.dtype
         if self._spec.dtype != "float32" or served == "float32" or self.config.lora is not None:
             return None
         return sharding.rounded(self._model, getattr(torch, served), self.parallel)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
+        """See `TrainEngine.save`. Kind `hf` merges adapters into the weights; kind `adapter` saves only adapters."""
         config, parallel, dtype = self.config, self.parallel, self.config.serve_dtype or self._spec.dtype
         match meta.kind:
             case "hf":
@@ -392,8 +415,10 @@ class FSDPEngine(TrainEngine):
                 raise _unknown_kind(meta, config)
 
     def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
-        """See `TrainEngine.snapshot`: of kinds `state`, of which each rank keeps the memory of the copy for the next
-        one, and `hf`, which rank 0 writes."""
+        """See `TrainEngine.snapshot`. Supports the kinds `state` and `hf`.
+
+        For `state`, each rank reuses the memory of the previous copy. For `hf`, rank 0 writes.
+        """
         config, parallel = self.config, self.parallel
         match meta.kind:
             case "hf":
@@ -405,7 +430,7 @@ class FSDPEngine(TrainEngine):
         return None
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
+        """See `TrainEngine.load`. Kind `hf` replaces only the weights, and reinitializes the adapters."""
         model, settings, self._adapter = self._model, self.config.lora, None
         match meta.kind:
             case "hf":
@@ -420,7 +445,7 @@ class FSDPEngine(TrainEngine):
                 raise _unknown_kind(meta, self.config)
 
     def _state(self) -> dict[str, Any]:
-        sharding.reshard(self._model)  # which an abandoned step has not done
+        sharding.reshard(self._model)  # an aborted step has not resharded
         counters = dict(zip(COUNTERS, (self.version, self._steps, self._skipped), strict=True))
         return state_of(self._model, self._optimizer, counters, self.parallel)
 
@@ -433,7 +458,7 @@ class FSDPEngine(TrainEngine):
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        """Nothing moves on a CPU, or where `config.offload` keeps everything in host memory."""
+        """Move weights and optimizer state; no effect on a CPU or with `config.offload`."""
         if self._device.type != "cuda" or self.config.offload:
             return
         self._model.to(device)
@@ -443,23 +468,23 @@ class FSDPEngine(TrainEngine):
 
 
 def _unknown_kind(meta: SaveLoadMeta, config: FSDPEngineConfig) -> ModelError:
-    known = "hf or state" if config.lora is None else "hf or state or adapter"
-    return ModelError(f"{meta.path}: expected a kind of {known}, found {meta.kind!r}; adapter needs lora set.")
+    kinds = "hf or state" if config.lora is None else "hf, state or adapter"
+    return ModelError(f"{meta.path}: expected kind {kinds}, found {meta.kind!r}. Kind adapter requires lora to be set.")
 
 
 def _make_deterministic(undo: ExitStack) -> None:
-    """Let torch use one thread and algorithms of a fixed order only, in this whole process, until `undo` is closed.
+    """Restrict torch to one thread and deterministic algorithms in this process, until `undo` is closed.
 
-    A sum that several threads make depends on how many there are; with one, machines of another size agree too.
+    A sum over several threads depends on their number. With one thread, machines with different core counts agree.
     """
     undo.callback(torch.set_num_threads, torch.get_num_threads())
     undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it where there is a GPU
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch on a GPU
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 
 
 def _anchor(outputs: TokenOutputs) -> Tensor:
-    """A zero whose backward runs through the whole model."""
+    """Return a zero whose backward runs through the whole model."""
     trained = outputs.logprobs if outputs.values is None else outputs.values
     return trained.sum() * 0.0

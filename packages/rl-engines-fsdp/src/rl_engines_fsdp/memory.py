@@ -1,4 +1,4 @@
-"""How much of a model a rank holds, from shapes alone. Does not import torch."""
+"""Memory of a model per rank, computed from its shapes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,41 +13,47 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SAVE_MEMORY = ("gradient_checkpointing", "sync_every_micro_batch", "offload")
-"""Settings that lower memory, those that cost least time first."""
+"""Settings that reduce memory, cheapest in time first."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "muon": 4.0, "sgd": 0.0}
-"""Of state for each trained parameter, with `muon` and `sgd` for what is most of them; others are taken to have two
-float32 moments."""
+"""Bytes of optimizer state per trained parameter. `muon` and `sgd` have the value of most parameters. Other optimizers
+are assumed to store two float32 moments."""
 LOGITS_ON_GPU = 1 << 26
-"""Entries of the block of logits where `max_logits` is 0."""
+"""Entries of a block of logits on a GPU if `max_logits` is 0."""
 
 
 def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
-    """Parameters of the rank that has most: `fully_shard` divides the first dimension of each, and rounds up."""
+    """Return the parameters of the rank that stores most; `fully_shard` divides the first dimension and rounds up."""
 
-    def part(name: str, shape: tuple[int, ...]) -> float:
-        inside = layer_of(name) is not None
-        ranks = strategy.data * strategy.context if inside else strategy.world_size
-        split = strategy.tensor if inside and len(shape) > 1 else 1
-        return math.ceil(math.prod(shape[:1]) / ranks) * math.prod(shape[1:]) / split
+    def shard_size(name: str, shape: tuple[int, ...]) -> float:
+        in_layer = layer_of(name) is not None
+        ranks = strategy.data * strategy.context if in_layer else strategy.world_size
+        tensor_ranks = strategy.tensor if in_layer and len(shape) > 1 else 1
+        return math.ceil(math.prod(shape[:1]) / ranks) * math.prod(shape[1:]) / tensor_ranks
 
-    return sum(part(name, shape) for name, shape in sizes.shapes.items())
+    return sum(shard_size(name, shape) for name, shape in sizes.shapes.items())
 
 
 def adapter_parameters(rank: int, modules: Sequence[str], strategy: ParallelStrategy, sizes: ModelSizes) -> float:
-    """The same of the adapters of these layers, or of all matrices in the decoder where there are none."""
-    ends = tuple(f"{name}.weight" for name in modules)
+    """Return the adapter parameters of a rank for `modules`, or for all decoder matrices if `modules` is empty."""
+    suffixes = tuple(f"{name}.weight" for name in modules)
     adapted = (
         shape
         for name, shape in sizes.shapes.items()
-        if layer_of(name) is not None and len(shape) == 2 and (not ends or name.endswith(ends))
+        if layer_of(name) is not None and len(shape) == 2 and (not suffixes or name.endswith(suffixes))
     )
     return rank * sum(map(sum, adapted)) / (strategy.data * strategy.context)
 
 
 def activation_bytes(sizes: ModelSizes, compute: int, checkpointing: bool) -> float:
-    """Bytes that one token leaves for backward: inputs of the norms, projections, attention and MLP of each layer; with
-    gradient checkpointing the input of each layer, and all this of one."""
+    """Return the activation bytes stored per token for backward.
+
+    These are the inputs of norms, projections, attention and MLP of each layer. With gradient checkpointing they are
+    the input of each layer, plus all of these for a single layer.
+
+    Args:
+        compute: bytes per element of the compute dtype.
+    """
     queries, keys = sizes.heads * sizes.head_size, sizes.key_heads * sizes.head_size
     layer = compute * (4 * sizes.hidden + 3 * queries + 4 * keys + 4 * sizes.intermediate) + 8 * sizes.hidden
     if checkpointing:

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest."""
+"""Muon optimizer for matrices, with AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from torch.distributed.tensor import distribute_tensor
 from rl_engines_fsdp.ranks.sharding import local, mesh_of, whole
 
 STEPS = 5
-"""Of the Newton-Schulz iteration."""
+"""Number of Newton-Schulz iterations."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of its quintic, by Jordan."""
+"""Coefficients of the quintic of the Newton-Schulz iteration (Jordan et al. 2024)."""
 MATCH_ADAMW = 0.2
-"""Root mean square of an update that AdamW typically makes (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
+"""Typical root mean square of an AdamW update (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are replaced by nearly orthogonal ones (Jordan et al. 2024), AdamW for all else.
+    """Muon: updates matrices by their orthogonalized momentum (Jordan et al. 2024), and all else with AdamW.
 
-    The update of a matrix [m, n] is scaled by 0.2 sqrt(max(m, n)), so that learning rate and weight decay mean what
-    they mean for AdamW (Liu et al. 2025, arXiv:2502.16982, equation 4). Matrices are those of the groups that say so;
-    each of the experts that lie together in [experts, m, n] is one.
+    The update of a matrix [m, n] is scaled by 0.2 sqrt(max(m, n)), so that learning rate and weight decay have the same
+    effect as in AdamW (Liu et al. 2025, arXiv:2502.16982, equation 4). Each expert of a stacked parameter
+    [experts, m, n] is a separate matrix.
 
-    Where parameters are sharded, each rank makes the update of every so many-th matrix, whole, and gives it to all
-    others: the numbers are those of one rank. On a CPU it is made in float32, on a GPU in bfloat16.
+    With sharded parameters, the matrices are assigned to ranks in turn. Each rank computes the whole update of its
+    matrices and broadcasts it, so the result equals that of one rank. Updates are computed in float32 on a CPU and in
+    bfloat16 on a GPU.
 
     Args:
-        groups: as torch's optimizers take them; those with `matrices: True` are for Muon.
-        lr, betas, eps, weight_decay: as AdamW has them.
-        momentum: decay of the momentum, which is Nesterov's.
+        groups: parameter groups of torch; Muon updates those with `matrices: True`.
+        lr, betas, eps, weight_decay: as in AdamW.
+        momentum: decay of the Nesterov momentum.
     """
 
     def __init__(
@@ -55,27 +56,27 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take a step (collective where parameters are sharded)."""
+        """Take a step (collective if parameters are sharded)."""
         if self._rest is not None:
             self._rest.step()
-        moved = [(group, p) for group, p in self._matrices if p.grad is not None]
+        updated = [(group, p) for group, p in self._matrices if p.grad is not None]
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        for begin in range(0, len(moved), ranks):
-            part, made = moved[begin : begin + ranks], torch.empty(0)
-            for owner, (_, parameter) in enumerate(part):
+        for begin in range(0, len(updated), ranks):
+            chunk, own_update = updated[begin : begin + ranks], torch.empty(0)
+            for owner, (_, parameter) in enumerate(chunk):
                 update = whole(self._with_momentum(parameter))
                 if owner == rank:
-                    made = orthogonal(update)
-            for owner, (group, parameter) in enumerate(part):
-                update = made if owner == rank else torch.empty(parameter.shape, device=parameter.device)
+                    own_update = orthogonal(update)
+            for owner, (group, parameter) in enumerate(chunk):
+                update = own_update if owner == rank else torch.empty(parameter.shape, device=parameter.device)
                 mesh = mesh_of(parameter)
                 if mesh is not None:
                     dist.broadcast(update, src=owner)
                     placements: Any = parameter.placements  # type: ignore[attr-defined]
                     update = local(distribute_tensor(update, mesh, placements, src_data_rank=None))
                 scale = MATCH_ADAMW * max(parameter.shape[-2:]) ** 0.5
-                own = local(parameter)
-                own.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                shard = local(parameter)
+                shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
     def _with_momentum(self, parameter: nn.Parameter) -> Tensor:
         state, gradient = self.state[parameter], parameter.grad
@@ -87,9 +88,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrices, roughly: singular values come to lie between 0.7 and 1.2; float32 [..., m, n].
+    """Return approximately the nearest orthogonal matrices, float32 [..., m, n], with singular values in 0.7 to 1.2.
 
-    Five steps of a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
+    It runs five steps of a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]

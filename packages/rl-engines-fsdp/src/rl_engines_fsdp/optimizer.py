@@ -1,4 +1,4 @@
-"""Optimizers by name, their learning-rate schedule, and clipping by the global gradient norm."""
+"""Optimizers by name, setting their learning rate, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rl_engines_fsdp.ranks.sharding import decoder_layers, local, mesh_of
 
 
 def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that the settings name, of all parameters that are trained.
+    """Create the optimizer that the settings name, for all trained parameters.
 
-    It is called with groups of parameters, and with those of `lr`, `betas`, `eps`, `weight_decay`, `momentum` and
-    `options` that it takes by name. Vectors (biases and norms) do not decay. The matrices of the decoder layers are in
-    groups with `matrices: True`.
+    Its constructor gets parameter groups, and each of `lr`, `betas`, `eps`, `weight_decay`, `momentum` and `options`
+    that it has a parameter for. Vectors (biases and norms) have no weight decay. The matrices of the decoder layers are
+    in groups with `matrices: True`.
 
     Raises:
-        ConfigError: nothing of that name is installed, or it does not take what the settings say.
+        ConfigError: no optimizer of that name is installed, or it does not accept one of the options.
     """
-    found = registry.load(config.group, config.name)
-    takes = inspect.signature(found).parameters
-    given = config.options | ({} if config.momentum is None else {"momentum": config.momentum})
-    odd = sorted(given.keys() - takes.keys())
-    if odd:
+    factory = registry.load(config.group, config.name)
+    accepted = inspect.signature(factory).parameters
+    options = config.options | ({} if config.momentum is None else {"momentum": config.momentum})
+    unknown = sorted(options.keys() - accepted.keys())
+    if unknown:
         raise ConfigError(
-            f"optimizer: {config.name!r} does not take {odd}; it takes {sorted(takes)}. Leave them out, or choose "
-            "another optimizer.name."
+            f"optimizer.name={config.name!r} does not accept the options {unknown}; it accepts {sorted(accepted)}. "
+            "Remove them, or choose another optimizer.name."
         )
     betas = (config.beta1, config.beta2)
     common = {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    optimizer: torch.optim.Optimizer = found(
-        _groups(model, config.weight_decay), **{n: v for n, v in common.items() if n in takes} | given
+    optimizer: torch.optim.Optimizer = factory(
+        _groups(model, config.weight_decay), **{n: v for n, v in common.items() if n in accepted} | options
     )
     return optimizer
 
@@ -50,18 +50,18 @@ def _groups(model: PackedModel, weight_decay: float) -> list[dict[str, Any]]:
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and not name.endswith("bias")
             matrix = decays and parameter in layers and (parameter.ndim == 2 or "experts" in name)
-            # torch updates a group in one call, which wants all its parameters on one device mesh
+            # torch updates a group in one call, for which all parameters must be on one device mesh
             group = {"params": [], "weight_decay": weight_decay if decays else 0.0, "matrices": matrix}
             groups.setdefault((not decays, matrix, mesh_of(parameter)), group)["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable: what decays first
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable sort: groups with decay first
 
 
 adamw = partial(torch.optim.AdamW, fused=True)
-"""AdamW in one kernel."""
+"""AdamW with a fused kernel."""
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -71,9 +71,10 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that took no step make what it keeps of each parameter, whose values do not matter (collective).
+    """Create the state of an optimizer that took no step yet, with arbitrary values (collective).
 
-    A step with a rate and gradients of zero changes no parameter."""
+    It takes a step with a learning rate of zero and zero gradients, which changes no parameter.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -83,11 +84,12 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:
-    """This rank's part of the sum of the squares of all gradients, a float32 scalar.
+    """Return this rank's contribution to the sum of squares of all gradients, a float32 scalar.
 
     Args:
-        gradients: sharded over their mesh; those whose mesh holds fewer than all ranks exist several times.
-        ranks: in all.
+        gradients: gradients, each sharded over its mesh. If the mesh has fewer than all ranks, copies exist on other
+            ranks, so the contribution is weighted by the mesh size over `ranks`.
+        ranks: number of all ranks.
     """
     norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients]))
     meshes = [mesh_of(gradient) for gradient in gradients]
@@ -96,6 +98,6 @@ def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:
 
 
 def clip(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale gradients so that their global norm, which is `norm`, is at most `max_norm`; 0 does nothing."""
+    """Scale gradients in place so that their global norm `norm` becomes at most `max_norm`; 0 disables clipping."""
     if max_norm and norm > max_norm:
         torch._foreach_mul_([local(gradient) for gradient in gradients], max_norm / norm)

@@ -1,4 +1,4 @@
-"""Useful floating-point operations of a model's step."""
+"""Useful floating-point operations (FLOPs) of a training step."""
 
 from __future__ import annotations
 
@@ -11,43 +11,48 @@ from rl_engines_fsdp.model.packed import PackedModel
 
 
 def device_memory(device: torch.device) -> float | None:
-    """Bytes of memory of a GPU; None of a CPU."""
+    """Return the memory of a GPU in bytes, or None for a CPU."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def matrix_parameters(model: PackedModel, frozen: bool = True) -> int | None:
-    """Parameters by which each token is multiplied: all matrices, the input embedding only where it is the head too,
-    and of experts as many as a token is sent to. Adapters count too.
+    """Return the number of matrix parameters that each token is multiplied by.
+
+    All matrices count, adapters included. The input embedding counts only if it is also the output head. Of the experts
+    of an MoE, only as many count as a token is routed to.
 
     Args:
-        frozen: count those too that are not trained.
+        frozen: whether to count frozen parameters too.
 
     Returns:
-        None where it is not known how many experts a token meets.
+        the number, or None if the number of experts per token is unknown.
     """
     inner: Any = model.model
     config = inner.config.get_text_config()
     table, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
-    looked_up = head is None or head.weight is not table
-    counted, chosen, stacked = 0, getattr(config, "num_experts_per_tok", None), False
+    is_lookup_only = head is None or head.weight is not table
+    total, experts_per_token, has_experts = 0, getattr(config, "num_experts_per_tok", None), False
     for name, parameter in model.named_parameters():
-        if (looked_up and parameter is table) or not (frozen or parameter.requires_grad):
+        if (is_lookup_only and parameter is table) or not (frozen or parameter.requires_grad):
             continue
         if parameter.ndim == 2:
-            counted += parameter.numel()
+            total += parameter.numel()
         elif parameter.ndim == 3:
-            if "experts" not in name or chosen is None:
+            if "experts" not in name or experts_per_token is None:
                 return None
-            counted, stacked = counted + parameter.numel() // parameter.shape[0] * chosen, True
-    return counted if stacked or not getattr(config, "num_experts", None) else None
+            total, has_experts = total + parameter.numel() // parameter.shape[0] * experts_per_token, True
+    return total if has_experts or not getattr(config, "num_experts", None) else None
 
 
 def step_flops(model: PackedModel, tokens: int, pairs: int) -> float | None:
-    """Useful floating-point operations of a training step; see `rl_contracts.models.usage.step_flops`.
+    """Return the useful FLOPs of a training step; see `rl_contracts.models.usage.step_flops`.
 
     Args:
-        tokens: over all ranks.
-        pairs: see `rl_contracts.models.usage.attended_pairs`, over all ranks.
+        tokens: number of tokens over all ranks.
+        pairs: `rl_contracts.models.usage.attended_pairs` over all ranks.
+
+    Returns:
+        the FLOPs, or None if `matrix_parameters` returns None.
     """
     config = model.model.config.get_text_config()
     matrices, trained = matrix_parameters(model), matrix_parameters(model, frozen=False)

@@ -1,1 +1,1 @@
-"""What is saved and loaded: Hugging Face directories, adapters, and states that training continues from."""
+"""Saving and loading: Hugging Face directories, adapters, and states to resume training from."""

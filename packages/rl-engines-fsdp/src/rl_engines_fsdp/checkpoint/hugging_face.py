@@ -1,4 +1,4 @@
-"""Saving a Hugging Face model directory."""
+"""Save a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = get_logger("engines.fsdp")
 def save_hugging_face(
     model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
 ) -> None:
-    """Write a directory that transformers loads (collective), which appears whole; see `copy_hugging_face`."""
+    """Write a directory that transformers can load, atomically (collective); see `copy_hugging_face`."""
     with new_directory(meta.path, parallel) as scratch:
         copy_hugging_face(model, replace(meta, path=str(scratch)), dtype, max_shard_gb, parallel)()
 
@@ -33,37 +33,38 @@ def save_hugging_face(
 def copy_hugging_face(
     model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
 ) -> Snapshot:
-    """Copy what makes a directory that transformers loads to rank 0's host memory (collective); what writes it.
+    """Copy the model to rank 0's host memory and return a function that writes it to a directory (collective).
 
-    Weights lie in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index where there are several.
-    A language model loads as `AutoModelForCausalLM`, one with a scalar head as `AutoModelForSequenceClassification`.
+    Weights are in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index if there are several.
+    transformers loads a language model as `AutoModelForCausalLM`, and a model with a scalar head as
+    `AutoModelForSequenceClassification`.
     """
     inner: Any = model.model
-    kind = getattr(torch, dtype)
-    # all ranks gather, and rank 0 keeps
-    whole = {name: value.to("cpu", kind, copy=True) for name, value in full_parameters(model) if parallel.is_main}
+    torch_dtype = getattr(torch, dtype)
+    # all ranks gather; only rank 0 stores the result
+    tensors = {
+        name: value.to("cpu", torch_dtype, copy=True) for name, value in full_parameters(model) if parallel.is_main
+    }
     if not parallel.is_main:
         return list
-    whole |= {name: value.to("cpu", copy=True) for name, value in model.kept_buffers()}
+    tensors |= {name: value.to("cpu", copy=True) for name, value in model.kept_buffers()}
     config = copy.deepcopy(inner.config)
-    vars(config).pop(
-        "auto_map", None
-    )  # files of the model's own code, which transformers has and this directory has not
+    vars(config).pop("auto_map", None)  # refers to code files of the model, which this directory does not have
     pad_id = None
     if model.head != "lm":
         pad_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
         config.get_text_config().pad_token_id = pad_id
-    # has no memory, and writes what it is given; made here, because transformers sets torch's default dtype meanwhile
-    shell: Any = empty_model(config, model.head).to(kind)
-    shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
+    # without memory, only to write the tensors; created here, because transformers sets torch's default dtype meanwhile
+    shell: Any = empty_model(config, model.head).to(torch_dtype)
+    shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # tensor names as in the source directory
 
     def write() -> list[Path]:
         directory = Path(meta.path)
         directory.mkdir(parents=True, exist_ok=True)
         with quiet_transformers():
-            shell.save_pretrained(directory, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
+            shell.save_pretrained(directory, state_dict=tensors, max_shard_size=int(max_shard_gb * 1e9))
         if inner.generation_config is not None:
-            # as it was: `save_pretrained` would refuse settings that some published models have
+            # unchanged: `save_pretrained` would reject settings of some published models
             inner.generation_config.to_json_file(directory / "generation_config.json")
         if meta.tokenizer_path is not None:
             copy_tokenizer(Path(meta.tokenizer_path), directory, pad_id)

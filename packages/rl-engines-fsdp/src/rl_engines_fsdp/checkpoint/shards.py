@@ -1,5 +1,7 @@
-"""The tensors of a state on disk: of each rank a safetensors file with the pieces that it holds, and where in the whole
-tensors they lie. Ranks write without each other, and any number of ranks reads."""
+"""State tensors on disk: one safetensors file per rank, with its shards and their offsets in the whole tensors.
+
+Ranks write independently of each other, and any number of ranks can read.
+"""
 
 from __future__ import annotations
 
@@ -19,92 +21,98 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ModelError
 
 OWN = "random."
-"""How names begin that each rank has for itself; of other whole tensors rank 0 writes its own."""
+"""Prefix of the names of per-rank tensors, which each rank writes. Rank 0 writes all other unsharded tensors."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of a tensor."""
+    """Shard of a tensor."""
 
     tensor: Tensor
-    """The piece."""
+    """Data of the shard."""
     offset: tuple[int, ...]
-    """Where it begins in the whole tensor, in each dimension."""
+    """Start of the shard in the whole tensor, per dimension."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 class HostCopies:
-    """Copies in host memory, which the next ones use again: a page of new memory costs more than what is copied to
-    it."""
+    """Copies in host memory that the next copies reuse, because allocating a page costs more than copying into it."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
     def of(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Copy; what was copied before is gone."""
+        """Copy shards to host memory, and overwrite the previous copies."""
         result = {}
         for name, shard in shards.items():
-            value, kept = shard.tensor, self._memory.get(name)
-            if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
-                kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._memory[name] = kept.copy_(value, non_blocking=True)
-            result[name] = Shard(kept, shard.offset, shard.shape)
+            value, buffer = shard.tensor, self._memory.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._memory[name] = buffer.copy_(value, non_blocking=True)
+            result[name] = Shard(buffer, shard.offset, shard.shape)
         if any(shard.tensor.is_cuda for shard in shards.values()):
             torch.cuda.current_stream().synchronize()
         return result
 
 
 def shards_of(state: Mapping[str, Tensor], parallel: ParallelContext) -> dict[str, Shard]:
-    """What this rank writes of a state: its part of each sharded tensor, unless another rank has the same one. Of a
-    tensor that is several, as 8-bit moments are, each by itself, as `name#codes`, at the place of the whole."""
+    """Return the shards of a state that this rank writes.
+
+    These are its shards of sharded tensors, except copies that another rank writes. Tensors that consist of several
+    inner tensors, such as 8-bit moments, are split into them, named for example `name#codes`, at the same offset.
+    """
     result: dict[str, Shard] = {}
     for name, value in state.items():
-        mine = local_shard(value)
+        shard = local_shard(value)
         if isinstance(value, DTensor):
             coordinate: Sequence[int] = value.device_mesh.get_coordinate() or ()
-            copies = [
-                at for at, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()
+            replica_indices = [
+                index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()
             ]
-            written = not any(copies)
+            is_written = not any(replica_indices)
         else:
-            written = parallel.is_main or name.startswith(OWN)
-        if written and mine.tensor.numel():
-            parts = _parts(mine.tensor) or {"": mine.tensor}
-            result |= {name + part: Shard(tensor, mine.offset, mine.shape) for part, tensor in parts.items()}
+            is_written = parallel.is_main or name.startswith(OWN)
+        if is_written and shard.tensor.numel():
+            inner_tensors = _inner_tensors(shard.tensor) or {"": shard.tensor}
+            result |= {
+                name + suffix: Shard(tensor, shard.offset, shard.shape) for suffix, tensor in inner_tensors.items()
+            }
     return result
 
 
 def local_shard(value: Tensor) -> Shard:
-    """This rank's piece of a tensor, in its own memory."""
+    """Return this rank's shard of a tensor, without a copy."""
     if not isinstance(value, DTensor):
         return Shard(value, (0,) * value.ndim, tuple(value.shape))
     _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return Shard(value.to_local(), tuple(offset), tuple(value.shape))
 
 
-def _parts(tensor: Tensor) -> dict[str, Tensor]:
-    """What a tensor of a class of its own keeps, such as torchao's moments in 8 bits; nothing of a plain one."""
+def _inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the inner tensors of a tensor subclass by suffix, such as 8-bit moments of torchao; empty if plain."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return {} if flatten is None else {f"#{name}": getattr(tensor, name) for name in flatten()[0]}
 
 
 def write_shards(shards: Mapping[str, Shard], directory: Path, rank: int) -> list[Path]:
-    """Write a rank's pieces into a directory; the file that this is."""
+    """Write the shards of a rank to a file in a directory, and return its path."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    places = {name: {"offset": shard.offset, "shape": shard.shape} for name, shard in shards.items()}
+    locations = {name: {"offset": shard.offset, "shape": shard.shape} for name, shard in shards.items()}
     file = directory / f"rank-{rank}.safetensors"
-    save_file({name: shard.tensor.contiguous() for name, shard in shards.items()}, file, {"shards": json.dumps(places)})
+    save_file(
+        {name: shard.tensor.contiguous() for name, shard in shards.items()}, file, {"shards": json.dumps(locations)}
+    )
     return [file]
 
 
 class ShardReader:
-    """What the ranks of a saved run have written.
+    """Reader of the shards that all ranks of a saved run wrote.
 
     Raises:
-        ModelError: the directory holds no such files, or one cannot be read.
+        ModelError: the directory has no shard files, or one cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,97 +120,102 @@ class ShardReader:
 
         files = sorted(directory.glob("rank-*.safetensors"))
         if not files:
-            found = sorted(entry.name for entry in directory.iterdir())[:6] if directory.is_dir() else "nothing"
+            entries = sorted(entry.name for entry in directory.iterdir())[:6] if directory.is_dir() else "nothing"
             raise ModelError(
-                f"{directory}: expected a saved state (a directory with rank-<n>.safetensors), found {found}. Give a "
-                "directory that was saved with kind 'state', or load it with kind 'hf'."
+                f"{directory}: expected a saved state (rank-<n>.safetensors files), found {entries}. Use a directory "
+                "saved with kind 'state', or load it with kind 'hf'."
             )
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
         for path in files:
             try:
                 file: Any = safe_open(str(path), framework="pt")
-                places = json.loads((file.metadata() or {}).get("shards", "null"))
+                locations = json.loads((file.metadata() or {}).get("shards", "null"))
             except (OSError, ValueError, SafetensorError) as error:
-                raise ModelError(f"{path}: the saved state cannot be read: {error}") from error
-            for written, place in (places or {}).items():
-                name, mark, part = written.partition("#")
-                offset = tuple(place["offset"])
-                piece = _Piece(offset, tuple(place["shape"]))
+                raise ModelError(f"{path}: cannot read the saved state: {error}") from error
+            for tensor_name, location in (locations or {}).items():
+                name, separator, suffix = tensor_name.partition("#")
+                offset = tuple(location["offset"])
+                piece = _Piece(offset, tuple(location["shape"]))
                 piece = self._pieces.setdefault(name, {}).setdefault(offset, piece)
-                # what tensor ranks do not split, each of them has written
-                piece.parts.setdefault(mark + part, (file, written))
+                # each tensor rank wrote a copy of tensors that are not split over tensor ranks
+                piece.sources.setdefault(separator + suffix, (file, tensor_name))
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return set(self._pieces)
 
     @torch.no_grad()
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of each tensor, in place.
+        """Fill this rank's shard of each tensor in place.
 
         Raises:
-            ValueError: a tensor has another shape, or not all of it was saved.
+            ValueError: a tensor has another shape, or was not saved completely.
         """
         for name, value in state.items():
-            mine, pieces = local_shard(value), self._pieces[name]
+            shard, pieces = local_shard(value), self._pieces[name]
             shape = next(iter(pieces.values())).shape
-            if shape != mine.shape:
-                raise ValueError(f"{name}: expected shape {list(mine.shape)}, found {list(shape)}")
-            parts, twin = _parts(mine.tensor), pieces.get(mine.offset)
-            if parts and twin is not None and twin.fill(parts):
+            if shape != shard.shape:
+                raise ValueError(f"{name}: expected shape {list(shard.shape)}, found {list(shape)}")
+            inner_tensors, same_piece = _inner_tensors(shard.tensor), pieces.get(shard.offset)
+            if inner_tensors and same_piece is not None and same_piece.fill(inner_tensors):
                 continue
-            plain = torch.empty(mine.tensor.shape, device=value.device) if parts else mine.tensor
-            filled = sum(piece.copy_to(replace(mine, tensor=plain)) for piece in pieces.values())
-            if filled != mine.tensor.numel():
-                raise ValueError(f"{name}: expected {mine.tensor.numel()} of its numbers, found {filled}")
-            if parts:
-                mine.tensor.copy_(plain)
+            values = torch.empty(shard.tensor.shape, device=value.device) if inner_tensors else shard.tensor
+            num_filled = sum(piece.copy_to(replace(shard, tensor=values)) for piece in pieces.values())
+            if num_filled != shard.tensor.numel():
+                raise ValueError(f"{name}: expected {shard.tensor.numel()} saved elements, found {num_filled}")
+            if inner_tensors:
+                shard.tensor.copy_(values)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank wrote of a tensor."""
+    """Saved shard of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    parts: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """By what follows the tensor's name, see `shards_of`: the file, and the name in there."""
+    sources: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """File, and name in the file, of each inner tensor, by suffix (see `shards_of`)."""
 
-    def fill(self, parts: Mapping[str, Tensor]) -> bool:
-        """Fill the parts of the same piece, each as it was; whether they are those of the same piece."""
-        found = {part: file.get_slice(name) for part, (file, name) in self.parts.items()}
-        if {k: list(v.shape) for k, v in parts.items()} != {k: v.get_shape() for k, v in found.items()}:
+    def fill(self, inner_tensors: Mapping[str, Tensor]) -> bool:
+        """Copy the inner tensors unchanged if all shapes match; return whether they did."""
+        saved_tensors = {suffix: file.get_slice(name) for suffix, (file, name) in self.sources.items()}
+        if {k: list(v.shape) for k, v in inner_tensors.items()} != {k: v.get_shape() for k, v in saved_tensors.items()}:
             return False
-        for part, tensor in parts.items():
-            tensor.copy_(found[part][:])
+        for suffix, tensor in inner_tensors.items():
+            tensor.copy_(saved_tensors[suffix][:])
         return True
 
-    def copy_to(self, mine: Shard) -> int:
-        """Copy what this piece and mine have in common, as plain numbers; how many that is.
+    def copy_to(self, target: Shard) -> int:
+        """Copy the elements in the intersection with a local shard, as plain numbers, and return their number.
 
         Raises:
-            ValueError: it is kept in parts of which these numbers cannot be told.
+            ValueError: the elements cannot be computed from the saved inner tensors.
         """
         saved = self._numbers()
         lengths = saved.shape if isinstance(saved, Tensor) else saved.get_shape()
-        sides = zip(self.offset, lengths, mine.offset, mine.tensor.shape, strict=True)
+        sides = zip(self.offset, lengths, target.offset, target.tensor.shape, strict=True)
         common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in sides]
         if any(low >= high for low, high in common):
             return 0
-        there = tuple(slice(low - a, high - a) for (low, high), a in zip(common, self.offset, strict=True))
-        here = tuple(slice(low - c, high - c) for (low, high), c in zip(common, mine.offset, strict=True))
-        mine.tensor[here].copy_(saved[there])
+        source_slices = tuple(slice(low - a, high - a) for (low, high), a in zip(common, self.offset, strict=True))
+        target_slices = tuple(slice(low - c, high - c) for (low, high), c in zip(common, target.offset, strict=True))
+        target.tensor[target_slices].copy_(saved[source_slices])
         return prod(high - low for low, high in common)
 
     def _numbers(self) -> Any:
-        """What can be sliced: of 8-bit moments (arXiv 2110.02861) the entry of the map that each code names, times the
-        scale of its block."""
-        if set(self.parts) == {""}:
-            file, name = self.parts[""]
+        """Return the saved elements as an object that can be sliced.
+
+        8-bit moments (arXiv:2110.02861) are dequantized: the map entry of each code, times the scale of its block.
+        """
+        if set(self.sources) == {""}:
+            file, name = self.sources[""]
             return file.get_slice(name) if self.shape else file.get_tensor(name)
-        found = {part: file.get_tensor(name) for part, (file, name) in self.parts.items()}
-        if set(found) != {"#codes", "#scale", "#qmap"} or found["#codes"].dtype != torch.uint8:
-            raise ValueError(f"saved in parts {sorted(found)}, which only the same split into ranks can read")
-        codes, scale = found["#codes"], found["#scale"]
-        return (found["#qmap"][codes.int()].view(len(scale), -1) * scale[:, None]).view(codes.shape)
+        inner_tensors = {suffix: file.get_tensor(name) for suffix, (file, name) in self.sources.items()}
+        if set(inner_tensors) != {"#codes", "#scale", "#qmap"} or inner_tensors["#codes"].dtype != torch.uint8:
+            raise ValueError(
+                f"cannot reshard the saved inner tensors {sorted(inner_tensors)}; load them with the same number of "
+                "ranks"
+            )
+        codes, scale = inner_tensors["#codes"], inner_tensors["#scale"]
+        return (inner_tensors["#qmap"][codes.int()].view(len(scale), -1) * scale[:, None]).view(codes.shape)

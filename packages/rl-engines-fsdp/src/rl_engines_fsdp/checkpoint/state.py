@@ -1,4 +1,4 @@
-"""States from which training continues exactly, also with another number of ranks."""
+"""Training states that resume exactly, also with a different number of ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import make_state
 
 COUNTERS = ("version", "steps", "skipped")
-"""Training batches applied, optimizer steps done, consecutive steps skipped."""
+"""Names of the counters: applied training batches, optimizer steps, and consecutive skipped steps."""
 FIRST_RANDOM = "random.0.cpu"
-"""Entry of rank 0's random state, which every state has."""
+"""Entry of the random state of rank 0, present in every state."""
 SCALING = "adapter.scaling"
-"""Entry of a model with adapters: alpha / rank."""
+"""Entry of alpha / rank, present with adapters."""
 NOTHING = "optimizer.nothing"
-"""Entry of a state whose optimizer keeps nothing of its parameters, as before its first step."""
+"""Entry that marks an empty optimizer state, as before the first step."""
 
 
 def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
-    """Write what `state_of` found (collective); every rank writes its shards."""
+    """Write a state from `state_of` to a new directory (collective); every rank writes its shards."""
     with new_directory(path, parallel) as scratch:
         write_shards(shards_of(state, parallel), scratch, parallel.rank)
 
@@ -34,13 +34,13 @@ def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> N
 def load_state(
     model: PackedModel, optimizer: torch.optim.Optimizer | None, path: str, parallel: ParallelContext
 ) -> dict[str, int]:
-    """Read what `save_state` wrote, with any number of ranks, in place (collective).
+    """Load a directory of `save_state`, written with any number of ranks, in place (collective).
 
     Returns:
-        the counters.
+        the counters by name.
 
     Raises:
-        ModelError: the directory is no saved state, or not of this model.
+        ModelError: the directory has no saved state, or that of another model.
     """
     shards = ShardReader(Path(path))
     stored = shards.names
@@ -49,31 +49,31 @@ def load_state(
     elif optimizer is not None and not optimizer.state:
         make_state(optimizer)
     state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
-    # of another number of ranks, or another kind of device; the scaling was not always kept
+    # random states depend on the number of ranks and the device type; older states have no scaling
     optional = ("random.", SCALING)
     state = {key: value for key, value in state.items() if key in stored or not key.startswith(optional)}
     scaling = float(state.get(SCALING, 0.0))
     state[FIRST_RANDOM] = torch.empty_like(torch.get_rng_state())
-    others = (key for key in stored if optimizer is not None and key.startswith("optimizer."))
-    missing = sorted((state.keys() - stored) | (set(others) - state.keys()))
+    saved_optimizer_entries = (key for key in stored if optimizer is not None and key.startswith("optimizer."))
+    missing = sorted((state.keys() - stored) | (set(saved_optimizer_entries) - state.keys()))
     if missing:
         raise ModelError(
-            f"{path}: expected the state of this model and optimizer, but {len(missing)} entries are missing there or "
-            f"here, {missing[:3]} first. Was it saved by an engine with another model or optimizer, or without one?"
+            f"{path}: the saved state does not match this model and optimizer: {len(missing)} entries differ, "
+            f"including {missing[:3]}. Load a state that was saved with the same model and optimizer settings."
         )
     try:
         shards.fill(state)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
+        raise ModelError(f"{path}: cannot load the saved state into this model: {error}") from error
     if SCALING in state and scaling != float(state[SCALING]):
         raise ModelError(
-            f"{path}: expected adapters scaled by alpha / rank = {float(state[SCALING]):g}, as they were trained, "
-            f"found {scaling:g}. Set lora.alpha back."
+            f"{path}: the saved adapters were trained with alpha / rank = {float(state[SCALING]):g}, but the settings "
+            f"have {scaling:g}. Set lora.alpha to the saved value."
         )
     if optimizer is not None:
-        _put_numbers(model, optimizer, state)
+        _restore_numbers(model, optimizer, state)
     cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
-    if cpu is None:  # the saved run had no such rank: a stream that nobody has drawn from
+    if cpu is None:  # the saved run had fewer ranks: seed a new random stream
         digest = blake2b(state[FIRST_RANDOM].numpy().tobytes() + b"%d" % parallel.rank, digest_size=8)
         torch.manual_seed(int.from_bytes(digest.digest(), "little"))
     else:
@@ -89,15 +89,17 @@ def state_of(
     counters: dict[str, int],
     parallel: ParallelContext,
 ) -> dict[str, Any]:
-    """Weights, optimizer, counters and this rank's random state, as one flat mapping.
+    """Return weights, optimizer state, counters and this rank's random state as one flat mapping.
 
-    Its tensors are the live ones, so that loading fills them.
+    The tensors are not copies, so that loading into them changes model and optimizer.
     """
     state: dict[str, Any] = {}
     for name, parameter in model.own_parameters():
         state[f"model.{name}"] = parameter.detach()
-        kept = {} if optimizer is None else optimizer.state.get(parameter, {})
-        state.update({f"optimizer.{key}.{name}": torch.as_tensor(v) for key, v in kept.items() if v is not None})
+        optimizer_state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        state.update(
+            {f"optimizer.{key}.{name}": torch.as_tensor(v) for key, v in optimizer_state.items() if v is not None}
+        )
     if optimizer is not None and not any(key.startswith("optimizer.") for key in state):
         state[NOTHING] = torch.zeros(())
     for pair in model.adapters().values():
@@ -109,10 +111,10 @@ def state_of(
     return state
 
 
-def _put_numbers(model: PackedModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give an optimizer back what it keeps as plain numbers."""
+def _restore_numbers(model: PackedModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore optimizer state that consists of plain numbers instead of tensors."""
     for name, parameter in model.own_parameters():
-        kept = optimizer.state.get(parameter, {})
-        for key, value in kept.items():
+        optimizer_state = optimizer.state.get(parameter, {})
+        for key, value in optimizer_state.items():
             if isinstance(value, (int, float)):
-                kept[key] = type(value)(state[f"optimizer.{key}.{name}"].item())
+                optimizer_state[key] = type(value)(state[f"optimizer.{key}.{name}"].item())

@@ -1,1 +1,1 @@
-"""The model: from a directory to a decoder that answers packed rows, and the checks that it does so rightly."""
+"""Model: loading from a directory, the forward pass over packed sequences, and checks of its correctness."""

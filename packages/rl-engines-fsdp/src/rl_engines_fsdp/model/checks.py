@@ -1,5 +1,8 @@
-"""Comparisons that refuse a model which would train on wrong numbers and say nothing: its packed forward with the plain
-one of transformers, and that of several ranks with that of one."""
+"""Checks that reject a model which would silently train on wrong values.
+
+They compare the packed forward with the plain forward of transformers, and the forward on several ranks with that on
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -21,109 +24,125 @@ from rl_engines_fsdp.model.rope import chooses
 from rl_engines_fsdp.ranks.sharding import reshard
 
 TOLERANCE = 5e-4
-"""Largest difference between the packed and the plain forward, in float32: of hidden states relative to the largest, of
-log-probs in nats, or relative to their range where that is below one nat."""
+"""Largest difference between the packed and the plain forward, in float32.
+
+For hidden states it is relative to the largest; for log-probs it is in nats, or relative to their range if that is
+below one nat.
+"""
 LEAK = 1e-4
-"""How far a row may move when another one changes, relative to how far that one moves."""
+"""Largest change of a sequence when another one changes, relative to the change of that one."""
 LENGTHS = (5, 9)
-"""Tokens of the rows that are tried."""
+"""Tokens of each test sequence."""
 SHORT = 6
-"""Window and original length of rope that models have while they are tried: between the lengths of the rows."""
+"""Window and original RoPE length of the model during the check, between the lengths of the test sequences."""
 SPLIT_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.25}
-"""Largest mean difference of log-probs between one rank in float32 and all ranks, by the type they compute in."""
+"""Largest mean log-prob difference between one rank in float32 and all ranks, by the dtype of all ranks."""
 
 
 @torch.no_grad()
 def verify(wrapped: PackedModel) -> None:
-    """Compare two packed rows with transformers' own forward of each alone, see that neither sees the other, and that
-    passes with gradients give what one without does.
+    """Check the packed forward of a model on two sequences.
 
-    Windows, and lengths at which rotary embeddings change, are so short for the time being that the rows meet them.
-    Hidden states are compared, and of a language model the log-probs.
+    It must equal transformers' forward of each sequence alone, neither sequence may affect the other, and forward
+    passes with and without gradients must agree. Hidden states are compared, and for a language model log-probs too.
+
+    During the check, attention windows and the lengths at which rotary embeddings change are shortened, so that the
+    test sequences exceed them.
 
     Raises:
-        ModelError: they differ, one row moves the other, a pass is random, or the packed forward fails.
+        ModelError: the results differ, one sequence affects the other, a pass is random, or the packed forward fails.
     """
     model: Any = wrapped.model
     name = type(model).__name__
-    ids, positions, segments = _rows(model, torch.device("cpu"))
-    other = torch.cat([ids[: LENGTHS[0]].flip(0), ids[LENGTHS[0] :]])
+    ids, positions, segments = _test_sequences(model, torch.device("cpu"))
+    changed_ids = torch.cat([ids[: LENGTHS[0]].flip(0), ids[LENGTHS[0] :]])
     with _short_lengths(model):
         try:
-            states, found = _packed(wrapped, ids, positions, segments)
-            moved = wrapped.hidden(other, positions, segments)
+            states, logprobs = _packed(wrapped, ids, positions, segments)
+            changed_states = wrapped.hidden(changed_ids, positions, segments)
             with torch.enable_grad():
-                trained = [wrapped.hidden(ids, positions, segments).detach() for _ in range(2)]
-        except Exception as error:  # whatever the code of a model raises on rows that it was not written for
+                grad_states = [wrapped.hidden(ids, positions, segments).detach() for _ in range(2)]
+        except Exception as error:  # model code may raise anything on packed input
             raise ModelError(f"{name}: the packed forward fails: {error}") from error
         wrapped.frequencies.rows()
         model.set_attn_implementation("eager")
         try:
-            plain = [_plain(wrapped, row) for row in ids.split(LENGTHS)]
+            plain = [_plain(wrapped, sequence) for sequence in ids.split(LENGTHS)]
         finally:
             model.set_attn_implementation(attention.NAME)
     expected_states, expected = (torch.cat(parts) for parts in zip(*plain, strict=True))
     scale = expected_states.abs().max().item()
-    random = max((each - states).abs().max().item() for each in trained)
-    if not random <= TOLERANCE * scale:
+    noise = max((grad_state - states).abs().max().item() for grad_state in grad_states)
+    if not noise <= TOLERANCE * scale:
         raise ModelError(
-            f"{name}: passes of training over the same rows differ by {random:.3g} from one without gradients (allowed "
-            f"{TOLERANCE * scale:.2g}): something in it stays random in evaluation mode, and the policy that learns "
-            "would not be the one that answered. The model cannot be trained here."
+            f"{name}: forward passes with gradients differ by {noise:.3g} from one without (allowed "
+            f"{TOLERANCE * scale:.2g}): the model is random in evaluation mode, so the trained policy would differ "
+            "from the sampled one. The model cannot be trained here."
         )
-    first, second = ((moved - states).abs().split(LENGTHS)[row].max().item() for row in (0, 1))
-    if not second <= LEAK * first:
+    first_change, second_change = (
+        (changed_states - states).abs().split(LENGTHS)[sequence].max().item() for sequence in (0, 1)
+    )
+    if not second_change <= LEAK * first_change:
         raise ModelError(
-            f"{name}: a packed sequence moves by {second:.3g} when the one before it moves by {first:.3g}: its layers "
-            "mix packed sequences. The model cannot be trained here."
+            f"{name}: a packed sequence changes by {second_change:.3g} when the previous one changes by "
+            f"{first_change:.3g}: the layers mix packed sequences. The model cannot be trained here."
         )
-    for what, ours, theirs, size in (
+    for quantity, packed_values, plain_values, magnitude in (
         ("hidden states", states, expected_states, scale),
-        ("log-probs", found, expected, min(1.0, (expected.max() - expected.min()).item())),
+        ("log-probs", logprobs, expected, min(1.0, (expected.max() - expected.min()).item())),
     ):
-        difference = (ours - theirs).abs().max().item()
-        if not difference <= TOLERANCE * size:
+        difference = (packed_values - plain_values).abs().max().item()
+        if not difference <= TOLERANCE * magnitude:
             raise ModelError(
-                f"{name}: {what} of packed sequences differ by {difference:.3g} from those of each alone (allowed "
-                f"{TOLERANCE * size:.2g}): its layers or its logits are computed in a way that this engine does not "
-                "know. The model cannot be trained here."
+                f"{name}: {quantity} of packed sequences differ by {difference:.3g} from those of each sequence alone "
+                f"(allowed {TOLERANCE * magnitude:.2g}): this engine does not support how the model computes its "
+                "layers or logits. The model cannot be trained here."
             )
 
 
 def _packed(wrapped: PackedModel, ids: Tensor, positions: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, H] of packed rows, and log-probs [N]: zeros for a scalar head, which may be all zero itself."""
-    states, nothing = wrapped.hidden(ids, positions, segments), torch.zeros(len(ids))
-    of_logits = isinstance(wrapped, PackedCausalLM)
-    return states, wrapped(ids, positions, torch.ones(len(ids)), segments)[0] if of_logits else nothing
+    """Return hidden states [N, H] and log-probs [N] of packed sequences.
+
+    The log-probs are zeros for a scalar head: its outputs are not compared, because they may all be zero.
+    """
+    states, zeros = wrapped.hidden(ids, positions, segments), torch.zeros(len(ids))
+    is_language_model = isinstance(wrapped, PackedCausalLM)
+    return states, wrapped(ids, positions, torch.ones(len(ids)), segments)[0] if is_language_model else zeros
 
 
-def _plain(wrapped: PackedModel, row: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of one row alone, as transformers computes it."""
+def _plain(wrapped: PackedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and log-probs of one sequence alone, as transformers computes them."""
     model: Any = wrapped.model
-    states, logprobs = model.base_model(row[None], use_cache=False)[0][0], torch.zeros(len(row))
+    states, logprobs = model.base_model(ids[None], use_cache=False)[0][0], torch.zeros(len(ids))
     if isinstance(wrapped, PackedCausalLM):
-        logits = model(row[None], use_cache=False).logits[0, :-1].float()
-        logprobs[1:] = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        logits = model(ids[None], use_cache=False).logits[0, :-1].float()
+        logprobs[1:] = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return states, logprobs
 
 
 @contextmanager
 def _short_lengths(model: nn.Module) -> Iterator[None]:
-    """Set windows, and lengths from which rotary embeddings change, to `SHORT` in this block."""
+    """Set attention windows, and lengths at which rotary embeddings change, to `SHORT` within the context."""
     with ExitStack() as undo:
         undo.enter_context(short_windows(model, SHORT))
         for module in model.modules():
             config = getattr(module, "config", None)
             if config is not None and chooses(getattr(module, "rope_type", None)):
                 rope = config.rope_parameters
-                for part in (vars(config), rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-                    apply_windows(part, ("max_position_embeddings", "original_max_position_embeddings"), SHORT, undo)
+                for settings in (
+                    vars(config),
+                    rope,
+                    *(layer_rope for layer_rope in rope.values() if isinstance(layer_rope, dict)),
+                ):
+                    apply_windows(
+                        settings, ("max_position_embeddings", "original_max_position_embeddings"), SHORT, undo
+                    )
                 apply_windows(vars(module), ("original_max_seq_len", "max_seq_len_cached"), SHORT, undo)
         yield
 
 
-def _rows(model: Any, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
-    """Ids and positions int64 [14] of two packed rows, and where they lie."""
+def _test_sequences(model: Any, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
+    """Return ids and positions, int64 [14], of two packed sequences, and their boundaries."""
     ids = (torch.arange(sum(LENGTHS), device=device) * 7 + 3) % len(model.get_input_embeddings().weight)
     positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
     edges = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32, device=device)
@@ -138,44 +157,44 @@ def verify_split(
     dtype: str,
     parallel: ParallelContext,
 ) -> None:
-    """Compare a model that several ranks compute together with rank 0's whole one (collective).
+    """Compare a model that is split over several ranks with the whole model of rank 0 (collective).
 
-    Of a scalar head that starts at zero the comparison shows only that the forward runs.
+    For a scalar head that starts at zero, this only checks that the forward runs.
 
     Args:
-        source: the whole model, on rank 0; None elsewhere.
-        dtype: in which `model` computes.
+        source: whole model on rank 0; None on the other ranks.
+        dtype: compute dtype of `model`.
 
     Raises:
-        EngineError: they differ, or the forward fails, on every rank.
+        EngineError: the outputs differ, or the forward fails; raised on every rank.
     """
     name, host = type(model.model).__name__, torch.device("cpu")
     expected = torch.zeros(sum(LENGTHS), device=device)
     with parallel.agree_on_errors(
-        "trying the model on one rank"
-    ):  # before the others meet it in the model's own exchanges
+        "running the model on one rank"
+    ):  # before the other ranks wait for rank 0 in the model's collectives
         if source is not None:
             expected = _outputs_of(source, host).to(device)
-    with parallel.agree_on_errors("trying the model over several ranks"):
+    with parallel.agree_on_errors("running the model over several ranks"):
         try:
-            found = _outputs_of(model, device)
+            outputs = _outputs_of(model, device)
         except Exception as error:
             raise ModelError(f"{name}: the forward over several ranks fails: {error}") from error
     reshard(model)
     dist.broadcast(expected, src=0)
-    difference = (found - expected).abs().mean().item()
+    difference = (outputs - expected).abs().mean().item()
     with parallel.agree_on_errors("comparing the model over several ranks with one"):
         if not difference <= SPLIT_TOLERANCES[dtype]:
             raise ModelError(
                 f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from those "
-                f"of one (allowed {SPLIT_TOLERANCES[dtype]:g}). Does its plan for tensor parallelism "
-                "fit? Use data parallelism (d) alone."
+                f"of one rank (allowed {SPLIT_TOLERANCES[dtype]:g}). The tensor-parallel plan of the model may be "
+                "wrong; use only data parallelism (d)."
             )
 
 
 def _outputs_of(model: PackedModel, device: torch.device) -> Tensor:
-    """Log-probs, or values of a scalar head, of the rows that are tried, [14]."""
-    ids, positions, segments = _rows(model.model, device)
+    """Return log-probs, or values of a scalar head, of the test sequences, [14]."""
+    ids, positions, segments = _test_sequences(model.model, device)
     outputs = model(ids, positions, torch.ones(len(ids), device=device), segments)
-    said: Tensor = outputs[0] if len(outputs) == 2 else outputs[2]
-    return said
+    result: Tensor = outputs[0] if len(outputs) == 2 else outputs[2]
+    return result

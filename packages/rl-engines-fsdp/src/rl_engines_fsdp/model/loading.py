@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory, and refusing early what cannot be trained."""
+"""Read a Hugging Face model directory, and reject models that cannot be trained."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from rl_engines_fsdp.model import attention
 log = get_logger("engines.fsdp")
 
 SCALAR_HEAD = "score.weight"
-"""What transformers calls the head of its sequence classifiers."""
+"""Name of the head weight in sequence classifiers of transformers."""
 
 
 def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
-    """The model with its weights on the CPU, in float32 (the master weights).
+    """Load a model on the CPU in float32 (the master weights).
 
     Args:
+        path: model directory.
         head: one of `rl_contracts.data.HEADS`.
-        new_head: whether a scalar head that the directory, a language model's, does not have is made, of zeros; else
-            it is refused.
+        new_head: whether to create a scalar head of zeros if the directory has none (a language model); otherwise such
+            a directory is rejected.
 
     Raises:
-        ModelError: the weights cannot be read, or do not fill the model.
+        ModelError: the weights cannot be read, or some are missing.
     """
     from safetensors import SafetensorError
 
@@ -42,71 +43,78 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
                 path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if attention.NAME in error.args:  # a table of attentions that ours is not in
+        if attention.NAME in error.args:  # this model class looks its attention up in a table without `rl_packed`
             raise ModelError(_no_attention(path, config.model_type)) from error
-        raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
+        raise ModelError(f"model {path}: cannot load the weights: {error}") from error
     missing = sorted(report["missing_keys"])
-    if head != "lm" and new_head and missing == [SCALAR_HEAD]:  # a language model's directory
+    if head != "lm" and new_head and missing == [SCALAR_HEAD]:  # the directory of a language model
         nn.init.zeros_(model.get_parameter(SCALAR_HEAD))
-        log.info("model %s has no scalar head; it starts at zero.", path)
+        log.info("model %s has no scalar head; initialized the head to zero", path)
     elif missing:
         raise ModelError(
-            f"model {path}: {len(missing)} parameters have no weights there, {missing[:3]} first; they would start at "
-            "random. Is this the model that config.json describes?"
+            f"model {path}: no weights for {len(missing)} parameters, including {missing[:3]}; they would be random. "
+            "Check that the weight files match config.json."
         )
     return model
 
 
 def _check_attention(path: str, config: Any, head: str) -> None:
-    """See that the model's layers are such as packed rows can be run through, before it is made.
+    """Check that the layers of a model support packed sequences, before the model is loaded.
 
     Raises:
-        ModelError: they are not.
+        ModelError: they do not.
     """
-    kind: Any = _factory(head)._model_mapping.get(type(config), None)
-    name = config.model_type if kind is None else kind.__name__
-    other = other_layers(config)
-    if other:
+    model_class: Any = _factory(head)._model_mapping.get(type(config), None)
+    name = config.model_type if model_class is None else model_class.__name__
+    unsupported = other_layers(config)
+    if unsupported:
         raise ModelError(
-            f"model {path}: {name} has layers of type {other}; packed rows can be run through full and sliding "
-            "attention only, so it cannot be trained here."
+            f"model {path}: {name} has layers of type {unsupported}, but packed sequences require full or sliding "
+            "attention. The model cannot be trained here."
         )
-    if kind is not None and not kind._can_set_attn_implementation():
+    if model_class is not None and not model_class._can_set_attn_implementation():
         raise ModelError(_no_attention(path, name))
 
 
 def _no_attention(path: str, name: str) -> str:
     return (
-        f"model {path}: {name} does not let its attention be replaced by one of packed rows, so it cannot be trained "
-        "here."
+        f"model {path}: {name} does not allow its attention to be replaced by attention over packed sequences. The "
+        "model cannot be trained here."
     )
 
 
 def empty_model(config: Any, head: str = "lm") -> nn.Module:
-    """The same model on the meta device: shapes and modules without memory."""
+    """Create the model of a configuration on the meta device: modules and shapes without memory."""
     attention.register()
     with torch.device("meta"):
         return _factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
 
 
 def _factory(head: str) -> Any:
-    """The class of transformers that makes models with this head."""
+    """Return the auto class of transformers for this head."""
     import transformers
 
     return transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
 
 
-def check_same_weights(path: str, found: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> None:
-    """See that two models have parameters and buffers of the same names and shapes.
+def check_same_weights(path: str, loaded: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that two models have parameters and buffers of the same names and shapes.
 
     Raises:
-        ModelError: names the first that differs.
+        ModelError: they differ; the message names the first difference.
     """
-    ours, theirs = ({name: tuple(value.shape) for name, value in tensors} for tensors in (expected, found))
-    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    engine_shapes, loaded_shapes = (
+        {name: tuple(value.shape) for name, value in tensors} for tensors in (expected, loaded)
+    )
+    different = sorted(
+        name
+        for name in engine_shapes.keys() | loaded_shapes.keys()
+        if engine_shapes.get(name) != loaded_shapes.get(name)
+    )
     if different:
         name = different[0]
         raise ModelError(
-            f"model {path}: {len(different)} weights differ from the engine's model: {name!r} has shape "
-            f"{theirs.get(name, 'none')} there and {ours.get(name, 'none')} here. Load a checkpoint of the same model."
+            f"model {path}: {len(different)} weights differ from those of the engine; {name!r} has shape "
+            f"{loaded_shapes.get(name, 'none')} in the directory and {engine_shapes.get(name, 'none')} in the engine. "
+            "Load a checkpoint of the same model."
         )

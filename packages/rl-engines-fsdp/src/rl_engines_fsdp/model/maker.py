@@ -1,4 +1,4 @@
-"""From a model directory to the model that this rank trains: read once, checked, wrapped, split and filled."""
+"""Create the model of a rank from a directory: read once, check, wrap, split, and distribute the weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ from rl_engines_fsdp.ranks.tensor_parallel import TensorGradients, split_matrice
 
 
 class ModelMaker:
-    """Makes the models of one rank; every method is collective.
+    """Create the models of one rank; every method is collective.
 
     Args:
-        sharded: whether the model is put under `fully_shard`.
+        config: settings of the engine.
+        spec: settings of the run.
+        layout: parallel layout.
+        device: device of this rank.
+        parallel: ranks and process groups.
+        sharded: whether to apply `fully_shard` to the model.
     """
 
     tensor_gradients: TensorGradients | None = None
-    """Sums gradients of the model that `make` made over tensor ranks; None where it is whole."""
+    """Object that sums gradients of the created model over tensor ranks, or None without tensor parallelism."""
 
     def __init__(
         self,
@@ -48,27 +53,33 @@ class ModelMaker:
         self.device, self.parallel, self.sharded = device, parallel, sharded
 
     def make(self, hf_config: Any) -> PackedModel:
-        """The model that the spec names, ready to train.
+        """Create the model that the spec names, ready for training.
 
         Args:
-            hf_config: transformers' configuration of it.
+            hf_config: transformers configuration of the model.
 
         Raises:
-            ModelError: it cannot be read, or not be trained here.
+            ModelError: the model cannot be read, or cannot be trained here.
         """
         source = self.read(self.spec.model_path)
         model = self._split(source, hf_config) if self.sharded else self._whole(source)
         inner: Any = model.model
-        if source is not None:  # what the directory says, for those who save it again, and how it names its tensors
+        if (
+            source is not None
+        ):  # required to save the model again: generation settings and tensor names of the directory
             inner.generation_config = getattr(source.model, "generation_config", None)
             inner._weight_conversions = getattr(source.model, "_weight_conversions", None)
         return model
 
     def read(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
-        """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere.
+        """Read and check the whole model on rank 0; return None on the other ranks.
+
+        Args:
+            path: model directory.
+            like: model whose parameter names and shapes must match, if any.
 
         Raises:
-            ModelError: on every rank, what is wrong with it.
+            ModelError: the model cannot be read or fails a check; raised on every rank.
         """
         source: PackedModel | None = None
         with self.parallel.agree_on_errors(f"loading {path}"):
@@ -82,15 +93,16 @@ class ModelMaker:
 
     def _wrap(self, model: torch.nn.Module) -> PackedModel:
         config, spec = self.config, self.spec
-        model.eval()  # for good: dropout, jitter or sampled experts make another policy learn than answered
+        # permanent: with dropout, jitter or sampled experts, the trained policy would differ from the sampled one
+        model.eval()
         if config.lora is not None:
             lora.adapt(model, config.lora, spec.head)
-        if not spec.deterministic:  # a server that makes the same bits multiplies with torch's choice
+        if not spec.deterministic:  # for bitwise equality, the server multiplies with torch's default kernels
             use_faster_matmul(model)
         if spec.head != "lm":
             return PackedScalarModel(model, spec.head)
-        suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
-        max_logits = LOGITS_AT_ONCE if spec.deterministic else config.max_logits or suits
+        default = 1 << 19 if self.device.type == "cpu" else 1 << 26
+        max_logits = LOGITS_AT_ONCE if spec.deterministic else config.max_logits or default
         return PackedCausalLM(model, max_logits, spec.entropy_grad)
 
     def _whole(self, source: PackedModel | None) -> PackedModel:
@@ -102,42 +114,41 @@ class ModelMaker:
         config = self.config
         meshes = make_meshes(self.device.type, self.layout)
         model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), self.spec.head))
-        partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
+        partial_names = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
         model.split = meshes.split
         self._prepare_layers(model)
         sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
-        with self.parallel.agree_on_errors("matching the model with its weights"):
+        with self.parallel.agree_on_errors("comparing the model with its weights"):
             if source is not None:
-                found, expected = (sharding.parameters_and_buffers(each) for each in (source, model))
-                loading.check_same_weights(self.spec.model_path, found, expected)
+                loaded, expected = (sharding.parameters_and_buffers(module) for module in (source, model))
+                loading.check_same_weights(self.spec.model_path, loaded, expected)
         sharding.fill(model, source, self.device, self.parallel, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
             verify_split(model, source, self.device, self.spec.dtype, self.parallel)
         if meshes.tensor is not None:
-            self.tensor_gradients = TensorGradients(model, meshes.tensor, meshes.layers, partial)
+            self.tensor_gradients = TensorGradients(model, meshes.tensor, meshes.layers, partial_names)
         return model
 
     def _prepare_layers(self, model: PackedModel) -> None:
-        """Compile each layer's forward, and keep no more than its inputs for backward, where that is asked for: in
-        place, before the model is sharded.
+        """Compile each layer and enable gradient checkpointing, if configured, in place and before sharding.
 
-        Compiled layers of one kind share their code. Attention stays as it is (`packed_attention` is left out of
-        graphs): it loops over sequences whose lengths differ in every micro-batch. Sharding's hooks run outside.
+        Compiled layers of one class share their code. `packed_attention` is excluded from graphs, because it loops over
+        sequences whose lengths differ in every micro-batch. The hooks of `fully_shard` run outside of compiled code.
         """
         if self.config.compile and model.balance is not None:
             raise ConfigError(
-                "compile=true: what routers say cannot be read inside compiled layers, and config.json asks for their "
-                "auxiliary loss (output_router_logits). Set one of the two to false."
+                "compile=true does not work with output_router_logits=true in config.json: the router auxiliary loss "
+                "requires router logits, which compiled layers do not expose. Set one of the two to false."
             )
         for layer in sharding.decoder_layers(model):
             if self.config.compile:
                 layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
             if self.config.gradient_checkpointing:
-                layer.forward = functools.partial(_computed_again, layer.forward)  # type: ignore[method-assign]
+                layer.forward = functools.partial(_checkpointed_forward, layer.forward)  # type: ignore[method-assign]
 
 
-def _computed_again(forward: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-    """A layer's forward whose inner results are made anew in backward; transformers' own way needs training mode."""
+def _checkpointed_forward(forward: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    """Run the forward of a layer with gradient checkpointing; that of transformers requires training mode."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **keywords)

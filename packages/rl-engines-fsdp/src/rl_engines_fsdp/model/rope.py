@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on a row's length, for packed rows.
+"""Rotary embeddings with length-dependent frequencies, for packed sequences.
 
-transformers chooses them, for longrope and for dynamic NTK, by the largest position that it is shown. Among packed rows
-that is the longest row's, so a row's log-probs would depend on its neighbours. Here each row gets those that it has
-alone.
+For longrope and dynamic NTK, transformers selects frequencies by the largest position in its input. For packed
+sequences that is the length of the longest, so log-probs of a sequence would depend on its neighbors. Here each
+sequence gets the frequencies that it would have alone.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 KEPT = 1024
-"""Sets of frequencies that are kept, at most: dynamic NTK has one for each length."""
+"""Maximum number of cached frequency sets; dynamic NTK has one per length."""
 
 
 class RowFrequencies:
-    """Wraps the rotary embeddings of a model that choose by length, in place; false where it has none.
+    """Wrapper of the rotary embeddings whose frequencies depend on the length, in place; false if there are none.
 
-    `rows` is called before each forward; without rows transformers chooses.
+    Call `rows` before each forward. Without sequence lengths, transformers selects the frequencies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: Sequence[int] = ()
         self._row_of_token: Tensor | None = None
-        self._made: dict[tuple[Any, ...], Tensor] = {}
+        self._cache: dict[tuple[Any, ...], Tensor] = {}
         self._modules = [module for module in model.modules() if chooses(getattr(module, "rope_type", None))]
         for module in self._modules:
             module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
@@ -37,60 +37,62 @@ class RowFrequencies:
         return bool(self._modules)
 
     def rows(self, lengths: Sequence[int] = (), row_of_token: Tensor | None = None) -> None:
-        """Say which rows the next forward holds; none: one that transformers runs by itself.
+        """Set the sequences of the next forward; without arguments, transformers selects the frequencies.
 
         Args:
-            lengths: tokens of each row, also of those that lie on other ranks.
-            row_of_token: int64 [N] of the tokens of this rank.
+            lengths: tokens of each sequence on all context ranks.
+            row_of_token: sequence index of each token of this rank, int64 [N].
         """
         self._lengths, self._row_of_token = lengths, row_of_token
 
     @torch.no_grad()
     def _forward(self, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Cosines and sines [1, N, D], as the module makes them."""
-        of_layer = {} if layer_type is None else {"layer_type": layer_type}
+        """Return cosines and sines [1, N, D], like the forward of the module."""
+        layer_options = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         if not (self._lengths and chooses(kind)):
-            return type(module).forward(module, x, position_ids, **of_layer)
-        make = inspect.unwrap(type(module).forward)  # without transformers' choice
+            return type(module).forward(module, x, position_ids, **layer_options)
+        compute = inspect.unwrap(type(module).forward)  # without the selection by transformers
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-        before, tables = getattr(module, name), {}
-        chosen = [_deciding_length(module, kind, layer_type, length) for length in self._lengths]
-        for length in dict.fromkeys(chosen):
-            setattr(module, name, self._frequencies(module, kind, length, x.device, of_layer))
-            tables[length] = make(module, x, position_ids, **of_layer)
-        setattr(module, name, before)
+        original, tables = getattr(module, name), {}
+        deciding_lengths = [_deciding_length(module, kind, layer_type, length) for length in self._lengths]
+        for length in dict.fromkeys(deciding_lengths):
+            setattr(module, name, self._frequencies(module, kind, length, x.device, layer_options))
+            tables[length] = compute(module, x, position_ids, **layer_options)
+        setattr(module, name, original)
         if len(tables) == 1:
-            return tables[chosen[0]]
-        order = {length: index for index, length in enumerate(tables)}
-        of_row = torch.tensor([order[length] for length in chosen], device=x.device)
-        place = of_row[self._row_of_token], 0, torch.arange(x.shape[1], device=x.device)
-        return tuple(torch.stack(parts)[place][None] for parts in zip(*tables.values(), strict=True))
+            return tables[deciding_lengths[0]]
+        table_indices = {length: index for index, length in enumerate(tables)}
+        table_of_sequence = torch.tensor([table_indices[length] for length in deciding_lengths], device=x.device)
+        entry = table_of_sequence[self._row_of_token], 0, torch.arange(x.shape[1], device=x.device)
+        return tuple(torch.stack(parts)[entry][None] for parts in zip(*tables.values(), strict=True))
 
     def _frequencies(
-        self, module: Any, kind: str, length: int, device: torch.device, of_layer: dict[str, str]
+        self, module: Any, kind: str, length: int, device: torch.device, layer_options: dict[str, str]
     ) -> Tensor:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        key = (module, *of_layer.values(), module.config.max_position_embeddings, length)
-        if key not in self._made:
-            if len(self._made) >= KEPT:
-                self._made.clear()
-            # a tensor for dynamic NTK, as transformers gives it: the rounding is the same
-            told = length if kind == "longrope" else torch.tensor(length, device=device)
-            self._made[key] = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=told, **of_layer)[0]
-        return self._made[key]
+        key = (module, *layer_options.values(), module.config.max_position_embeddings, length)
+        if key not in self._cache:
+            if len(self._cache) >= KEPT:
+                self._cache.clear()
+            # transformers passes a tensor for dynamic NTK; a tensor here gives the same rounding
+            seq_len = length if kind == "longrope" else torch.tensor(length, device=device)
+            self._cache[key] = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=seq_len, **layer_options)[0]
+        return self._cache[key]
 
 
 def chooses(rope_type: Any) -> bool:
-    """Whether a rotary embedding of this type, or with this type for some layers, looks at lengths."""
+    """Return whether rotary embeddings of this type, in any layer, depend on lengths."""
     kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _deciding_length(module: Any, kind: str, layer_type: str | None, length: int) -> int:
-    """The same number for all rows with the same frequencies: longrope has two sets, dynamic NTK one for each length
-    beyond the original."""
+    """Return a length that is equal for all sequences with the same frequencies.
+
+    longrope has two sets of frequencies; dynamic NTK has one for each length above the original one.
+    """
     if kind != "longrope":
         return max(length, module.original_max_seq_len)
     settings = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]

@@ -1,1 +1,1 @@
-"""The ranks: process group, layout, what is split over them, and the collectives that gradients run through."""
+"""Parallel ranks: layout, sharding of models, tensor parallelism, and differentiable collectives."""

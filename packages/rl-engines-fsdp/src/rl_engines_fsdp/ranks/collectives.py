@@ -1,7 +1,7 @@
-"""Collectives that gradients run through, each with the adjoint that it needs here.
+"""Differentiable collectives, each with the adjoint that this engine needs.
 
-All take the ranks of a replica, which see the same rows and compute the same loss. A loss is therefore counted once per
-replica: on each rank only that part of its gradient is followed that belongs to the rank's own tokens.
+All run over ranks of one replica, which get the same sequences and compute the same loss. The loss counts once per
+replica. Therefore each rank backpropagates only the part of the gradient that belongs to its own tokens.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from torch.distributed import ProcessGroup
 
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: row r of [R, ...] goes to rank r, and row r of the result comes from rank r. Its own adjoint."""
+    """Run an all-to-all: row r of [R, ...] goes to rank r, and row r of the result is from rank r. Self-adjoint."""
     return _Linear.apply(x, lambda rows: _all_to_all(rows, group), lambda grad: _all_to_all(grad, group))
 
 
 def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
-    """Every rank's [m] end to end, [R * m], the same on all.
+    """Concatenate the tensors [m] of all ranks to [R * m], equal on all ranks.
+
+    The gradient is this rank's part of the incoming gradient, without a sum over ranks.
 
     Args:
-        weight: of the gradient, which is this rank's part of what arrives, without a sum over ranks.
+        weight: factor of the gradient.
     """
-    return _Linear.apply(part, lambda mine: _all_gather(mine, group), lambda grad: own_part(grad, group) * weight)
+    return _Linear.apply(part, lambda local: _all_gather(local, group), lambda grad: own_part(grad, group) * weight)
 
 
 def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's R-th part of rows [n, ...] that all ranks hold alike; n is a multiple of R.
+    """Return this rank's R-th part of a tensor [n, ...] that is equal on all ranks; n is a multiple of R.
 
-    The gradient is made whole from all ranks, and is the mean over them: the parts' gradients are R times too large
-    (see `TokenSplit`).
+    The gradient is gathered from all ranks and divided by R, because the gradients of the parts are R times too large
+    (see `rl_engines_fsdp.ranks.layout`).
     """
     ranks = dist.get_world_size(group)
     return _Linear.apply(
@@ -43,28 +45,28 @@ def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The same tensor, which the ranks go on to use for parts of a computation: their gradients are summed."""
+    """Return the same tensor for use in a different part of the computation on each rank; gradients are summed."""
 
     def summed(grad: Tensor) -> Tensor:
-        # a copy, for others may hold the same gradient
+        # clone, because other nodes of the graph may use the same gradient
         return _all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
 
-    return _Linear.apply(x, lambda same: same.view_as(same), summed)
+    return _Linear.apply(x, lambda tensor: tensor.view_as(tensor), summed)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the ranks hold, which all go on to use alike: the gradient passes. Changes `x` in place."""
-    return _Linear.apply(x, lambda mine: _all_reduce(mine, group), lambda grad: grad)
+    """Return the sum over ranks, which all ranks use alike, so the gradient is unchanged. Modifies `x` in place."""
+    return _Linear.apply(x, lambda local: _all_reduce(local, group), lambda grad: grad)
 
 
 def own_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's R-th part of rows [n, ...], a view; n is a multiple of R."""
+    """Return this rank's R-th part of a tensor [n, ...], as a view; n is a multiple of R."""
     size = x.shape[0] // dist.get_world_size(group)
     return x.narrow(0, dist.get_rank(group) * size, size)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map, with the map that its gradients take back."""
+    """Linear map with an explicit adjoint for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:

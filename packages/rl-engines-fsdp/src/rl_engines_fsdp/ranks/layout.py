@@ -1,16 +1,17 @@
-"""A data x context x tensor layout of ranks: its device meshes, and how the tokens of a packed row lie over a replica.
+"""Layout of data x context x tensor ranks: device meshes, and the split of packed tokens over a replica.
 
-Ranks are numbered with tensor fastest, then context, then data, so that the ranks that talk most lie on one host.
+Ranks are numbered with tensor fastest, then context, then data, so that the ranks that communicate most are on one
+host.
 
-Context ranks hold consecutive parts of the row through the whole decoder. Tensor ranks hold the same tokens there, but
-only a part of each matrix; the vocabulary projection, which is not split over them, is shared out by tokens: each
-tensor rank does its part of its context rank's tokens. So before the head every rank of a replica has tokens of its
-own, in the order of ranks, and after it log-probs are gathered from all of them: losses see whole rows.
+In the decoder, each context rank has a consecutive chunk of the tokens. Tensor ranks have the same tokens there, but
+only a part of each matrix. The vocabulary projection is not split over tensor ranks; instead, each tensor rank runs it
+for a part of the tokens of its context rank. So at the head, every rank of a replica has different tokens, in the order
+of ranks. The log-probs are then gathered from all ranks, so that losses get whole sequences.
 
-Gradients of the head's inputs are scaled by the tensor size T on their way down, because the parameters outside the
-decoder layers are sharded, and their gradients averaged, over tensor ranks too (see `sharding.shard`): each tensor rank
-has only its tokens' part of the head's gradient, and the mean of T times the parts is their sum. Below the head the
-factor is taken out again (`collectives.take_part`).
+Parameters outside the decoder layers are sharded over tensor ranks too, and their gradients are averaged over them (see
+`sharding.shard`). At the head, a tensor rank only has the gradient of the tokens assigned to it. Therefore gradients
+there are scaled by the tensor size T: the mean of T times the parts is their sum. Below the head,
+`collectives.take_part` divides by T again.
 """
 
 from __future__ import annotations
@@ -30,59 +31,60 @@ from rl_engines_fsdp.ranks.collectives import gather, own_part, take_part
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """The groups over which tokens are split; all None: one rank holds them all."""
+    """Process groups over which tokens are split; all None if one rank has all tokens."""
 
     context: Any = None
-    """Ranks with consecutive parts of a row; None with one."""
+    """Group of the ranks with consecutive chunks of the tokens; None for a single rank."""
     tensor: Any = None
-    """Ranks with the same tokens and parts of the matrices; None with one."""
+    """Group of the ranks with the same tokens and different parts of the matrices; None for a single rank."""
     replica: Any = None
-    """Both together, tensor ranks of a context rank side by side; None with one."""
+    """Group of all ranks of the replica, ordered by context rank, then tensor rank; None for a single rank."""
 
     def inputs(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Segments]:
-        """This rank's part of what the decoder reads.
+        """Return this rank's part of the decoder inputs.
 
-        A row that does not divide evenly is padded by a sequence of its own, which no token of the row sees.
+        If N is not divisible by the number of ranks, an extra sequence of padding is appended, which no other token
+        attends to.
 
         Args:
             input_ids, position_ids: int64 [N].
-            segments: where the sequences lie.
+            segments: boundaries of the sequences.
 
         Returns:
-            int64 [n] twice, and the segments of the padded row with the context group.
+            ids and positions, int64 [n], and the boundaries after padding, with the context group.
         """
         if self.replica is None:
             return input_ids, position_ids, segments
-        missing = -len(input_ids) % self._ranks
-        if missing:
-            padding = torch.arange(missing, device=input_ids.device)
+        num_padding = -len(input_ids) % self._ranks
+        if num_padding:
+            padding = torch.arange(num_padding, device=input_ids.device)
             input_ids, position_ids = torch.cat([input_ids, 0 * padding]), torch.cat([position_ids, padding])
-            edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + missing])
-            segments = Segments((*segments.lengths, missing), edges)
+            edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + num_padding])
+            segments = Segments((*segments.lengths, num_padding), edges)
         packed = Segments(segments.lengths, segments.cu_seqlens, self.context)
         return self.part(input_ids), self.part(position_ids), packed
 
     def part(self, values: Tensor) -> Tensor:
-        """Of one value per token of the padded row, those of this rank's tokens: [N] to [n]."""
+        """Select the values of this rank's tokens from one value per padded token: [N] to [n]."""
         return values if self.context is None else own_part(values, self.context)
 
     def each(self, hidden: Tensor) -> Tensor:
-        """The states that this rank's head reads, [m, H], of those that its decoder made, [n, H]."""
+        """Select the hidden states for the head of this rank, [m, H], from those of its decoder, [n, H]."""
         return hidden if self.tensor is None else take_part(hidden, self.tensor)
 
     def before_next(self, hidden: Tensor) -> Tensor:
-        """The same for what each state says of the next token; the row's last state may be left out."""
+        """Select the hidden states that predict a next token; the last state of all may be left out."""
         return hidden[:-1] if self.replica is None else self.each(hidden)
 
     def next_of(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Entries of the tokens that follow the states of `before_next`: [N] to [m], `fill` behind the row's end."""
+        """Select values of the tokens after the states of `before_next`: [N] to [m], padded with `fill` at the end."""
         if self.replica is None:
             return values[1:]
         ends = values.new_full((1 + -len(values) % self._ranks,), fill)
         return own_part(torch.cat([values[1:], ends]), self.replica)
 
     def whole(self, values: Tensor, count: int) -> Tensor:
-        """What all ranks' heads said, in the order of tokens: [m] to the first `count`, the same on every rank."""
+        """Gather the head outputs of all ranks in token order: [m] to the first `count`, equal on every rank."""
         if self.replica is None:
             return values
         weight = 1.0 if self.tensor is None else float(dist.get_world_size(self.tensor))
@@ -95,39 +97,39 @@ class TokenSplit:
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """One layout of all ranks."""
+    """Device meshes of a parallel layout."""
 
     whole: DeviceMesh
-    """All ranks in one dimension: over them lie the parameters outside the decoder layers."""
+    """All ranks in one dimension, for the parameters outside of the decoder layers."""
     layers: DeviceMesh
-    """Data and context ranks in one dimension: over them lie the parameters of the decoder layers."""
+    """Data and context ranks in one dimension, for the parameters of the decoder layers."""
     tensor: DeviceMesh | None
-    """Ranks over which the matrices of the decoder layers are split first; None with one."""
+    """Tensor ranks, over which the matrices of the decoder layers are split first; None for a single rank."""
     split: TokenSplit
-    """The groups over which tokens are split."""
+    """Process groups over which tokens are split."""
 
 
 def make_meshes(device: str, strategy: ParallelStrategy) -> Meshes:
-    """Make the process groups of a layout (collective over all ranks).
+    """Create the process groups of a layout (collective over all ranks).
 
     Args:
-        device: its type, `cpu` or `cuda`.
-        strategy: sizes; data * context * tensor ranks must be there.
+        device: device type, `cpu` or `cuda`.
+        strategy: sizes; their product must be the number of ranks.
     """
     data, context, tensor = strategy.data, strategy.context, strategy.tensor
     whole = init_device_mesh(device, (strategy.world_size,), mesh_dim_names=("all",))
     if context * tensor == 1:
         return Meshes(whole, whole, None, TokenSplit())
     grid = init_device_mesh(device, (data, context, tensor), mesh_dim_names=("data", "context", "tensor"))
-    contexts: Any = grid.get_group("context") if context > 1 else None
+    context_group: Any = grid.get_group("context") if context > 1 else None
     if tensor == 1:
-        return Meshes(whole, whole, None, TokenSplit(context=contexts, replica=contexts))
-    # FSDP wants its mesh and that of the tensor ranks cut from one
+        return Meshes(whole, whole, None, TokenSplit(context=context_group, replica=context_group))
+    # FSDP requires its mesh and the tensor mesh to be slices of one mesh
     matrices = init_device_mesh(device, (data * context, tensor), mesh_dim_names=("shard", "tensor"))
-    tensors: Any = matrices.get_group("tensor")
-    replicas: Any = tensors
+    tensor_group: Any = matrices.get_group("tensor")
+    replica_group: Any = tensor_group
     if context > 1:
-        replicas = init_device_mesh(device, (data, context * tensor), mesh_dim_names=("data", "replica")).get_group(
-            "replica"
-        )
-    return Meshes(whole, matrices["shard"], matrices["tensor"], TokenSplit(contexts, tensors, replicas))
+        replica_group = init_device_mesh(
+            device, (data, context * tensor), mesh_dim_names=("data", "replica")
+        ).get_group("replica")
+    return Meshes(whole, matrices["shard"], matrices["tensor"], TokenSplit(context_group, tensor_group, replica_group))

@@ -1,4 +1,4 @@
-"""From a model on one host to one that is sharded over all ranks, and back one parameter at a time."""
+"""Shard a model over all ranks, copy weights into it, and gather them again one parameter at a time."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from rl_engines_fsdp.ranks.layout import Meshes
 def shard(model: PackedModel, meshes: Meshes, dtype: str, reshard_after_forward: bool, offload: bool = False) -> None:
     """Apply `fully_shard` to each decoder layer and to the root, in place.
 
-    The model may be on the meta device; `fill` then gives it memory. Parameters stay float32 and gradients are reduced
-    in float32; with `bfloat16` the model computes in it. With `offload` shards and gradients stay in host memory.
+    The model may be on the meta device; `fill` then allocates its memory. Parameters stay float32, and gradients are
+    reduced in float32; with `bfloat16` the model computes in bfloat16. With `offload` shards and gradients stay in host
+    memory.
 
-    Layers lie over data and context ranks, and their matrices over tensor ranks as well where `split_matrices` did
-    that. What is outside of them (embeddings, last norm, head) lies over all ranks. Gradients are averaged over the
-    same ranks: where tensor ranks compute the same, that changes nothing, and where each has a part, the part is scaled
-    (`TokenSplit`).
+    Decoder layers are sharded over data and context ranks; `split_matrices` may have split their matrices over tensor
+    ranks before. All other parameters (embeddings, final norm, head) are sharded over all ranks. Gradients are averaged
+    over the same ranks. Where tensor ranks compute equal gradients, the mean over them has no effect. Where they
+    compute parts, the parts are scaled first (see `rl_engines_fsdp.ranks.layout`).
     """
-    where = CPUOffloadPolicy() if offload else OffloadPolicy()
-    compute = getattr(torch, dtype)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    # the root's inputs hold temperatures, which stay as they are
-    root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    compute_dtype = getattr(torch, dtype)
+    layer_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # the inputs of the root include temperatures, which must stay float32
+    root_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
         fully_shard(
             layer,
             mesh=meshes.layers,
-            mp_policy=policy,
+            mp_policy=layer_policy,
             reshard_after_forward=reshard_after_forward,
-            offload_policy=where,
+            offload_policy=offload_policy,
         )
-    fully_shard(model, mesh=meshes.whole, mp_policy=root, offload_policy=where)
+    fully_shard(model, mesh=meshes.whole, mp_policy=root_policy, offload_policy=offload_policy)
 
 
 def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
-    """Say whether the next backward reduces gradients over ranks, and whether it is the last of the step."""
+    """Set whether the next backward reduces gradients over ranks, and whether it is the last of the step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         model.set_is_last_backward(last)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after forward passes that no backward follows.
+    """Free gathered parameters after a forward without backward.
 
-    Until then they stand in the model in place of its sharded ones, which are those that the optimizer knows: those of
-    the root always, those of the layers without `reshard_after_forward`.
+    Until then the model has gathered parameters in place of the sharded ones that the optimizer updates. This affects
+    the root always, and the layers without `reshard_after_forward`.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -64,10 +65,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
-    """The modules that the model's family declares as its repeated blocks; else those of its largest list."""
+    """Return the modules that the model class declares as repeated blocks, or else those of its largest module list."""
     inner: Any = model.model
-    kinds = set(inner._no_split_modules or ())
-    declared = [module for module in inner.modules() if type(module).__name__ in kinds]
+    class_names = set(inner._no_split_modules or ())
+    declared = [module for module in inner.modules() if type(module).__name__ in class_names]
     lists = (module for module in inner.modules() if isinstance(module, nn.ModuleList))
     return declared or list(max(lists, key=lambda modules: sum(1 for _ in modules.parameters()), default=()))
 
@@ -79,71 +80,69 @@ def fill(
     parallel: ParallelContext,
     offload: bool = False,
 ) -> None:
-    """Give a sharded model on the meta device its memory and rank 0's weights (collective).
+    """Allocate a sharded model that is on the meta device, and copy rank 0's weights into it (collective).
 
     Args:
-        source: the whole model with the same names, on rank 0; None elsewhere.
-        device: on which the model computes.
-        offload: keep the shards in host memory.
+        source: whole model with the same names on rank 0; None on the other ranks.
+        device: device on which the model computes.
+        offload: whether to keep the shards in host memory.
 
     Raises:
         EngineError: see `copy_tensors`.
     """
-    home = torch.device("cpu") if offload else device
+    shard_device = torch.device("cpu") if offload else device
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, nn.Parameter):
-                if parameter not in fresh:  # tied parameters stay one
+                if parameter not in fresh:  # tied parameters stay tied
                     fresh[parameter] = nn.Parameter(
-                        torch.empty_like(parameter.data, device=home), parameter.requires_grad
+                        torch.empty_like(parameter.data, device=shard_device), parameter.requires_grad
                     )
                 module._parameters[name] = fresh[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-    given = None if source is None else dict(parameters_and_buffers(source))
-    copy_tensors(parameters_and_buffers(model), given, device, parallel)
+    weights = None if source is None else dict(parameters_and_buffers(source))
+    copy_tensors(parameters_and_buffers(model), weights, device, parallel)
 
 
 def copy_weights(
     model: PackedModel, source: PackedModel | None, device: torch.device, parallel: ParallelContext
 ) -> None:
-    """Copy rank 0's whole parameters, and the buffers that are kept with them, into a model that may be sharded
-    (collective), one at a time.
+    """Copy rank 0's parameters and saved buffers into a model, possibly sharded, one at a time (collective).
 
     Raises:
         EngineError: see `copy_tensors`.
     """
-    given = None if source is None else dict(source.kept_tensors())
-    copy_tensors(model.kept_tensors(), given, device, parallel)
+    weights = None if source is None else dict(source.kept_tensors())
+    copy_tensors(model.kept_tensors(), weights, device, parallel)
 
 
 @torch.no_grad()
 def copy_tensors(
     named: Sequence[tuple[str, Tensor]],
-    given: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | None,
     device: torch.device,
     parallel: ParallelContext,
 ) -> None:
-    """Copy rank 0's whole tensors of the same names into those of a model that may be sharded (collective), one at a
-    time.
+    """Copy rank 0's whole tensors into tensors of the same names, possibly sharded, one at a time (collective).
 
     Args:
-        named: parameters, and buffers, of which every rank has the whole.
-        given: on rank 0; None elsewhere.
+        named: parameters, possibly sharded, and buffers, which are whole on every rank.
+        weights: whole tensors by name on rank 0; None on the other ranks.
 
     Raises:
-        EngineError: rank 0 met an error on the way; on every rank, and the model's weights are undefined.
+        EngineError: rank 0 failed to copy a tensor; raised on every rank. The weights of the model are then undefined.
     """
     sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
     error: Exception | None = None
     for name, tensor in named:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if sharded else tensor
-        if given is not None:
+        if weights is not None:
             try:
-                value.copy_(given[name])
-            except Exception as failure:  # noqa: BLE001 - the others are in the broadcasts, and are told behind them
+                value.copy_(weights[name])
+            except Exception as failure:  # noqa: BLE001 - other ranks wait in broadcasts; the error is shared after them
                 error = error or failure
         if not sharded:
             continue
@@ -155,7 +154,7 @@ def copy_tensors(
 
 
 def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by their Hugging Face names (collective), one gathered at a time; adapters are merged in."""
+    """Yield whole parameters by Hugging Face name, gathered one at a time, with adapters merged (collective)."""
     adapters = model.adapters()
     for name, parameter in model.hugging_face_parameters():
         value = whole(parameter.detach())
@@ -164,40 +163,39 @@ def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def rounded(model: nn.Module, dtype: torch.dtype, parallel: ParallelContext) -> Iterator[None]:
-    """For the time of a block, parameters have the values that a cast to `dtype` leaves of them, in their own dtype
-    (collective).
+    """Round the parameters to `dtype` within the context, without changing their own dtype (collective).
 
     Raises:
-        EngineError: on every rank, if one has no memory for a copy of its part.
+        EngineError: a rank has not enough memory for a copy of its shards; raised on every rank.
     """
     reshard(model)
-    with parallel.agree_on_errors("keeping the weights while they are rounded"):
-        kept = [(part, part.clone()) for part in (local(parameter.detach()) for parameter in model.parameters())]
+    with parallel.agree_on_errors("copying the weights before they are rounded"):
+        copies = [(shard, shard.clone()) for shard in (local(parameter.detach()) for parameter in model.parameters())]
     try:
-        for part, value in kept:
-            part.copy_(value.to(dtype))
+        for shard, value in copies:
+            shard.copy_(value.to(dtype))
         yield
     finally:
         reshard(model)
-        for part, value in kept:
-            part.copy_(value)
+        for shard, value in copies:
+            shard.copy_(value)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded (collective)."""
+    """Return the whole tensor, gathered if it is sharded (collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    """The ranks over which a tensor is sharded; None for a plain one."""
+    """Return the mesh over which a tensor is sharded, or None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def parameters_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All that a model computes with, by name; buffers that no directory holds too."""
+    """Return all parameters and buffers by name, including buffers that are not saved."""
     return [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]

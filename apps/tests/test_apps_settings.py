@@ -469,7 +469,7 @@ IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
 TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
 BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
 FILES = "test_save_hf_in_several_files_has_an_index_and_loads"
-SERVED = "test_full_parameters_under_hugging_face_names_are_served_in_the_configured_dtype"
+SERVED = "test_full_parameters_have_hugging_face_names_and_served_dtype"
 BIASED = "test_compose_biased_sampling_is_taken_where_it_is_allowed"
 CONFIG = "apps/tests/test_apps_config.py::"
 ENGINES, LAUNCHERS = "packages/rl-engines-fsdp/tests/test_fsdp_", "packages/rl-launchers/tests/test_launchers_"
@@ -510,7 +510,7 @@ ELSEWHERE = [
     Elsewhere(
         "*.engine.offload",
         "needs a GPU",
-        f"{ENGINES}usage.py::test_offloaded_engine_on_cuda_gives_the_step_of_a_resident_one",
+        f"{ENGINES}usage.py::test_offload_on_cuda_gives_the_same_losses",
     ),
     Elsewhere(
         "rollout.server.compile",
@@ -561,7 +561,7 @@ ELSEWHERE = [
     Elsewhere(
         "*.optimizer.max_skipped_steps",
         "a loss that is not finite",
-        f"{ENGINES}resume.py::test_limit_of_skipped_steps_counts_on_after_a_resume",
+        f"{ENGINES}resume.py::test_limit_of_skipped_steps_applies_across_a_resume",
     ),
     Elsewhere(
         "resume_from",

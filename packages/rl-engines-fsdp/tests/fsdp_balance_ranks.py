@@ -1,4 +1,4 @@
-"""One rank of a step with the routers' auxiliary loss."""
+"""One rank of a training step with the router auxiliary loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a test in `test_fsdp_ranks.py`: has an engine, and prints the addresses at which this process listens."""
+"""One rank of a test in `test_fsdp_ranks.py`: create an engine and print the addresses that the process listens on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ LISTENING = "0A"
 
 
 def listening() -> set[str]:
-    """As /proc/net writes them: 0100007F is 127.0.0.1, in the machine's order of bytes."""
-    mine = set()
+    """Return the listening addresses in the format of /proc/net: 0100007F is 127.0.0.1, in native byte order."""
+    own_sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            mine.add(os.readlink(descriptor))
-    found = set()
+            own_sockets.add(os.readlink(descriptor))
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if state == LISTENING and f"socket:[{rest[5]}]" in mine:
-                found.add(local.rpartition(":")[0])
-    return found
+            if state == LISTENING and f"socket:[{rest[5]}]" in own_sockets:
+                addresses.add(local.rpartition(":")[0])
+    return addresses
 
 
 engine = make_engine(sys.argv[1])

@@ -1,4 +1,4 @@
-"""One rank of adapters in training: trains, publishes, saves all three kinds, goes on, loads and goes on again."""
+"""One rank with adapters: train, publish, save all three kinds, take a step, load and repeat the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from fsdp_ranks import rows_of
+from fsdp_ranks import sequences_of_rank
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 from safetensors.torch import save_file
 
@@ -21,27 +21,27 @@ def main(model: str, out: Path) -> None:
     engine.load(SaveLoadMeta(str(out / "start"), kind="adapter"))
 
     def step(seed: int, empty_rank: int | None = None) -> dict[str, float]:
-        batch = rows_of(make_batch(seed=seed), engine.parallel, empty_rank)
+        batch = sequences_of_rank(make_batch(seed=seed), engine.parallel, empty_rank)
         return engine.train_batch(batch, loss_fn, loss_weight_fn)
 
-    seen: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}
+    report: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}
     published = {name: tensor.clone() for name, tensor in engine.full_parameters()}
     assert [spec.name for spec in engine.param_specs()] == list(published)
-    seen["adapter"] = asdict(engine.adapter())
-    alone = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
-    assert [spec.name for spec in engine.adapter_specs()] == list(alone)
+    report["adapter"] = asdict(engine.adapter())
+    adapter_only = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
+    assert [spec.name for spec in engine.adapter_specs()] == list(adapter_only)
     if rank == 0:
         save_file(published, out / "published.safetensors")
-        save_file(alone, out / "alone.safetensors")
+        save_file(adapter_only, out / "adapter-only.safetensors")
     state = SaveLoadMeta(str(out / "state"), kind="state")
     engine.save(state)
     engine.save(SaveLoadMeta(str(out / "hf")))
     engine.save(SaveLoadMeta(str(out / "adapter"), kind="adapter"))
-    seen["after saving"] = step(3)
+    report["after saving"] = step(3)
     engine.load(state)
-    seen["after loading"] = step(3)
+    report["after loading"] = step(3)
     engine.destroy()
-    (out / f"seen-{rank}.json").write_text(json.dumps(seen))
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of an optimizer: steps, a state, a step more, and the same step again from the state."""
+"""One rank per optimizer: take two steps, save the state, take a step, load the state and repeat the step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def main(model: str, out: Path, layout: dict[str, int], settings: dict[str, dict
             return engine.train_batch(batch, loss_fn, loss_weight_fn)
 
         state = SaveLoadMeta(str(out / f"{name}-state"), kind="state")
-        seen = [step(0), step(1)]
+        results = [step(0), step(1)]
         engine.save(state)
         weights = weights_of(engine)
         after = step(2)
         engine.load(state)
-        seen += [after, step(2)]
+        results += [after, step(2)]
         engine.destroy()
         if engine.parallel.rank == 0:
             save_file(weights, out / f"{name}.safetensors")
-            (out / f"{name}.json").write_text(json.dumps(seen))
+            (out / f"{name}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

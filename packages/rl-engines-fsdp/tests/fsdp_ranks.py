@@ -1,4 +1,4 @@
-"""One rank of `test_fsdp_ranks.py`: runs a few scenes and writes what it saw to a JSON or safetensors file."""
+"""One rank of `test_fsdp_ranks.py`: run several scenarios and write the results to JSON and safetensors files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rl_engines_fsdp import engine as engine_module
 from rl_engines_fsdp.model import loading
 
 
-def rows_of(batch, parallel, empty_rank: int | None = None):
-    """Rows of this rank: every other one, or all of them on the rank that is not empty."""
-    rows = list(range(len(batch)))
+def sequences_of_rank(batch, parallel, empty_rank: int | None = None):
+    """Return the sequences of this rank: every other one, or all of them on the rank that is not empty."""
+    indices = list(range(len(batch)))
     if empty_rank is not None:
-        return select(batch, [] if parallel.rank == empty_rank else rows)
-    return select(batch, rows[parallel.rank :: parallel.world_size])
+        return select(batch, [] if parallel.rank == empty_rank else indices)
+    return select(batch, indices[parallel.rank :: parallel.world_size])
 
 
 def error_of(call) -> str:
@@ -36,79 +36,80 @@ def error_of(call) -> str:
     return "no error"
 
 
-def make_engine_failing(models: Path, name: str, where: int, beside) -> None:
-    """An engine whose rank `where` meets an error of no kind of ours in a function of `loading` or of the engine."""
+def make_engine_failing(models: Path, name: str, failing_rank: int, running_engine) -> None:
+    """Create an engine; on `failing_rank`, a function of `loading` or the engine raises a ZeroDivisionError."""
     with pytest.MonkeyPatch.context() as patch:
-        if beside.parallel.rank == where:
+        if running_engine.parallel.rank == failing_rank:
             patch.setattr(engine_module if hasattr(engine_module, name) else loading, name, lambda *_, **__: 1 / 0)
         make_engine(str(models / "Qwen3"))
 
 
-def make_engine_with_another_buffer(models: Path) -> None:
-    """An engine whose model has a buffer, which no directory holds, that the one which is read has not."""
+def make_engine_with_extra_buffer(models: Path) -> None:
+    """Create an engine whose model has a non-persistent buffer that the model read from the directory lacks."""
     empty_model = loading.empty_model
 
-    def with_another(*arguments):
+    def with_extra_buffer(*arguments):
         model = empty_model(*arguments)
         model.register_buffer("another", torch.zeros(2, device="meta"), persistent=False)
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "empty_model", with_another)
+        patch.setattr(loading, "empty_model", with_extra_buffer)
         make_engine(str(models / "Qwen3"))
 
 
 def load_without_a_tensor(engine, models: Path) -> None:
-    """Rank 0 misses the first of the tensors that it is to give to the others."""
+    """Load a model, with the first tensor missing on rank 0, which sends the tensors to the other ranks."""
     read = engine._maker.read
 
-    def without_one(*arguments, **keywords):
+    def without_first_tensor(*arguments, **keywords):
         source = read(*arguments, **keywords)
         if source is not None:
-            kept = source.kept_tensors()
-            source.kept_tensors = lambda: kept[1:]
+            tensors = source.kept_tensors()
+            source.kept_tensors = lambda: tensors[1:]
         return source
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._maker, "read", without_one)
+        patch.setattr(engine._maker, "read", without_first_tensor)
         engine.load(SaveLoadMeta(str(models / "Qwen3")))
 
 
 def main(models: Path, out: Path) -> None:
-    seen: dict = {}
+    report: dict = {}
     tensors: dict = {}
     for family in ("Qwen3", "Llama", "Gemma2"):
         engine = make_engine(str(models / family))
         rank = engine.parallel.rank
-        seen[family] = [
-            engine.train_batch(rows_of(make_batch(seed=s), engine.parallel), loss_fn, loss_weight_fn) for s in range(3)
+        report[family] = [
+            engine.train_batch(sequences_of_rank(make_batch(seed=s), engine.parallel), loss_fn, loss_weight_fn)
+            for s in range(3)
         ]
         tensors |= {f"{family}.{name}": value for name, value in weights_of(engine).items()}
         engine.destroy()
 
     engine = make_engine(str(models / "Qwen3"), sync_every_micro_batch=True, reshard_after_forward=False)
-    batch = rows_of(make_batch(), engine.parallel, empty_rank=1)
-    seen["evaluated with an empty rank"] = engine.eval_batch(batch, loss_fn, loss_weight_fn)
+    batch = sequences_of_rank(make_batch(), engine.parallel, empty_rank=1)
+    report["evaluated with an empty rank"] = engine.eval_batch(batch, loss_fn, loss_weight_fn)
     tensors[f"forward.{rank}"] = engine.forward(batch, logprobs_of)
-    seen["empty rank"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    report["empty rank"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
     tensors |= {f"empty.{name}": value for name, value in weights_of(engine).items()}
 
     def exploding(outputs, packed):
         return outputs.logprobs.sum() * (torch.inf if engine.parallel.rank == 0 else 1.0), {}
 
-    batch = rows_of(make_batch(seed=1), engine.parallel)
-    seen["exploding on rank 0"] = engine.train_batch(batch, exploding, loss_weight_fn)
+    batch = sequences_of_rank(make_batch(seed=1), engine.parallel)
+    report["exploding on rank 0"] = engine.train_batch(batch, exploding, loss_weight_fn)
 
-    seen["yielded"] = [[spec.name, list(spec.shape)] for spec in engine.param_specs()]
+    report["yielded"] = [[spec.name, list(spec.shape)] for spec in engine.param_specs()]
     tensors |= {f"yielded.{name}": value.clone() for name, value in engine.full_parameters()}
     tensors |= {f"published.{name}": value for name, value in weights_of(engine).items()}
     engine.version = 7
-    engine.forward(batch, logprobs_of)  # leaves gathered layers behind, which are not what is saved or loaded
+    engine.forward(batch, logprobs_of)  # leaves gathered layers in the model, which must not be saved or loaded
     engine.save(SaveLoadMeta(str(out / "state"), kind="state"))
     engine.save(SaveLoadMeta(str(out / "hf")))
-    seen["after saving"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    report["after saving"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
     engine.load(SaveLoadMeta(str(out / "state"), kind="state"))
-    seen["after loading"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    report["after loading"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
     engine.forward(batch, logprobs_of)
     engine.load(SaveLoadMeta(str(models / "Qwen3")))
     tensors |= {f"reloaded.{name}": value for name, value in weights_of(engine).items()}
@@ -118,36 +119,37 @@ def main(models: Path, out: Path) -> None:
         tensors |= {f"served.{name}": value for name, value in weights_of(engine).items()}
     tensors |= {f"unserved.{name}": value for name, value in weights_of(engine).items()}
 
-    # errors on one rank reach both
-    crowded = select(make_batch(), [0] if engine.parallel.rank else [0, 1])
-    crowded["attention_mask"][:] = True
-    small = make_engine(str(models / "Qwen3"), micro_batch=2 if engine.parallel.rank else 99)
-    seen["too long on rank 1"] = error_of(lambda: small.train_batch(crowded, loss_fn, loss_weight_fn))
-    seen["nothing there"] = error_of(lambda: make_engine(str(models / "broken")))
-    for doing, call in {
-        "read_model on rank 0": lambda: make_engine_failing(models, "read_model", 0, small),
-        "read_config on rank 0": lambda: make_engine_failing(models, "read_config", 0, small),
-        "read_config on rank 1": lambda: make_engine_failing(models, "read_config", 1, small),
-        "hub_slices on rank 0": lambda: make_engine_failing(models, "hub_slices", 0, small),
-        "make_optimizer on rank 1": lambda: make_engine_failing(models, "make_optimizer", 1, small),
-        "another buffer": lambda: make_engine_with_another_buffer(models),
-        "a tensor missing while loading": lambda: load_without_a_tensor(small, models),
+    # errors on one rank are raised on both
+    too_long_batch = select(make_batch(), [0] if engine.parallel.rank else [0, 1])
+    too_long_batch["attention_mask"][:] = True
+    small_engine = make_engine(str(models / "Qwen3"), micro_batch=2 if engine.parallel.rank else 99)
+    report["too long on rank 1"] = error_of(lambda: small_engine.train_batch(too_long_batch, loss_fn, loss_weight_fn))
+    report["broken model"] = error_of(lambda: make_engine(str(models / "broken")))
+    for scenario, call in {
+        "read_model on rank 0": lambda: make_engine_failing(models, "read_model", 0, small_engine),
+        "read_config on rank 0": lambda: make_engine_failing(models, "read_config", 0, small_engine),
+        "read_config on rank 1": lambda: make_engine_failing(models, "read_config", 1, small_engine),
+        "hub_slices on rank 0": lambda: make_engine_failing(models, "hub_slices", 0, small_engine),
+        "make_optimizer on rank 1": lambda: make_engine_failing(models, "make_optimizer", 1, small_engine),
+        "another buffer": lambda: make_engine_with_extra_buffer(models),
+        "a tensor missing while loading": lambda: load_without_a_tensor(small_engine, models),
     }.items():
-        began = time.monotonic()
-        seen[doing] = error_of(call)
-        seen[f"{doing}, seconds"] = time.monotonic() - began
-    small.destroy()  # the group goes on: another engine uses it
+        start = time.monotonic()
+        report[scenario] = error_of(call)
+        report[f"{scenario}, seconds"] = time.monotonic() - start
+    small_engine.destroy()  # the process group stays alive, because another engine uses it
 
-    half = make_engine(
+    bfloat16_engine = make_engine(
         str(models / "Qwen3"), dtype="bfloat16", gradient_checkpointing=True, optimizer=OptimizerConfig(lr=1e-2)
     )
-    seen["bfloat16"] = [
-        half.train_batch(rows_of(make_batch(), half.parallel), loss_fn, loss_weight_fn) for _ in range(3)
+    report["bfloat16"] = [
+        bfloat16_engine.train_batch(sequences_of_rank(make_batch(), bfloat16_engine.parallel), loss_fn, loss_weight_fn)
+        for _ in range(3)
     ]
-    seen["groups alive"] = torch.distributed.is_initialized()
-    half.destroy()
+    report["groups alive"] = torch.distributed.is_initialized()
+    bfloat16_engine.destroy()
     engine.destroy()
-    (out / f"seen-{rank}.json").write_text(json.dumps(seen))
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
     save_file({k: v.contiguous() for k, v in tensors.items()}, out / f"tensors-{rank}.safetensors")
 
 

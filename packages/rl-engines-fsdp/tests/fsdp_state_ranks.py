@@ -1,4 +1,4 @@
-"""One rank that goes on from another layout's state, saves in the background, and goes on from that."""
+"""One rank that resumes from the state of another layout, and saves its own state while training continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from fsdp_ranks import rows_of
+from fsdp_ranks import sequences_of_rank
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 
 from rl_contracts.data import SaveLoadMeta
@@ -21,34 +21,36 @@ from rl_engines_fsdp import FSDPEngine
 
 
 def abandon(engine: FSDPEngine) -> None:
-    """Leave a step in a forward pass, so that gathered parameters stay in the model; rank 1 is asked when it is one
-    micro-batch ahead, and waits for rank 0."""
-    begun = 0
+    """Abandon a step during a forward pass, so that gathered parameters stay in the model.
 
-    def ask() -> None:
+    Rank 1 gets the request 0.2 s later, when it is one micro-batch ahead, and waits for rank 0.
+    """
+    num_begun = 0
+
+    def request_abandon() -> None:
         time.sleep(0.2 * engine.parallel.rank)
         STEP.abandon(partial(largest_of_ranks, parallel=engine.parallel, seconds=30))
 
-    asking = Thread(target=ask)
+    thread = Thread(target=request_abandon)
 
     def logprobs(outputs: Any, packed: Any) -> Any:
-        nonlocal begun
-        if not begun:
-            asking.start()
-        begun += 1
+        nonlocal num_begun
+        if not num_begun:
+            thread.start()
+        num_begun += 1
         return outputs.logprobs
 
     try:
         with STEP.step():
-            engine.forward(rows_of(make_batch(80, seed=9), engine.parallel), logprobs)
+            engine.forward(sequences_of_rank(make_batch(80, seed=9), engine.parallel), logprobs)
         raise AssertionError("the step was not abandoned")
     except StopRequestedError:
-        asking.join()
-    assert engine.parallel.gather_json(begun) == [begun, begun]
+        thread.join()
+    assert engine.parallel.gather_json(num_begun) == [num_begun, num_begun]
 
 
-def written(engine: FSDPEngine, directory: Path) -> list[bytes]:
-    """This rank's part of its engine's state."""
+def state_files(engine: FSDPEngine, directory: Path) -> list[bytes]:
+    """Return the contents of the state files of this rank."""
     write = engine.snapshot(SaveLoadMeta(str(directory), kind="state"))
     assert write is not None
     return [file.read_bytes() for file in write()]
@@ -64,21 +66,21 @@ def main(model: str, out: Path) -> None:
     torch.save(random, out / f"random-{rank}")
 
     def step(seed: int) -> dict[str, float]:
-        return engine.train_batch(rows_of(make_batch(seed=seed), engine.parallel), loss_fn, loss_weight_fn)
+        return engine.train_batch(sequences_of_rank(make_batch(seed=seed), engine.parallel), loss_fn, loss_weight_fn)
 
-    seen = [step(2), step(3)]
+    results = [step(2), step(3)]
     engine.version = 4
     write = engine.snapshot(SaveLoadMeta(str(out / "two"), kind="state"))
     assert write is not None
     thread = Thread(target=write)
     thread.start()
-    seen += [step(4), step(5)]
+    results += [step(4), step(5)]
     thread.join()
-    before = written(engine, out / "before")
+    before = state_files(engine, out / "before")
     abandon(engine)
-    assert written(engine, out / "after") == before
+    assert state_files(engine, out / "after") == before
     engine.destroy()
-    (out / f"seen-{rank}.json").write_text(json.dumps(seen))
+    (out / f"report-{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny models, batches and a loss that the tests and their worker processes share."""
+"""Tiny models, batches and losses shared by the tests and their worker processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rl_contracts.testing.families import SIZES, VOCABULARY
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 EPS = 1e-3
-"""Of AdamW in tests: with a tiny one, the first step of an entry whose gradient is near 0 is a coin toss."""
+"""Epsilon of AdamW in tests. With a tiny one, the sign of the first step is arbitrary where the gradient is near 0."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "Llama": {"tie_word_embeddings": False},
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "Gemma": {"head_dim": 8},
-    "Gemma2": {  # caps so small that they matter
+    "Gemma2": {  # small caps, so that they have an effect
         "head_dim": 8,
         "sliding_window": 5,
         "query_pre_attn_scalar": 8,
@@ -54,11 +54,11 @@ ATTENTION_FAMILIES = [
     *("Qwen3", "Gemma2"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Qwen2", "Gemma", "Gemma3Text", "Mistral")),
 ]
-"""Between them: full and sliding attention, in one model too, grouped queries, soft caps, norms of queries and keys."""
+"""Families that cover full, sliding and mixed attention, grouped queries, soft caps, and norms of queries and keys."""
 
 
 def make_model(path: Path, family: str = "Qwen3", seed: int = 0, **settings: Any) -> str:
-    """Save a random model with weights large enough that every part of it matters."""
+    """Save a random model with weights large enough that each component affects the outputs."""
     import transformers
 
     torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def make_model(path: Path, family: str = "Qwen3", seed: int = 0, **settings: Any
 
 
 def make_classifier(path: Path, family: str = "Qwen3", seed: int = 0, **settings: Any) -> str:
-    """Save a random sequence classifier of one label, with a head that is not zero."""
+    """Save a random sequence classifier with one label and a nonzero head."""
     import transformers
 
     torch.manual_seed(seed)
@@ -86,31 +86,31 @@ def make_classifier(path: Path, family: str = "Qwen3", seed: int = 0, **settings
 
 
 def make_batch(rows: int = 10, seed: int = 0, longest: int = 19) -> Any:
-    """Rows of mixed lengths and temperatures, with advantages."""
+    """Make a batch of sequences with mixed lengths and temperatures, and with advantages."""
     random = np.random.default_rng(seed)
-    result = []
-    for row in range(rows):
+    trajectories = []
+    for index in range(rows):
         length = int(random.integers(3, longest + 1))
         learn = np.arange(length) >= length // 2
-        result.append(
+        trajectories.append(
             Trajectory(
                 input_ids=random.integers(0, VOCABULARY, length),
                 loss_mask=learn,
                 logprobs=np.zeros(length, np.float32),
                 versions=np.where(learn, 0, -1).astype(np.int32),
                 temperature=float(random.choice([0.6, 1.0, 1.3])),
-                prompt_id=row,
-                group_id=row // 2,
-                episode_id=row,
+                prompt_id=index,
+                group_id=index // 2,
+                episode_id=index,
             )
         )
-    batch = stack(result)
+    batch = stack(trajectories)
     batch["advantages"] = torch.from_numpy(random.normal(size=batch["input_ids"].shape).astype(np.float32))
     return batch
 
 
 def loss_fn(outputs: Any, packed: Any) -> Any:
-    """Policy-gradient loss with statistics of both kinds."""
+    """Return a policy-gradient loss with a mean and a maximum as statistics."""
     learn = packed["loss_mask"]
     loss = -(outputs.logprobs * packed["advantages"] * learn).sum()
     stats = {
@@ -125,7 +125,7 @@ def loss_weight_fn(batch: Any) -> torch.Tensor:
 
 
 def value_loss_fn(outputs: Any, packed: Any) -> Any:
-    """Squared error against the advantages, for scalar heads."""
+    """Return the squared error of a scalar head against the advantages."""
     learn = packed["loss_mask"]
     loss = ((outputs.values - packed["advantages"]).square() * learn).sum()
     return loss, {"value/mean": ((outputs.values.detach() * learn).sum(), learn.sum())}
@@ -142,40 +142,44 @@ def logprobs_of(outputs: Any, packed: Any) -> torch.Tensor:
 def make_engine(
     path: str, micro_batch: int = 64, total_steps: int = 10, strategy: ParallelStrategy | None = None, **settings: Any
 ) -> FSDPEngine:
-    """An initialised engine on the CPU; `settings` are those of its config and of the spec."""
+    """Create an initialized engine on the CPU; `settings` are fields of its config or of the spec."""
     settings.setdefault("optimizer", OptimizerConfig(lr=1e-2, eps=EPS, max_grad_norm=0.5))
-    told = {item.name: settings.pop(item.name) for item in fields(FinetuneSpec) if item.name in settings}
+    spec_settings = {item.name: settings.pop(item.name) for item in fields(FinetuneSpec) if item.name in settings}
     engine = FSDPEngine(FSDPEngineConfig(**settings), strategy)
-    spec = FinetuneSpec(path, total_steps, micro_batch=MicroBatchConfig(micro_batch), **({"device": "cpu"} | told))
+    spec = FinetuneSpec(
+        path, total_steps, micro_batch=MicroBatchConfig(micro_batch), **({"device": "cpu"} | spec_settings)
+    )
     engine.initialize(spec)
     return engine
 
 
 def record_gradients(engine: FSDPEngine, rate: float = 0.1) -> dict[str, torch.Tensor]:
-    """Let the engine step with plain SGD, and find here after each step the gradients that it took (collective)."""
+    """Replace the optimizer by plain SGD, and return a dict that each step fills with its gradients (collective)."""
     from rl_engines_fsdp.ranks.sharding import whole
 
     named = engine._model.hugging_face_parameters()
     optimizer = torch.optim.SGD([parameter for _, parameter in named], rate)
-    take, found = optimizer.step, {}
+    original_step, gradients = optimizer.step, {}
 
     def step() -> None:
-        found.update({name: whole(parameter.grad).clone() for name, parameter in named if parameter.grad is not None})
-        take()
+        gradients.update(
+            {name: whole(parameter.grad).clone() for name, parameter in named if parameter.grad is not None}
+        )
+        original_step()
 
     optimizer.step = step  # type: ignore[method-assign]
     engine._optimizer = optimizer  # type: ignore[assignment]
-    return found
+    return gradients
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], norm: float) -> float:
-    """Norm of the difference of two sets of tensors, relative to `norm`."""
-    assert found.keys() == expected.keys()
-    return sum(float((found[n].double() - expected[n]).square().sum()) for n in expected) ** 0.5 / norm
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], norm: float) -> float:
+    """Return the norm of the difference of two sets of tensors, relative to `norm`."""
+    assert actual.keys() == expected.keys()
+    return sum(float((actual[name].double() - expected[name]).square().sum()) for name in expected) ** 0.5 / norm
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Whole parameters by name (collective)."""
+    """Return whole parameters by name (collective)."""
     from rl_engines_fsdp.ranks.sharding import full_parameters
 
     return {name: value.clone() for name, value in full_parameters(engine._model)}

@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers: transformers' own of each row, however rows are split, where it is asked for."""
+"""The router auxiliary loss equals that of transformers per sequence, for every split of the batch."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.families import make_family
 from rl_contracts.testing.processes import run_ranks
 
-ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+ENABLED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "granitemoe"))]
 
 
@@ -27,18 +27,18 @@ def count(batch):
 
 
 def step_of(path, micro_batch=64, **settings):
-    """A step's results and gradients; rows of a replica are every so many-th."""
+    """Run a step on this replica's part of the batch; return results, gradients and engine."""
     optimizer = OptimizerConfig(lr=0.1, max_grad_norm=0.0)
     engine = make_engine(str(path), micro_batch=micro_batch, optimizer=optimizer, **settings)
     gradients, batch = record_gradients(engine), make_batch(6)
-    rows = list(range(len(batch)))[engine.parallel.dp_rank :: engine.parallel.dp_size]
+    indices = list(range(len(batch)))[engine.parallel.dp_rank :: engine.parallel.dp_size]
     loss_fn = likelihood if settings.get("head", "lm") == "lm" else value_loss_fn
-    result = engine.train_batch(select(batch, rows), loss_fn, count)
+    result = engine.train_batch(select(batch, indices), loss_fn, count)
     return result, gradients, engine
 
 
-def by_transformers(path):
-    """Auxiliary loss and gradients of the same step: each row by itself, with transformers' own functions."""
+def expected_step(path):
+    """Compute auxiliary loss and gradients of the same step with transformers, one sequence at a time."""
     import sys
 
     from transformers import AutoModelForCausalLM
@@ -47,34 +47,34 @@ def by_transformers(path):
     balance = sys.modules[type(model).__module__].load_balancing_loss_func
     batch = make_batch(6)
     loss, auxiliary, tokens = 0.0, 0.0, int(batch["attention_mask"].sum())
-    for row, mask in enumerate(batch["attention_mask"]):
-        ids, learn = batch["input_ids"][row][mask], batch["loss_mask"][row][mask]
+    for index, mask in enumerate(batch["attention_mask"]):
+        ids, learn = batch["input_ids"][index][mask], batch["loss_mask"][index][mask]
         out = model(ids[None], output_router_logits=True)
-        logits = out.logits[0, :-1] / batch["temperature"][row]
+        logits = out.logits[0, :-1] / batch["temperature"][index]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         loss = loss - (logprobs * learn[1:]).sum()
         aux = balance(out.router_logits, model.num_experts, model.num_experts_per_tok)
         auxiliary = auxiliary + aux * len(ids) / tokens
-    (loss / batch["loss_mask"].sum() + ASKED["router_aux_loss_coef"] * auxiliary).backward()
+    (loss / batch["loss_mask"].sum() + ENABLED["router_aux_loss_coef"] * auxiliary).backward()
     return auxiliary.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def by_transformers_of_values(path):
-    """The same of a critic: the value before each token from the state before it."""
+def expected_critic_step(path):
+    """Compute auxiliary loss and gradients of a critic with transformers; values are from the previous state."""
     from transformers import AutoModelForSequenceClassification
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     batch, config = make_batch(6), model.config
     loss, auxiliary, tokens = 0.0, 0.0, int(batch["attention_mask"].sum())
-    for row, mask in enumerate(batch["attention_mask"]):
-        ids, learn = batch["input_ids"][row][mask], batch["loss_mask"][row][mask]
+    for index, mask in enumerate(batch["attention_mask"]):
+        ids, learn = batch["input_ids"][index][mask], batch["loss_mask"][index][mask]
         out = model.model(ids[None], output_router_logits=True)
         values = model.score(out.last_hidden_state)[0, :-1, 0]
-        loss = loss + ((values - batch["advantages"][row][mask][1:]).square() * learn[1:]).sum()
+        loss = loss + ((values - batch["advantages"][index][mask][1:]).square() * learn[1:]).sum()
         aux = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
         auxiliary = auxiliary + aux * len(ids) / tokens
-    (loss / batch["loss_mask"].sum() + ASKED["router_aux_loss_coef"] * auxiliary).backward()
+    (loss / batch["loss_mask"].sum() + ENABLED["router_aux_loss_coef"] * auxiliary).backward()
     return auxiliary.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -84,9 +84,9 @@ def norm_of(gradients):
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_auxiliary_loss_and_its_gradient_are_transformers_own_of_each_row(family, checkpointing, tmp_path):
-    path = make_family(tmp_path, family, **ASKED)
-    auxiliary, expected = by_transformers(path)
+def test_auxiliary_loss_matches_transformers_per_sequence(family, checkpointing, tmp_path):
+    path = make_family(tmp_path, family, **ENABLED)
+    auxiliary, expected = expected_step(path)
 
     result, gradients, _ = step_of(path, gradient_checkpointing=checkpointing)
 
@@ -94,9 +94,9 @@ def test_auxiliary_loss_and_its_gradient_are_transformers_own_of_each_row(family
     assert distance(gradients, expected, norm_of(expected)) < 1e-5
 
 
-def test_auxiliary_loss_of_a_critic_is_transformers_own_of_each_row(tmp_path):
-    path = make_classifier(tmp_path, "Qwen3Moe", **ASKED)
-    auxiliary, expected = by_transformers_of_values(path)
+def test_auxiliary_loss_of_critic_matches_transformers_per_sequence(tmp_path):
+    path = make_classifier(tmp_path, "Qwen3Moe", **ENABLED)
+    auxiliary, expected = expected_critic_step(path)
 
     result, gradients, engine = step_of(path, head="value")
 
@@ -107,39 +107,39 @@ def test_auxiliary_loss_of_a_critic_is_transformers_own_of_each_row(tmp_path):
 
 
 @pytest.mark.parametrize("micro_batch", [24, 10_000])
-def test_auxiliary_loss_any_micro_batches_give_the_same_numbers(micro_batch, tmp_path):
-    path = make_family(tmp_path, "qwen3_moe", **ASKED)
-    one, two = step_of(path), step_of(path, micro_batch)
+def test_auxiliary_loss_does_not_depend_on_micro_batch_size(micro_batch, tmp_path):
+    path = make_family(tmp_path, "qwen3_moe", **ENABLED)
+    expected, actual = step_of(path), step_of(path, micro_batch)
 
-    assert two[0]["loss/aux"] == pytest.approx(one[0]["loss/aux"], rel=1e-6)
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
-    assert distance(two[1], one[1], norm_of(one[1])) < 1e-6
+    assert actual[0]["loss/aux"] == pytest.approx(expected[0]["loss/aux"], rel=1e-6)
+    assert actual[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-6)
+    assert distance(actual[1], expected[1], norm_of(expected[1])) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
-def test_auxiliary_loss_over_two_ranks_is_that_of_one(layout, tmp_path):
-    path = make_family(tmp_path / "model", "qwen3_moe", **ASKED)
+def test_auxiliary_loss_on_two_ranks_equals_one_rank(layout, tmp_path):
+    path = make_family(tmp_path / "model", "qwen3_moe", **ENABLED)
     result, gradients, _ = step_of(path)
 
     run_ranks(Path(__file__).with_name("fsdp_balance_ranks.py"), [str(path), str(tmp_path), json.dumps(layout)], 2)
 
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["loss/aux"] == pytest.approx(result["loss/aux"], rel=1e-5)
-    assert found["grad_norm"] == pytest.approx(result["grad_norm"], rel=1e-5)
+    actual = json.loads((tmp_path / "result.json").read_text())
+    assert actual["loss/aux"] == pytest.approx(result["loss/aux"], rel=1e-5)
+    assert actual["grad_norm"] == pytest.approx(result["grad_norm"], rel=1e-5)
     assert distance(load_file(tmp_path / "gradients.safetensors"), gradients, norm_of(gradients)) < 1e-5
 
 
-def test_auxiliary_loss_is_left_out_where_the_configuration_does_not_ask(tmp_path):
+def test_auxiliary_loss_disabled_in_config_is_not_reported(tmp_path):
     for settings in ({}, {"output_router_logits": True, "router_aux_loss_coef": 0.0}):
         result, _, _ = step_of(make_family(tmp_path / str(len(settings)), "qwen3_moe", **settings))
         assert "loss/aux" not in result
 
 
-def test_auxiliary_loss_of_routers_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+def test_auxiliary_loss_without_router_logits_is_rejected(tmp_path, monkeypatch):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
-    path = str(make_family(tmp_path, "qwen3_moe", **ASKED))
+    path = str(make_family(tmp_path, "qwen3_moe", **ENABLED))
     with pytest.raises(ConfigError, match=r"compile=true.*output_router_logits"):
         make_engine(path, compile=True)
     monkeypatch.setattr(Qwen3MoeModel, "_can_record_outputs", {})

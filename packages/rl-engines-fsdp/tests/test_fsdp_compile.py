@@ -1,4 +1,4 @@
-"""Compiled layers give the numbers of plain ones."""
+"""Compiled layers compute the same results as plain layers."""
 
 from functools import partial
 
@@ -10,17 +10,17 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_mod
 def assert_compiled_equals_plain(path, tolerance, **settings):
     plain, compiled = (make_engine(path, micro_batch=40, compile=c, **settings) for c in (False, True))
     torch._dynamo.utils.counters.clear()
-    for seed in range(2):  # lengths differ from micro-batch to micro-batch
+    for seed in range(2):  # lengths differ between micro-batches
         expected = plain.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
-        found = compiled.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
-        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
+        actual = compiled.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
+        assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 0 < graphs <= 12, "layers share graphs, and other lengths need none of their own"
+    assert 0 < graphs <= 12, "layers and lengths must share graphs"
     return plain, compiled
 
 
 @pytest.mark.slow
-def test_train_batch_with_layers_in_graphs_equals_plain_layers(tmp_path, monkeypatch):
+def test_train_batch_with_traced_layers_equals_plain_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # no code is generated
     torch._dynamo.reset()
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has to hold: all that its source holds, for models that keep more than parameters."""
+"""Saved Hugging Face directories contain all tensors of their source, including persistent buffers."""
 
 import json
 from pathlib import Path
@@ -12,24 +12,24 @@ from test_fsdp_packed_forward import plain_logprobs_and_entropy
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.testing.families import make_family
 
-KEEPING_BUFFERS = [
+FAMILIES_WITH_BUFFERS = [
     "deepseek_v3",
     "gemma4_text",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "apertus", "minimax_m2")),
 ]
 
 
-def stored(path) -> dict[str, torch.Tensor]:
-    """What the files of a model directory hold."""
-    found = {}
+def read_tensors(path) -> dict[str, torch.Tensor]:
+    """Return the tensors in the files of a model directory."""
+    tensors = {}
     for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+        with safe_open(file, "pt") as reader:
+            tensors |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    return tensors
 
 
-def with_moved_buffers(path) -> dict[str, torch.Tensor]:
-    """Give the persistent buffers of a model directory values that no fresh model has; returns them."""
+def change_buffers(path) -> dict[str, torch.Tensor]:
+    """Change the persistent buffers of a model directory to non-default values, and return them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -38,49 +38,49 @@ def with_moved_buffers(path) -> dict[str, torch.Tensor]:
     for name in names:
         model.get_buffer(name).add_(0.25)
     model.save_pretrained(path)
-    ends = {name.rpartition(".")[2] for name in names}
-    moved = {name: value for name, value in stored(path).items() if name.rpartition(".")[2] in ends}
-    assert len(moved) == len(names)
-    return moved
+    suffixes = {name.rpartition(".")[2] for name in names}
+    changed = {name: value for name, value in read_tensors(path).items() if name.rpartition(".")[2] in suffixes}
+    assert len(changed) == len(names)
+    return changed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", KEEPING_BUFFERS)
-def test_export_has_the_keys_of_its_source_and_what_no_step_changes_as_it_was(family, dtype, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES_WITH_BUFFERS)
+def test_save_hf_has_source_keys_and_unchanged_buffers(family, dtype, tmp_path):
     source = make_family(tmp_path / "source", family)
-    moved = with_moved_buffers(source)
+    buffers = change_buffers(source)
     engine = make_engine(str(source), dtype=dtype)
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
 
     engine.save(SaveLoadMeta(str(tmp_path / "saved")))
 
-    saved = stored(tmp_path / "saved")
-    assert saved.keys() == stored(source).keys()
-    assert all(torch.equal(saved[name], value) for name, value in moved.items())
+    saved = read_tensors(tmp_path / "saved")
+    assert saved.keys() == read_tensors(source).keys()
+    assert all(torch.equal(saved[name], value) for name, value in buffers.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KEEPING_BUFFERS)
-def test_export_loads_with_transformers_and_in_the_engine_and_says_the_same(family, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES_WITH_BUFFERS)
+def test_save_hf_with_buffers_reloads_with_equal_logprobs(family, tmp_path):
     source = make_family(tmp_path / "source", family)
-    with_moved_buffers(source)
+    change_buffers(source)
     engine, batch = make_engine(str(source)), make_batch()
     engine.train_batch(batch, loss_fn, loss_weight_fn)
     expected = engine.forward(batch, logprobs_of)
 
     engine.save(SaveLoadMeta(str(tmp_path / "saved")))
 
-    found, _ = plain_logprobs_and_entropy(str(tmp_path / "saved"), batch)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    actual, _ = plain_logprobs_and_entropy(str(tmp_path / "saved"), batch)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
     fresh = make_engine(str(tmp_path / "saved"))
     torch.testing.assert_close(fresh.forward(batch, logprobs_of), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_load_hf_restores_what_is_kept_beside_the_parameters(dtype, tmp_path):
+def test_load_hf_restores_persistent_buffers(dtype, tmp_path):
     first, second = (str(make_family(tmp_path / str(seed), "deepseek_v3", seed)) for seed in (0, 1))
-    with_moved_buffers(second)
+    change_buffers(second)
     engine, batch = make_engine(first, dtype=dtype), make_batch()
 
     engine.load(SaveLoadMeta(second))
@@ -89,7 +89,7 @@ def test_load_hf_restores_what_is_kept_beside_the_parameters(dtype, tmp_path):
     torch.testing.assert_close(engine.forward(batch, logprobs_of), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_export_keeps_the_settings_of_its_source(tmp_path):
+def test_save_hf_keeps_source_config(tmp_path):
     source = make_family(tmp_path / "source", "starcoder2")
     before = json.loads((source / "config.json").read_text())
 

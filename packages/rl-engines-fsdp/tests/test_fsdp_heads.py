@@ -1,4 +1,4 @@
-"""Critics and reward models: one number per token instead of log-probs."""
+"""Critics and reward models: one value per token instead of log-probs."""
 
 import json
 from pathlib import Path
@@ -44,32 +44,32 @@ def plain_model(path):
 
 
 def plain_values(model, batch, head):
-    """transformers' decoder, one row at a time, and its head on every state: [B, T], with gradients."""
-    rows = []
-    for row in range(len(batch)):
-        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+    """Apply decoder and head of transformers to one sequence at a time: [B, T], with gradients."""
+    padded_values = []
+    for index in range(len(batch)):
+        ids = batch["input_ids"][index][batch["attention_mask"][index]]
         values = model.score(model.model(ids[None], use_cache=False)[0][0])[:, 0]
         if head == "value":
             values = torch.cat([torch.zeros(1), values[:-1]])
-        rows.append(torch.nn.functional.pad(values, (0, batch["input_ids"].shape[1] - len(ids))))
-    return torch.stack(rows)
+        padded_values.append(torch.nn.functional.pad(values, (0, batch["input_ids"].shape[1] - len(ids))))
+    return torch.stack(padded_values)
 
 
 @pytest.mark.parametrize("head", ["value", "score"])
 @pytest.mark.parametrize(
     "family", ["Qwen3", "Gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Mistral"))]
 )
-def test_forward_of_packed_rows_gives_the_head_of_plain_states_row_by_row(family, head, tmp_path):
+def test_forward_of_scalar_head_equals_plain_transformers(family, head, tmp_path):
     path, batch = make_classifier(tmp_path, family), make_batch()
     expected = plain_values(plain_model(path), batch, head).detach()
 
-    found = make_engine(path, head=head).forward(batch, values_of)
+    actual = make_engine(path, head=head).forward(batch, values_of)
 
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert (expected[batch["attention_mask"]] != 0).sum() >= batch["attention_mask"].sum() - len(batch)
 
 
-def test_forward_of_a_critic_is_0_at_first_tokens_and_does_not_see_its_own_token(classifier):
+def test_forward_of_critic_depends_only_on_previous_tokens(classifier):
     engine, batch = make_engine(classifier, head="value"), make_batch()
     changed = batch.clone()
     changed["input_ids"][:, 2] = (batch["input_ids"][:, 2] + 1) % (VOCABULARY - 1)
@@ -78,11 +78,11 @@ def test_forward_of_a_critic_is_0_at_first_tokens_and_does_not_see_its_own_token
 
     assert (before[:, 0] == 0).all()
     assert torch.equal(before[:, :3], after[:, :3])
-    longer = batch["attention_mask"].sum(-1) > 3
-    assert (before[longer, 3] != after[longer, 3]).all()
+    has_token_3 = batch["attention_mask"].sum(-1) > 3
+    assert (before[has_token_3, 3] != after[has_token_3, 3]).all()
 
 
-def test_score_of_a_rows_last_token_is_what_transformers_gives_for_padded_rows(classifier):
+def test_score_at_last_token_equals_transformers_with_padding(classifier):
     batch = make_batch()
     last = batch["attention_mask"].sum(-1) - 1
     batch["input_ids"][:] %= VOCABULARY - 1
@@ -90,9 +90,9 @@ def test_score_of_a_rows_last_token_is_what_transformers_gives_for_padded_rows(c
     with torch.no_grad():
         expected = plain_model(classifier)(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
 
-    found = make_engine(classifier, head="score").forward(batch, values_of)
+    actual = make_engine(classifier, head="score").forward(batch, values_of)
 
-    torch.testing.assert_close(found[torch.arange(len(batch)), last], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual[torch.arange(len(batch)), last], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["value", "score"])
@@ -114,32 +114,32 @@ def test_train_batch_equals_one_step_of_plain_torch(head, classifier):
     optimizer.step()
     engine = make_engine(classifier, head=head, micro_batch=30)
 
-    found = engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+    result = engine.train_batch(batch, value_loss_fn, loss_weight_fn)
 
-    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     weights = weights_of(engine)
     assert weights.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_logprobs_and_entropy_of_a_scalar_head_are_zeros_without_gradient(classifier):
-    seen = []
+def test_scalar_head_has_zero_logprobs_and_entropy_without_gradient(classifier):
+    recorded = []
 
-    def looking(outputs, packed):
-        seen.append((outputs.logprobs, outputs.entropy, packed.num_tokens))
+    def recording_loss_fn(outputs, packed):
+        recorded.append((outputs.logprobs, outputs.entropy, packed.num_tokens))
         return value_loss_fn(outputs, packed)
 
-    make_engine(classifier, head="value").train_batch(make_batch(), looking, loss_weight_fn)
+    make_engine(classifier, head="value").train_batch(make_batch(), recording_loss_fn, loss_weight_fn)
 
-    for logprobs, entropy, tokens in seen:
+    for logprobs, entropy, tokens in recorded:
         for zeros in (logprobs, entropy):
             assert not zeros.requires_grad
             assert torch.equal(zeros, torch.zeros(tokens))
 
 
-def test_train_batch_of_a_critic_with_a_constant_loss_gives_no_gradient_and_no_error(classifier):
+def test_train_batch_of_critic_with_constant_loss_has_zero_gradient(classifier):
     engine = make_engine(classifier, head="value")
 
     result = engine.train_batch(make_batch(), lambda outputs, packed: (torch.tensor(3.0), {}), loss_weight_fn)
@@ -148,7 +148,7 @@ def test_train_batch_of_a_critic_with_a_constant_loss_gives_no_gradient_and_no_e
 
 
 @pytest.mark.slow
-def test_new_head_on_a_language_model_is_zero_learns_and_then_trains_the_decoder(language_model):
+def test_new_scalar_head_starts_at_zero_and_trains_decoder(language_model):
     engine, batch = make_engine(language_model, head="value"), make_batch()
     before = weights_of(engine)
     assert torch.equal(before["score.weight"], torch.zeros(1, 32))
@@ -162,7 +162,7 @@ def test_new_head_on_a_language_model_is_zero_learns_and_then_trains_the_decoder
     assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_train_batch_in_bfloat16_stays_near(classifier):
+def test_train_batch_in_bfloat16_is_close_to_float32(classifier):
     results = [
         make_engine(classifier, head="score", dtype=dtype).train_batch(make_batch(), value_loss_fn, loss_weight_fn)
         for dtype in ("float32", "bfloat16")
@@ -175,7 +175,7 @@ def test_train_batch_in_bfloat16_stays_near(classifier):
 # ---- saving and loading
 
 
-def test_save_hf_loads_as_a_classifier_that_scores_padded_rows_alike(language_model, tmp_path):
+def test_save_hf_of_scalar_head_scores_padded_sequences_equally(language_model, tmp_path):
     tokenizer = tmp_path / "tokenizer"
     make_tiny_tokenizer().save_pretrained(tokenizer)  # pads with 0
     engine, batch = make_engine(language_model, head="score"), make_batch()
@@ -189,47 +189,47 @@ def test_save_hf_loads_as_a_classifier_that_scores_padded_rows_alike(language_mo
     assert list(config["id2label"].values()) == ["LABEL_0"]
     padded = batch["input_ids"].where(batch["attention_mask"], 0)
     with torch.no_grad():
-        found = plain_model(tmp_path / "saved")(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
+        actual = plain_model(tmp_path / "saved")(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
     last = batch["attention_mask"].sum(-1) - 1
     expected = engine.forward(batch, values_of)[torch.arange(len(batch)), last]
     assert (expected != 0).all()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_save_hf_pads_with_another_token_than_conversations_end_with(language_model, tmp_path):
+def test_save_hf_pad_token_differs_from_end_of_conversation(language_model, tmp_path):
     tokenizer = make_tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>\n", "<|im_end|>")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     engine, batch = make_engine(language_model, head="score"), make_batch()
     engine.train_batch(batch, value_loss_fn, loss_weight_fn)
-    rows = [[5, 6, 7, tokenizer.eos_token_id], [8, tokenizer.eos_token_id]]
+    sequences = [[5, 6, 7, tokenizer.eos_token_id], [8, tokenizer.eos_token_id]]
 
     engine.save(SaveLoadMeta(str(tmp_path / "saved"), tokenizer_path=str(tmp_path / "tokenizer")))
 
     from transformers import AutoTokenizer
 
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    padded = saved.pad({"input_ids": rows}, return_tensors="pt")
+    padded = saved.pad({"input_ids": sequences}, return_tensors="pt")
     with torch.no_grad():
-        found = plain_model(tmp_path / "saved")(**padded).logits[:, 0]
+        actual = plain_model(tmp_path / "saved")(**padded).logits[:, 0]
     batch = select(batch, [0, 1])
-    for row, ids in enumerate(rows):
-        batch["attention_mask"][row] = torch.arange(batch["input_ids"].shape[1]) < len(ids)
-        batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
+    for index, ids in enumerate(sequences):
+        batch["attention_mask"][index] = torch.arange(batch["input_ids"].shape[1]) < len(ids)
+        batch["input_ids"][index, : len(ids)] = torch.tensor(ids)
     values = engine.forward(batch, values_of)
-    expected = torch.stack([values[row, len(ids) - 1] for row, ids in enumerate(rows)])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    expected = torch.stack([values[index, len(ids) - 1] for index, ids in enumerate(sequences)])
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_pad_token_of_conversations_without_a_closing_is_no_end_token(tmp_path):
+def test_pad_token_without_closing_token_is_not_end_token(tmp_path):
     tokenizer = make_chat_tokenizer("glm45")
     tokenizer.save_pretrained(tmp_path)
 
     assert pad_token_id(None, None, str(tmp_path)) not in (None, tokenizer.eos_token_id)
 
 
-def test_save_hf_without_any_pad_token_warns_that_rows_are_scored_one_at_a_time(language_model, tmp_path, caplog):
+def test_save_hf_without_pad_token_logs_warning(language_model, tmp_path, caplog):
     make_engine(language_model, head="score").save(SaveLoadMeta(str(tmp_path / "saved")))
 
     assert "tokenizer_path" in caplog.text
@@ -237,7 +237,7 @@ def test_save_hf_without_any_pad_token_warns_that_rows_are_scored_one_at_a_time(
 
 
 @pytest.mark.slow
-def test_saved_head_is_loaded_again_to_the_last_bit_by_initialize_and_by_load(language_model, tmp_path):
+def test_save_hf_of_scalar_head_reloads_bitwise(language_model, tmp_path):
     engine, batch = make_engine(language_model, head="value"), make_batch()
     for _ in range(2):
         engine.train_batch(batch, value_loss_fn, loss_weight_fn)
@@ -253,14 +253,14 @@ def test_saved_head_is_loaded_again_to_the_last_bit_by_initialize_and_by_load(la
         torch.testing.assert_close(loaded.forward(batch, values_of), values, atol=1e-6, rtol=1e-6)
 
 
-def test_load_of_a_language_model_into_a_critic_refuses_to_lose_its_head(language_model):
+def test_load_of_language_model_into_critic_is_rejected(language_model):
     engine = make_engine(language_model, head="value")
 
     with pytest.raises(ModelError, match=r"score\.weight"):
         engine.load(SaveLoadMeta(language_model))
 
 
-def test_state_of_a_critic_continues_bit_for_bit(classifier, tmp_path):
+def test_load_state_of_critic_resumes_bitwise(classifier, tmp_path):
     engine, state = make_engine(classifier, head="value"), SaveLoadMeta(str(tmp_path / "state"), kind="state")
     engine.train_batch(make_batch(), value_loss_fn, loss_weight_fn)
     engine.save(state)
@@ -272,26 +272,26 @@ def test_state_of_a_critic_continues_bit_for_bit(classifier, tmp_path):
     assert other.train_batch(make_batch(seed=1), value_loss_fn, loss_weight_fn) == expected
 
 
-# ---- what is refused
+# ---- rejected models
 
 
-def test_language_model_engine_with_a_classifier_says_which_heads_fit(classifier):
+def test_classifier_with_head_lm_names_supported_heads(classifier):
     with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification.*head=value or head=score"):
         make_engine(classifier)
 
 
-def test_scalar_head_with_a_classifier_of_three_labels_says_so(tmp_path):
+def test_scalar_head_with_three_labels_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="found 3 labels"):
         make_engine(make_classifier(tmp_path, num_labels=3), head="score")
 
 
 @pytest.mark.slow
-def test_scalar_head_with_a_family_without_classifier_says_so(tmp_path):
-    with pytest.raises(ModelError, match="cannot be loaded"):
+def test_scalar_head_with_family_without_classifier_is_rejected(tmp_path):
+    with pytest.raises(ModelError, match="cannot load the weights"):
         make_engine(make_model(tmp_path, "Cohere"), head="value")
 
 
-def test_scalar_head_with_missing_decoder_weights_refuses_to_start_at_random(tmp_path):
+def test_scalar_head_with_missing_decoder_weights_is_rejected(tmp_path):
     from safetensors.torch import load_file, save_file
 
     file = Path(make_model(tmp_path), "model.safetensors")
@@ -303,15 +303,15 @@ def test_scalar_head_with_missing_decoder_weights_refuses_to_start_at_random(tmp
         make_engine(str(tmp_path), head="value")
 
 
-def test_scalar_head_with_layers_that_mix_sequences_is_refused(classifier, monkeypatch):
-    honest = attention.packed_attention
+def test_scalar_head_with_layers_that_mix_sequences_is_rejected(classifier, monkeypatch):
+    original = attention.packed_attention
 
     def mixing(module, query, key, value, mask, packed=None, **kwargs):
-        whole = attention.Segments((query.shape[2],), torch.tensor([0, query.shape[2]]))
-        return honest(module, query, key, value, mask, packed=whole, **kwargs)
+        one_segment = attention.Segments((query.shape[2],), torch.tensor([0, query.shape[2]]))
+        return original(module, query, key, value, mask, packed=one_segment, **kwargs)
 
     monkeypatch.setattr(attention, "packed_attention", mixing)
-    with pytest.raises(ModelError, match="its layers mix packed sequences"):
+    with pytest.raises(ModelError, match="layers mix packed sequences"):
         make_engine(classifier, head="score")
     monkeypatch.undo()
     attention.register()
@@ -321,7 +321,7 @@ def test_scalar_head_with_layers_that_mix_sequences_is_refused(classifier, monke
 
 
 @pytest.mark.slow
-def test_critic_on_two_ranks_trains_saves_and_resumes_as_on_one(classifier, tmp_path):
+def test_critic_on_two_ranks_trains_and_resumes_as_on_one_rank(classifier, tmp_path):
     from safetensors.torch import load_file
 
     from rl_contracts.testing.processes import run_ranks
@@ -331,15 +331,15 @@ def test_critic_on_two_ranks_trains_saves_and_resumes_as_on_one(classifier, tmp_
     engine = make_engine(classifier, head="value")
     expected = [engine.train_batch(make_batch(seed=s), value_loss_fn, loss_weight_fn) for s in range(2)]
     for rank in range(2):
-        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
-        for found, one in zip(seen["steps"], expected, strict=True):
-            assert found == pytest.approx(one, rel=1e-5)
-        assert seen["after loading"] == seen["after saving"]
-        found = load_file(tmp_path / f"weights-{rank}.safetensors")
+        report = json.loads((tmp_path / f"report-{rank}.json").read_text())
+        for actual, step in zip(report["steps"], expected, strict=True):
+            assert actual == pytest.approx(step, rel=1e-5)
+        assert report["after loading"] == report["after saving"]
+        actual = load_file(tmp_path / f"weights-{rank}.safetensors")
         for name, value in weights_of(engine).items():
-            torch.testing.assert_close(found[name], value, atol=3e-6, rtol=1e-5)
+            torch.testing.assert_close(actual[name], value, atol=3e-6, rtol=1e-5)
     saved = make_engine(str(tmp_path / "hf"), head="value")
     torch.testing.assert_close(saved.forward(make_batch(), values_of), engine.forward(make_batch(), values_of))
     engine.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-    found = engine.train_batch(make_batch(seed=2), value_loss_fn, loss_weight_fn)
-    assert found == pytest.approx(json.loads((tmp_path / "seen-0.json").read_text())["after saving"], rel=1e-5)
+    actual = engine.train_batch(make_batch(seed=2), value_loss_fn, loss_weight_fn)
+    assert actual == pytest.approx(json.loads((tmp_path / "report-0.json").read_text())["after saving"], rel=1e-5)

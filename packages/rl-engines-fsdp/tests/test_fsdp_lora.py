@@ -1,4 +1,4 @@
-"""Adapters of low rank: what learns, what leaves the engine, and what is kept."""
+"""Low-rank adapters: training, publishing, saving and loading."""
 
 import importlib.util
 import json
@@ -47,15 +47,15 @@ def trained_engine(path, steps=3, **settings):
     return engine
 
 
-def test_adapters_before_the_first_step_change_nothing(model_path):
+def test_adapters_before_first_step_do_not_change_outputs(model_path):
     batch = make_batch()
 
-    found = make_engine(model_path, lora=LORA).forward(batch, logprobs_of)
+    actual = make_engine(model_path, lora=LORA).forward(batch, logprobs_of)
 
-    torch.testing.assert_close(found, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
 
 
-def test_train_batch_changes_adapters_alone(model_path):
+def test_train_batch_with_lora_changes_only_adapters(model_path):
     engine = make_engine(model_path, lora=LORA)
     before = {name: value.detach().clone() for name, value in engine._model.own_parameters()}
 
@@ -64,24 +64,23 @@ def test_train_batch_changes_adapters_alone(model_path):
 
     changed = {name for name, value in engine._model.own_parameters() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if ".lora_" in name}
-    assert len(changed) == 2 * 2 * 7  # A and B of seven layers in each of two blocks
+    assert len(changed) == 2 * 2 * 7  # A and B of seven linear layers in each of two decoder layers
 
 
 def plain_loss(model, batch):
-    """The engine's loss of a batch by a plain forward pass of each row."""
+    """Compute the loss of a batch with a plain forward pass per sequence."""
     loss = torch.zeros(())
-    for row in range(len(batch)):
-        length = int(batch["attention_mask"][row].sum())
-        ids = batch["input_ids"][row, :length]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
+    for index in range(len(batch)):
+        length = int(batch["attention_mask"][index].sum())
+        ids = batch["input_ids"][index, :length]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][index]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        loss = loss - (logprobs * batch["advantages"][row, 1:length] * batch["loss_mask"][row, 1:length]).sum()
+        loss = loss - (logprobs * batch["advantages"][index, 1:length] * batch["loss_mask"][index, 1:length]).sum()
     return loss / batch["loss_mask"].sum()
 
 
-def test_updates_of_adapters_equal_those_of_plain_peft_and_torch(model_path, record_property):
-    """Warm-up, clipping and weight decay among them; the products are large enough for every library that may make
-    them."""
+def test_adapter_updates_equal_plain_peft_and_torch(model_path, record_property):
+    """Updates include warm-up, clipping and weight decay. The matrix products are large enough for oneDNN."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -90,54 +89,58 @@ def test_updates_of_adapters_equal_those_of_plain_peft_and_torch(model_path, rec
     plain = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_path), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     )
-    ours = {f"base_model.model.{name}": value for name, value in engine._model.own_parameters() if ".lora_" in name}
-    theirs = {name: value for name, value in plain.named_parameters() if value.requires_grad}
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        theirs[name].data.copy_(value.detach())
-    start = {name: value.detach().clone() for name, value in ours.items()}
-    optimizer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+    engine_adapters = {
+        f"base_model.model.{name}": value for name, value in engine._model.own_parameters() if ".lora_" in name
+    }
+    peft_adapters = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    assert engine_adapters.keys() == peft_adapters.keys()
+    for name, value in engine_adapters.items():
+        peft_adapters[name].data.copy_(value.detach())
+    start = {name: value.detach().clone() for name, value in engine_adapters.items()}
+    optimizer = torch.optim.AdamW(peft_adapters.values(), betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
 
     for step in range(6):
         batch = make_batch(rows=40, seed=step)
-        found = engine.train_batch(batch, loss_fn, loss_weight_fn)
+        result = engine.train_batch(batch, loss_fn, loss_weight_fn)
         optimizer.zero_grad()
         plain_loss(plain, batch).backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(theirs.values(), 0.1))
+        norm = float(torch.nn.utils.clip_grad_norm_(peft_adapters.values(), 0.1))
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
         optimizer.step()
-        assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert norm > 0.1  # so gradients were clipped
+        assert result["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert norm > 0.1  # gradients were clipped
 
-    far = max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours)
-    record_property("largest difference of an adapter's entry after six steps", f"{far:.1e}")
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
+    largest_difference = max(
+        float((engine_adapters[name] - peft_adapters[name]).detach().abs().max()) for name in engine_adapters
+    )
+    record_property("largest difference of an adapter entry after six steps", f"{largest_difference:.1e}")
+    for name, value in engine_adapters.items():
+        torch.testing.assert_close(value, peft_adapters[name], atol=1e-5, rtol=1e-4)
         assert (value - start[name]).abs().max() > 1e-3, name
 
 
-def test_train_batch_with_named_modules_adapts_those_alone(model_path):
+def test_target_modules_restrict_adapted_layers(model_path):
     engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["q_proj", "v_proj"]))
 
     assert {name.split(".")[-2] for name in engine._model.adapters()} == {"q_proj", "v_proj"}
 
 
 @pytest.mark.slow
-def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path, tmp_path):
+def test_full_parameters_are_merged_under_hugging_face_names(model_path, tmp_path):
     from transformers import AutoModelForCausalLM
 
     engine, batch = trained_engine(model_path), make_batch()
 
-    received = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    published = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
-    assert [(name, tuple(value.shape)) for name, value in received.items()] == [
+    assert [(name, tuple(value.shape)) for name, value in published.items()] == [
         (spec.name, spec.shape) for spec in engine.param_specs()
     ]
-    server = AutoModelForCausalLM.from_pretrained(model_path)
-    report = server.load_state_dict(received, strict=False)
-    assert report.missing_keys == ["lm_head.weight"]  # tied: sent once
+    server_model = AutoModelForCausalLM.from_pretrained(model_path)
+    report = server_model.load_state_dict(published, strict=False)
+    assert report.missing_keys == ["lm_head.weight"]  # tied weights are sent once
     assert not report.unexpected_keys
-    server.save_pretrained(tmp_path / "served")
+    server_model.save_pretrained(tmp_path / "served")
     served = make_engine(str(tmp_path / "served")).forward(batch, logprobs_of)
     torch.testing.assert_close(served, engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5)
     base = make_engine(model_path).forward(batch, logprobs_of)
@@ -145,27 +148,27 @@ def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path,
     engine.destroy()
 
 
-def test_adapter_and_its_matrices_make_the_merged_weights_of_the_models_directory(model_path):
+def test_adapter_parameters_merge_to_full_parameters(model_path):
     engine = trained_engine(model_path, steps=1)
 
     adapter, base = engine.adapter(), BaseWeights(Path(model_path))
-    sent = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
+    matrices = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
 
     assert [(spec.name, spec.shape, spec.dtype) for spec in engine.adapter_specs()] == [
-        (name, tuple(tensor.shape), "float32") for name, tensor in sent.items()
+        (name, tuple(tensor.shape), "float32") for name, tensor in matrices.items()
     ]
-    base.check(adapter)  # the directory's, also after a step
-    whole = weights_of(engine)
-    assert adapter.base.keys() == whole.keys() > adapter.scales.keys()
-    assert (len(sent), len(adapter.scales), set(adapter.scales.values())) == (28, 14, {2.0})
+    base.check(adapter)  # training does not change the base weights
+    full_weights = weights_of(engine)
+    assert adapter.base.keys() == full_weights.keys() > adapter.scales.keys()
+    assert (len(matrices), len(adapter.scales), set(adapter.scales.values())) == (28, 14, {2.0})
     for name, scale in adapter.scales.items():
-        made = merged(base[name], *(sent[each] for each in adapter.matrices(name)), scale)
-        assert torch.equal(made, whole[name])
-        assert not torch.equal(made, base[name])
-    assert all(torch.equal(base[name], whole[name]) for name in adapter.base.keys() - adapter.scales.keys())
+        merged_weight = merged(base[name], *(matrices[matrix_name] for matrix_name in adapter.matrices(name)), scale)
+        assert torch.equal(merged_weight, full_weights[name])
+        assert not torch.equal(merged_weight, base[name])
+    assert all(torch.equal(base[name], full_weights[name]) for name in adapter.base.keys() - adapter.scales.keys())
 
 
-def test_adapter_of_an_engine_that_loaded_another_base_is_refused_by_the_first_one(model_path, tmp_path):
+def test_adapter_after_loading_another_base_fails_base_check(model_path, tmp_path):
     engine = make_engine(model_path, lora=LORA)
     engine.adapter()
 
@@ -175,35 +178,35 @@ def test_adapter_of_an_engine_that_loaded_another_base_is_refused_by_the_first_o
         BaseWeights(Path(model_path)).check(engine.adapter())
 
 
-def test_engine_without_lora_or_with_a_scalar_head_has_no_adapter_to_publish(model_path, tmp_path):
+def test_adapter_without_lora_or_with_scalar_head_is_none(model_path, tmp_path):
     plain = make_engine(model_path)
 
     assert (plain.adapter(), plain.adapter_specs(), plain.without_adapter()) == (None, (), None)
     assert make_engine(make_classifier(tmp_path), lora=LORA, head="score").adapter() is None
 
 
-def test_without_adapter_computes_with_the_base_for_the_time_of_a_block(model_path):
+def test_without_adapter_computes_with_base_weights(model_path):
     engine, batch = trained_engine(model_path), make_batch()
-    after = engine.forward(batch, logprobs_of)
+    trained = engine.forward(batch, logprobs_of)
 
     with engine.without_adapter():
-        found = engine.forward(batch, logprobs_of)
+        without = engine.forward(batch, logprobs_of)
 
-    torch.testing.assert_close(found, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
-    assert torch.equal(engine.forward(batch, logprobs_of), after)
-    assert (after - found).abs().max() > 1e-2
+    torch.testing.assert_close(without, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
+    assert torch.equal(engine.forward(batch, logprobs_of), trained)
+    assert (trained - without).abs().max() > 1e-2
 
 
 @pytest.mark.slow
-def test_save_hf_is_the_merged_model(model_path, tmp_path):
+def test_save_hf_with_lora_saves_merged_weights(model_path, tmp_path):
     engine, batch = trained_engine(model_path), make_batch()
 
     engine.save(SaveLoadMeta(str(tmp_path / "merged")))
 
-    found = make_engine(str(tmp_path / "merged"))
-    assert weights_of(found).keys() == weights_of(make_engine(model_path)).keys()
+    loaded = make_engine(str(tmp_path / "merged"))
+    assert weights_of(loaded).keys() == weights_of(make_engine(model_path)).keys()
     torch.testing.assert_close(
-        found.forward(batch, logprobs_of), engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5
+        loaded.forward(batch, logprobs_of), engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5
     )
 
 
@@ -219,14 +222,14 @@ def test_save_adapter_loads_with_peft_on_the_base_model(model_path, tmp_path):
     merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     expected = engine.forward(batch, logprobs_of)
-    found = make_engine(str(tmp_path / "merged")).forward(batch, logprobs_of)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    actual = make_engine(str(tmp_path / "merged")).forward(batch, logprobs_of)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (model_path, 4, 8.0)
 
 
 @pytest.mark.slow
-def test_load_adapter_gives_the_same_model_again(model_path, tmp_path):
+def test_load_adapter_restores_the_model(model_path, tmp_path):
     engine, batch = trained_engine(model_path), make_batch()
     engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
 
@@ -237,11 +240,11 @@ def test_load_adapter_gives_the_same_model_again(model_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_load_adapter_of_another_shape_or_scale_says_what_differs(model_path, tmp_path):
+def test_load_adapter_with_other_settings_names_the_setting(model_path, tmp_path):
     trained_engine(model_path, steps=0).save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
     meta = SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter")
 
-    with pytest.raises(ModelError, match=r"rank and alpha \(4, 16.0\), found \(4, 8.0\)"):
+    with pytest.raises(ModelError, match=r"\(4, 16\.0\), found \(4, 8\.0\)"):
         make_engine(model_path, lora=LoRAConfig(4, 16.0)).load(meta)
     with pytest.raises(ModelError, match=r"lora\.target_modules"):
         make_engine(model_path, lora=LoRAConfig(4, 8.0, ["q_proj"])).load(meta)
@@ -249,13 +252,13 @@ def test_load_adapter_of_another_shape_or_scale_says_what_differs(model_path, tm
         make_engine(model_path, lora=LORA).load(SaveLoadMeta(model_path, kind="adapter"))
 
 
-def test_adapter_without_lora_is_refused(model_path, tmp_path):
-    with pytest.raises(ModelError, match="needs lora"):
+def test_save_adapter_without_lora_is_rejected(model_path, tmp_path):
+    with pytest.raises(ModelError, match="requires lora"):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="adapter"))
 
 
 @pytest.mark.slow
-def test_state_of_adapters_continues_bit_for_bit(model_path, tmp_path):
+def test_load_state_with_lora_resumes_bitwise(model_path, tmp_path):
     engine, state = trained_engine(model_path), SaveLoadMeta(str(tmp_path / "state"), kind="state")
     engine.save(state)
     expected = engine.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn)
@@ -267,7 +270,7 @@ def test_state_of_adapters_continues_bit_for_bit(model_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_critic_with_adapters_trains_its_head_too_and_its_adapter_loads_with_peft(tmp_path):
+def test_critic_with_lora_trains_head_and_adapter_loads_with_peft(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -284,34 +287,34 @@ def test_critic_with_adapters_trains_its_head_too_and_its_adapter_loads_with_pef
     model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     ids = batch["input_ids"][0][batch["attention_mask"][0]]
     with torch.no_grad():
-        found = model(input_ids=ids[None]).logits[0, 0]
+        actual = model(input_ids=ids[None]).logits[0, 0]
     expected = engine.forward(batch, values_of)[0, len(ids) - 1]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [["lm_head"], ["no_such_layer"], ["embed_tokens"]])
-def test_target_modules_that_cannot_be_adapted_are_refused(wrong, tmp_path):
+@pytest.mark.parametrize("modules", [["lm_head"], ["no_such_layer"], ["embed_tokens"]])
+def test_target_modules_that_cannot_be_adapted_are_rejected(modules, tmp_path):
     path = make_model(tmp_path, "Llama")
 
     with pytest.raises(ConfigError, match=r"lora\.target_modules"):
-        make_engine(path, lora=LoRAConfig(target_modules=wrong))
+        make_engine(path, lora=LoRAConfig(target_modules=modules))
 
 
-def test_lora_without_peft_says_what_to_install(model_path, monkeypatch):
+def test_lora_without_peft_names_the_extra(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
 
     with pytest.raises(ConfigError, match=r"rl-engines-fsdp\[lora\]"):
         make_engine(model_path, lora=LORA)
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}], ids=["rank", "alpha"])
-def test_lora_config_with_a_wrong_value_names_the_field(wrong):
-    with pytest.raises(ConfigError, match=f"lora.{next(iter(wrong))}"):
-        LoRAConfig(**wrong)
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"alpha": 0.0}], ids=["rank", "alpha"])
+def test_lora_config_with_invalid_value_names_the_field(settings):
+    with pytest.raises(ConfigError, match=f"lora.{next(iter(settings))}"):
+        LoRAConfig(**settings)
 
 
 @pytest.mark.slow
-def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_path):
+def test_adapters_on_two_ranks_train_and_save_as_on_one_rank(model_path, tmp_path):
     engine = make_engine(model_path, lora=LORA)
     engine.save(SaveLoadMeta(str(tmp_path / "start"), kind="adapter"))
     expected = [engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3)]
@@ -319,11 +322,11 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
     run_ranks(Path(__file__).with_name("fsdp_lora_ranks.py"), [model_path, str(tmp_path)], 2)
 
     for rank in range(2):
-        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
-        for found, one in zip(seen["steps"], expected, strict=True):
-            assert found == pytest.approx(one, rel=2e-5)
-        assert seen["after loading"] == seen["after saving"]
-        assert seen["adapter"]["scales"]
+        report = json.loads((tmp_path / f"report-{rank}.json").read_text())
+        for actual, step in zip(report["steps"], expected, strict=True):
+            assert actual == pytest.approx(step, rel=2e-5)
+        assert report["after loading"] == report["after saving"]
+        assert report["adapter"]["scales"]
     weights = weights_of(engine)
     published = load_file(tmp_path / "published.safetensors")
     assert published.keys() == weights.keys()
@@ -334,30 +337,32 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
         torch.testing.assert_close(published[name], value, atol=1e-6, rtol=1e-5)
     saved = weights_of(make_engine(str(tmp_path / "hf")))
     assert all(torch.equal(saved[name], published[name]) for name in saved)
-    alone, adapter = load_file(tmp_path / "alone.safetensors"), AdapterSpec(**seen["adapter"])
+    adapter_only, adapter = load_file(tmp_path / "adapter-only.safetensors"), AdapterSpec(**report["adapter"])
     base = BaseWeights(Path(model_path))
     base.check(adapter)
     for name, scale in adapter.scales.items():
-        made = merged(base[name], *(alone[each] for each in adapter.matrices(name)), scale)
-        torch.testing.assert_close(made, published[name], atol=1e-6, rtol=1e-5)
+        merged_weight = merged(
+            base[name], *(adapter_only[matrix_name] for matrix_name in adapter.matrices(name)), scale
+        )
+        torch.testing.assert_close(merged_weight, published[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [["q_proj", "v_porj"], ["q_proj", "query_key_value"]])
-def test_lora_name_that_matches_no_layer_is_refused(model_path, wrong):
-    with pytest.raises(ConfigError, match=f"found {wrong[1]}"):
-        make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=wrong))
+@pytest.mark.parametrize("modules", [["q_proj", "v_porj"], ["q_proj", "query_key_value"]])
+def test_target_module_that_matches_no_layer_is_rejected(model_path, modules):
+    with pytest.raises(ConfigError, match=f"found {modules[1]}"):
+        make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=modules))
 
 
-def test_lora_what_is_adapted_is_logged(model_path, caplog):
+def test_lora_logs_adapted_layers(model_path, caplog):
     caplog.set_level("INFO")
     engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["layers.1.self_attn.q_proj", "v_proj"]))
 
-    learning = sum(p.numel() for p in engine._model.parameters() if p.requires_grad)
-    assert f"3 layers are adapted (q_proj, v_proj), with {learning} parameters" in caplog.text
+    num_trained = sum(p.numel() for p in engine._model.parameters() if p.requires_grad)
+    assert f"adapted 3 layers (q_proj, v_proj) with {num_trained} trained parameters" in caplog.text
 
 
 @pytest.mark.slow
-def test_state_of_adapters_with_another_alpha_is_refused(model_path, tmp_path):
+def test_load_state_with_another_alpha_is_rejected(model_path, tmp_path):
     state = SaveLoadMeta(str(tmp_path / "state"), kind="state")
     trained_engine(model_path).save(state)
 

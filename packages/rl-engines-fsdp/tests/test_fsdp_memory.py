@@ -1,4 +1,4 @@
-"""What the engine says of its memory before a run, against the bytes of one that was made."""
+"""Memory estimates of the engine, compared with the bytes of a real engine."""
 
 from __future__ import annotations
 
@@ -33,42 +33,47 @@ def read_sizes(path: Path) -> ModelSizes:
 
 
 def local_bytes(tensors: Any) -> int:
-    """Of the parts that this rank holds; counters of a single number aside."""
-    own = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in own if t.ndim)
+    """Return the bytes of the local shards; scalar counters are ignored."""
+    shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in shards if t.ndim)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_memory_of_parameters_and_optimizer_is_what_an_engine_holds(model: Path, dtype: str, name: str) -> None:
+def test_memory_of_parameters_and_optimizer_equals_engine(model: Path, dtype: str, name: str) -> None:
     spec = FinetuneSpec(str(model), 1, optimizer=OptimizerConfig(name=name), dtype=dtype, device="cpu")
-    said = FSDPEngineConfig().memory(ParallelStrategy(), spec, read_sizes(model), micro_batches=1)
+    estimate = FSDPEngineConfig().memory(ParallelStrategy(), spec, read_sizes(model), micro_batches=1)
     engine = FSDPEngine(FSDPEngineConfig())
     engine.initialize(spec)
     try:
         engine.train_batch(
             make_batch(4), lambda outputs, _: (outputs.logprobs.sum(), {}), lambda batch: batch["loss_mask"].sum()
         )
-        assert local_bytes(engine._model.parameters()) == said["parameters"]
-        state = [v for each in engine._optimizer.state.values() for v in each.values() if torch.is_tensor(v)]
-        assert local_bytes(state) == said["optimizer"]
+        assert local_bytes(engine._model.parameters()) == estimate["parameters"]
+        state = [
+            v
+            for state_of_parameter in engine._optimizer.state.values()
+            for v in state_of_parameter.values()
+            if torch.is_tensor(v)
+        ]
+        assert local_bytes(state) == estimate["optimizer"]
     finally:
         engine.destroy()
 
 
-def test_memory_of_ranks_adds_up_to_the_model_and_tensor_ranks_divide_its_matrices(model: Path) -> None:
+def test_memory_is_divided_by_data_and_tensor_ranks(model: Path) -> None:
     sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, dtype="bfloat16")
-    one = FSDPEngineConfig().memory(ParallelStrategy(), spec, sizes, 1)
-    four = FSDPEngineConfig().memory(ParallelStrategy(4), spec, sizes, 1)
-    assert one["parameters"] == 4 * sizes.parameters
-    assert one["parameters"] <= 4 * four["parameters"] <= 1.05 * one["parameters"]
-    split = FSDPEngineConfig().memory(ParallelStrategy(tensor=2), spec, sizes, 1)
+    one_rank = FSDPEngineConfig().memory(ParallelStrategy(), spec, sizes, 1)
+    four_ranks = FSDPEngineConfig().memory(ParallelStrategy(4), spec, sizes, 1)
+    assert one_rank["parameters"] == 4 * sizes.parameters
+    assert one_rank["parameters"] <= 4 * four_ranks["parameters"] <= 1.05 * one_rank["parameters"]
+    tensor_ranks = FSDPEngineConfig().memory(ParallelStrategy(tensor=2), spec, sizes, 1)
     matrices = sum(math.prod(s) for n, s in sizes.shapes.items() if layer_of(n) is not None and len(s) > 1)
     vectors = sum(math.prod(s) for n, s in sizes.shapes.items() if layer_of(n) is not None and len(s) == 1)
-    assert split["parameters"] == pytest.approx(4 * (matrices / 2 + vectors + sizes.outside / 2), rel=0.01)
+    assert tensor_ranks["parameters"] == pytest.approx(4 * (matrices / 2 + vectors + sizes.outside / 2), rel=0.01)
 
 
-def test_memory_knows_what_settings_save(model: Path) -> None:
+def test_memory_reflects_settings_that_save_memory(model: Path) -> None:
     sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, dtype="bfloat16", micro_batch=MicroBatchConfig(1024))
 
     def memory(micro_batches: int = 4, **settings: Any) -> dict[str, float]:
@@ -84,19 +89,17 @@ def test_memory_knows_what_settings_save(model: Path) -> None:
     assert memory(offload=True)["optimizer"] == 0
 
 
-def test_check_memory_of_gradients_before_their_reduction_is_rejected(model: Path) -> None:
+def test_check_memory_counts_gradients_before_reduction(model: Path) -> None:
     sizes, ranks = read_sizes(model), ParallelStrategy(4)
     spec = FinetuneSpec(str(model), 1, 0, OptimizerConfig(), MicroBatchConfig(1), dtype="bfloat16")
-    enough = sum(FSDPEngineConfig(sync_every_micro_batch=True).memory(ranks, spec, sizes, 4).values())
+    sufficient = sum(FSDPEngineConfig(sync_every_micro_batch=True).memory(ranks, spec, sizes, 4).values())
 
-    FSDPEngineConfig(sync_every_micro_batch=True).check_memory(ranks, spec, sizes, 4, enough)
+    FSDPEngineConfig(sync_every_micro_batch=True).check_memory(ranks, spec, sizes, 4, sufficient)
     with pytest.raises(ConfigError, match="set sync_every_micro_batch=true"):
-        FSDPEngineConfig().check_memory(ranks, spec, sizes, 4, enough)
+        FSDPEngineConfig().check_memory(ranks, spec, sizes, 4, sufficient)
 
 
-def test_optimizer_state_above_gpu_memory_is_rejected_at_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialize_with_optimizer_above_gpu_memory_rejects(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_engines_fsdp.engine.device_memory", lambda _: 8.0 * read_sizes(model).parameters)
 
     with pytest.raises(ConfigError, match="offload=true"):
@@ -105,19 +108,19 @@ def test_optimizer_state_above_gpu_memory_is_rejected_at_the_start(
         )
 
 
-@pytest.mark.parametrize("name", ["adamw", "theirs:Optimizer"])
-def test_check_memory_rejects_what_is_certain_and_warns_of_estimates(
+@pytest.mark.parametrize("name", ["adamw", "custom:Optimizer"])
+def test_check_memory_rejects_exact_excess_and_warns_on_estimates(
     model: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     config, optimizer = FSDPEngineConfig(), OptimizerConfig(name=name)
     sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, optimizer=optimizer)
-    parts = config.memory(ParallelStrategy(2), spec, sizes, 1)
-    guesses = ["activations", "logits", "gathered parameters", *(["optimizer"] if name != "adamw" else [])]
-    certain = sum(size for part, size in parts.items() if part not in guesses)
+    bytes_by_use = config.memory(ParallelStrategy(2), spec, sizes, 1)
+    estimated = ["activations", "logits", "gathered parameters", *(["optimizer"] if name != "adamw" else [])]
+    exact = sum(size for use, size in bytes_by_use.items() if use not in estimated)
 
-    config.check_memory(ParallelStrategy(2), spec, sizes, 1, sum(parts.values()))
+    config.check_memory(ParallelStrategy(2), spec, sizes, 1, sum(bytes_by_use.values()))
     assert not caplog.records
-    config.check_memory(ParallelStrategy(2), spec, sizes, 1, certain)
+    config.check_memory(ParallelStrategy(2), spec, sizes, 1, exact)
     assert "GiB, but the GPU has" in caplog.text
     with pytest.raises(ConfigError):
-        config.check_memory(ParallelStrategy(2), spec, sizes, 1, certain - 1)
+        config.check_memory(ParallelStrategy(2), spec, sizes, 1, exact - 1)

@@ -14,20 +14,20 @@ def test_import_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_engine_is_found_by_its_entry_point():
+def test_registry_loads_engine_by_entry_point():
     assert registry.load("rl.train_engines", "fsdp").__name__ == "FSDPEngine"
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "settings",
     [
         {"serve_dtype": "int8"},
         {"max_logits": -1},
         {"max_shard_gb": 0},
         {"timeout_seconds": 0},
     ],
-    ids=lambda wrong: next(iter(wrong)),
+    ids=lambda settings: next(iter(settings)),
 )
-def test_config_with_a_wrong_value_names_the_field(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        FSDPEngineConfig(**wrong)
+def test_config_with_invalid_value_names_the_field(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        FSDPEngineConfig(**settings)

@@ -18,23 +18,23 @@ SUPPORTED = [
 
 
 def plain_logprobs_and_entropy(path: str, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' own forward, one row at a time: [B, T]."""
+    """Compute log-probs and entropy with transformers, one sequence at a time: [B, T]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     logprobs, entropy = torch.zeros(2, *batch["input_ids"].shape)
-    for row in range(len(batch)):
-        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+    for index in range(len(batch)):
+        ids = batch["input_ids"][index][batch["attention_mask"][index]]
         with torch.no_grad():
-            logits = model(ids[None], use_cache=False).logits[0, :-1].float() / batch["temperature"][row]
+            logits = model(ids[None], use_cache=False).logits[0, :-1].float() / batch["temperature"][index]
         distribution = logits.log_softmax(-1)
-        logprobs[row, 1 : len(ids)] = distribution.gather(1, ids[1:, None])[:, 0]
-        entropy[row, 1 : len(ids)] = -(distribution.exp() * distribution).sum(-1)
+        logprobs[index, 1 : len(ids)] = distribution.gather(1, ids[1:, None])[:, 0]
+        entropy[index, 1 : len(ids)] = -(distribution.exp() * distribution).sum(-1)
     return logprobs, entropy
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_forward_of_packed_rows_equals_plain_transformers_row_by_row(family, tmp_path):
+def test_forward_equals_plain_transformers_per_sequence(family, tmp_path):
     path, batch = make_model(tmp_path, family), make_batch()
     expected_logprobs, expected_entropy = plain_logprobs_and_entropy(path, batch)
 
@@ -46,7 +46,7 @@ def test_forward_of_packed_rows_equals_plain_transformers_row_by_row(family, tmp
 
 
 @pytest.mark.parametrize("family", ATTENTION_FAMILIES)
-def test_forward_when_one_sequence_changes_leaves_the_others_as_they_were(family, tmp_path):
+def test_forward_with_one_changed_sequence_keeps_the_others(family, tmp_path):
     engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch()
     before = engine.forward(batch, logprobs_of)
 
@@ -55,8 +55,8 @@ def test_forward_when_one_sequence_changes_leaves_the_others_as_they_were(family
     after = engine.forward(changed, logprobs_of)
 
     assert not torch.equal(before[4], after[4])
-    others = [row for row in range(len(batch)) if row != 4]
-    torch.testing.assert_close(after[others], before[others], atol=0, rtol=0)
+    unchanged = [index for index in range(len(batch)) if index != 4]
+    torch.testing.assert_close(after[unchanged], before[unchanged], atol=0, rtol=0)
 
 
 def test_forward_is_zero_at_first_tokens_and_padding(tmp_path):
@@ -70,7 +70,7 @@ def test_forward_is_zero_at_first_tokens_and_padding(tmp_path):
     assert (result[batch["attention_mask"]] < 0).sum() == batch["attention_mask"].sum() - len(batch)
 
 
-def test_forward_with_any_micro_batch_size_gives_the_same(tmp_path):
+def test_forward_does_not_depend_on_micro_batch_size(tmp_path):
     path, batch = make_model(tmp_path), make_batch()
 
     results = [make_engine(path, micro_batch=size).forward(batch, logprobs_of) for size in (19, 40, 10_000)]
@@ -82,17 +82,17 @@ def test_forward_with_any_micro_batch_size_gives_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("Falcon", "does not let its attention be replaced"),
-        ("Mamba", "layers of type .*linear_attention"),  # a state that runs on over the row
+        ("Falcon", "attention to be replaced"),
+        ("Mamba", "layers of type .*linear_attention"),  # a recurrent state crosses sequences
     ],
 )
-def test_initialize_with_an_unsupported_architecture_says_why(family, reason, tmp_path):
+def test_initialize_with_unsupported_architecture_names_reason(family, reason, tmp_path):
     assert family in FAMILIES
     with pytest.raises(ModelError, match=reason):
         make_engine(make_model(tmp_path, family))
 
 
-def test_initialize_with_a_directory_without_weights_says_what_is_there(tmp_path):
+def test_initialize_with_directory_without_weights_lists_files(tmp_path):
     path = make_model(tmp_path)
     Path(path, "model.safetensors").unlink()
 
@@ -100,7 +100,7 @@ def test_initialize_with_a_directory_without_weights_says_what_is_there(tmp_path
         make_engine(path)
 
 
-def test_initialize_with_a_directory_without_config_says_what_is_there(tmp_path):
+def test_initialize_with_directory_without_config_lists_files(tmp_path):
     path = make_model(tmp_path)
     Path(path, "config.json").unlink()
 
@@ -108,12 +108,12 @@ def test_initialize_with_a_directory_without_config_says_what_is_there(tmp_path)
         make_engine(path)
 
 
-def test_initialize_with_a_missing_directory_says_so(tmp_path):
+def test_initialize_with_missing_directory_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="found nothing there"):
         make_engine(str(tmp_path / "nowhere"))
 
 
-def test_initialize_with_weights_of_part_of_the_model_refuses_to_start_at_random(tmp_path):
+def test_initialize_with_missing_weights_is_rejected(tmp_path):
     from safetensors.torch import load_file, save_file
 
     file = Path(make_model(tmp_path), "model.safetensors")
@@ -125,8 +125,8 @@ def test_initialize_with_weights_of_part_of_the_model_refuses_to_start_at_random
         make_engine(str(tmp_path))
 
 
-def kernel_double(q, k, v, edges, edges_k, longest, longest_k, *, scale, window_size, enable_gqa=False):
-    """torch's `varlen_attn` on a CPU, one segment at a time: [N, heads, D], one D for all."""
+def fake_varlen_attn(q, k, v, edges, edges_k, longest, longest_k, *, scale, window_size, enable_gqa=False):
+    """Replace torch's `varlen_attn` on a CPU, one segment at a time: [N, heads, D], with one head size."""
     if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         raise ValueError(f"expected one head size, got {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}")
     window = None if window_size[0] < 0 else window_size[0] + 1
@@ -137,14 +137,14 @@ def kernel_double(q, k, v, edges, edges_k, longest, longest_k, *, scale, window_
 
 @pytest.fixture
 def cuda_branch(monkeypatch):
-    """Attention in 64 bits on tensors that report to be on CUDA, with the kernel's double."""
+    """Run the CUDA branch of attention on a CPU in float64, with a fake kernel."""
     all_segments = attention._all_segments
 
     def on_cuda(query, key, value, *rest):
         with patch.object(torch.Tensor, "is_cuda", True):
             return all_segments(query.double(), key.double(), value.double(), *rest).to(query.dtype)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_double)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen_attn)
     monkeypatch.setattr(attention, "_all_segments", on_cuda)
     attention._varlen.cache_clear()
     yield
@@ -157,26 +157,26 @@ def test_cuda_attention_branch_equals_the_cpu_branch(family, tmp_path, request):
     expected = engine.forward(batch, logprobs_of)
 
     request.getfixturevalue("cuda_branch")
-    found = engine.forward(batch, logprobs_of)
+    actual = engine.forward(batch, logprobs_of)
 
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("cuda_branch")
 def test_cuda_attention_branch_reads_the_kernel_signature_once(monkeypatch):
-    signature, read = inspect.signature, []
-    monkeypatch.setattr(inspect, "signature", lambda *args: read.append(args) or signature(*args))
+    signature, calls = inspect.signature, []
+    monkeypatch.setattr(inspect, "signature", lambda *args: calls.append(args) or signature(*args))
     query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
     segments = attention.Segments((7,), torch.tensor([0, 7], dtype=torch.int32))
 
     for _layer in range(3):
         attention._all_segments(query, key, key, segments, 0.5, None, None, None)
 
-    assert read == [(kernel_double,)]
+    assert calls == [(fake_varlen_attn,)]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 @pytest.mark.parametrize(("window", "value_size"), [(None, 64), (5, 64), (None, 32)])
 def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window, value_size):
     lengths = (7, 19, 3)
@@ -184,8 +184,8 @@ def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window, value_siz
     query, key, value = (torch.randn(1, h, 29, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
 
     value = value[..., :value_size]
-    found = attention._varlen_attention(query, key, value, attention.Segments(lengths, edges), 0.125, window)
+    actual = attention._varlen_attention(query, key, value, attention.Segments(lengths, edges), 0.125, window)
 
     pieces = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
     expected = torch.cat([attention._one_segment(q, k, v, 0.125, window, None, None) for q, k, v in pieces], dim=2)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=2e-2, rtol=2e-2)

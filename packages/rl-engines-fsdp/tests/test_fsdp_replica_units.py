@@ -1,4 +1,4 @@
-"""What tensor and context parallelism decide before any process starts."""
+"""Checks of tensor and context parallelism that run before any process starts."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def config_of(family: str, **settings):
 
 
 @pytest.mark.parametrize("strategy", [ParallelStrategy(pipeline=2), ParallelStrategy(2, expert=2)])
-def test_check_with_pipeline_or_expert_parallelism_says_what_is_supported(strategy):
+def test_check_with_pipeline_or_expert_names_supported_dimensions(strategy):
     with pytest.raises(ConfigError, match=r"data, context and tensor ranks\s+\(d, c, t\)"):
         FSDPEngineConfig().check(strategy, SPEC)
 
@@ -35,29 +35,29 @@ def test_check_with_pipeline_or_expert_parallelism_says_what_is_supported(strate
 @pytest.mark.parametrize(
     ("setting", "value"), [("compile", True), ("lora", LoRAConfig(rank=2))], ids=["compile", "lora"]
 )
-def test_check_with_tensor_parallelism_and_a_setting_that_does_not_go_with_it_names_both(setting, value):
+def test_check_with_tensor_ranks_and_unsupported_setting_names_both(setting, value):
     with pytest.raises(ConfigError, match=f"{setting} and allocation fsdp:t2"):
         FSDPEngineConfig(**{setting: value}).check(ParallelStrategy(tensor=2), SPEC)
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "run_settings"),
     [
         ({"compile": True}, {"deterministic": True}),
         ({"max_logits": 100}, {"deterministic": True}),
         ({"offload": True}, {"device": "cpu"}),
     ],
 )
-def test_check_of_a_setting_that_does_not_go_with_the_run_names_both(setting, told):
-    (name, _), (other, _) = *setting.items(), *told.items()
+def test_check_with_setting_that_conflicts_with_run_names_both(setting, run_settings):
+    (name, _), (conflicting, _) = *setting.items(), *run_settings.items()
     config = FSDPEngineConfig(**setting)
 
-    with pytest.raises(ConfigError, match=f"{name}=.* does not go with {other}="):
-        config.check(ParallelStrategy(), replace(SPEC, **told))
+    with pytest.raises(ConfigError, match=f"{name}=.* does not work with {conflicting}="):
+        config.check(ParallelStrategy(), replace(SPEC, **run_settings))
     config.check(ParallelStrategy(), SPEC)
 
 
-def test_check_of_a_model_that_is_there_reads_its_heads_and_imports_no_torch(tmp_path):
+def test_check_reads_attention_heads_without_importing_torch(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 6, "num_key_value_heads": 2}}')
     code = (
         "import sys\nfrom rl_contracts.allocation import ParallelStrategy\n"
@@ -68,11 +68,9 @@ def test_check_of_a_model_that_is_there_reads_its_heads_and_imports_no_torch(tmp
         "assert 'torch' not in sys.modules"
     )
 
-    said = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
+    output = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
 
-    assert (
-        "ConfigError allocation fsdp:c4: expected attention heads that divide by tensor * context = 4, found 6" in said
-    )
+    assert "ConfigError allocation fsdp:c4: the 6 attention heads of the model must be divisible by t * c = 4" in output
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Mistral", "Phi", "Granite"])
@@ -84,31 +82,31 @@ def test_planned_modules_are_the_linear_layers_of_every_decoder_layer(family):
     linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers." in n}
     assert {name for name, style in planned.items() if style in (COLUMNS, ROWS)} == linear
     norms = {name for name, style in planned.items() if style == PARTIAL}
-    expected = family in ("Qwen3", "Gemma3Text")
-    assert norms == ({n for n, _ in model.named_modules() if n.endswith(("q_norm", "k_norm"))} if expected else set())
+    has_norms = family in ("Qwen3", "Gemma3Text")
+    assert norms == ({n for n, _ in model.named_modules() if n.endswith(("q_norm", "k_norm"))} if has_norms else set())
 
 
-def test_planned_modules_without_a_plan_says_so():
-    with pytest.raises(ModelError, match="transformers has none for this model"):
+def test_planned_modules_without_plan_is_rejected():
+    with pytest.raises(ModelError, match="has no tensor-parallel plan"):
         planned_modules(empty_model(config_of("GPT2")))
 
 
-def test_planned_modules_with_a_style_that_is_not_known_names_it():
+def test_planned_modules_with_unknown_style_names_module():
     model = empty_model(config_of("Qwen3Moe"))
 
-    with pytest.raises(ModelError, match=r"plan has '\w+' for model\.layers\.0\.mlp\.experts"):
+    with pytest.raises(ModelError, match=r"style '\w+' for model\.layers\.0\.mlp\.experts"):
         planned_modules(model)
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (ParallelStrategy(context=3), "attention heads that divide by tensor \\* context = 3, found 4"),
-        (ParallelStrategy(tensor=2, context=4), "tensor \\* context = 8, found 4"),
-        (ParallelStrategy(tensor=4), "key/value heads that divide by the tensor size 4, found 2"),
+        (ParallelStrategy(context=3), "4 attention heads .* divisible by t \\* c = 3"),
+        (ParallelStrategy(tensor=2, context=4), "4 attention heads .* divisible by t \\* c = 8"),
+        (ParallelStrategy(tensor=4), "2 key/value heads .* divisible by t = 4"),
     ],
 )
-def test_check_heads_that_do_not_divide_says_which(layout, message):
+def test_check_heads_that_do_not_divide_names_sizes(layout, message):
     with pytest.raises(ConfigError, match=message):
         check_heads(vars(config_of("Llama")), layout)
 
@@ -124,14 +122,16 @@ def test_key_repeats_gives_each_rank_the_key_heads_of_its_query_heads(heads, key
     repeats = key_repeats(heads, key_heads, ranks)
 
     repeated = [head for head in range(key_heads) for _ in range(repeats)]
-    mine, queries = len(repeated) // ranks, heads // ranks
+    keys_per_rank, queries_per_rank = len(repeated) // ranks, heads // ranks
     assert len(repeated) % ranks == 0
     for rank in range(ranks):
-        keys = repeated[rank * mine : (rank + 1) * mine]
-        for local in range(queries):
-            assert keys[local // (queries // mine)] == (rank * queries + local) // (heads // key_heads)
+        keys = repeated[rank * keys_per_rank : (rank + 1) * keys_per_rank]
+        for local in range(queries_per_rank):
+            assert keys[local // (queries_per_rank // keys_per_rank)] == (rank * queries_per_rank + local) // (
+                heads // key_heads
+            )
 
 
-def test_key_repeats_with_heads_that_do_not_divide_says_which():
-    with pytest.raises(ModelError, match="divide by 5, found 24"):
+def test_key_repeats_with_heads_that_do_not_divide_names_sizes():
+    with pytest.raises(ModelError, match=r"24 attention heads .* divisible by the 5"):
         key_repeats(24, 8, 5)

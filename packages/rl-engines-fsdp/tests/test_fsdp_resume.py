@@ -1,4 +1,4 @@
-"""Interrupted at any step and resumed from a saved state, training on fixed data continues bit for bit on a CPU."""
+"""Training that is interrupted at any step and resumed from a saved state is bitwise equal on a CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def model_path(tmp_path_factory):
 
 
 def noisy_loss(outputs, packed):
-    """Draws from torch's generator, as dropout or sampled rows would; explodes in the step before the last."""
+    """Return a loss with noise from torch's generator, like dropout; it is infinite in the second to last step."""
     loss, stats = loss_fn(outputs, packed)
     noise = 1 + 0.1 * torch.randn(outputs.logprobs.shape)
     exploding = torch.inf if bool(packed["exploding"].any()) else 1.0
@@ -40,8 +40,8 @@ def train(engine, steps):
     return results
 
 
-def everything(engine):
-    """All that the next step depends on."""
+def training_state(engine):
+    """Return all state that the next step depends on."""
     moments = {
         f"{name}.{key}": value.clone()
         for name, parameter in engine._model.own_parameters()
@@ -53,36 +53,36 @@ def everything(engine):
 
 @pytest.fixture(scope="module")
 def uninterrupted(model_path, tmp_path_factory):
-    """Results of each step, all that is there at the end, and a state saved before each step."""
+    """Return the results of each step, the final training state, and the directory of states saved before each step."""
     states = tmp_path_factory.mktemp("states")
     engine = make_engine(model_path, micro_batch=40, total_steps=STEPS, optimizer=SETTINGS)
     results = []
     for step in range(STEPS):
         engine.save(SaveLoadMeta(str(states / str(step)), kind="state"))
         results += train(engine, [step])
-    return results, everything(engine), states
+    return results, training_state(engine), states
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", range(STEPS))
-def test_run_resumed_before_any_step_ends_with_the_same_bits(interrupted, model_path, uninterrupted):
-    results, end, states = uninterrupted
-    torch.manual_seed(1234 + interrupted)  # another process has another random state
+def test_run_resumed_before_any_step_ends_bitwise_equal(interrupted, model_path, uninterrupted):
+    results, expected_state, states = uninterrupted
+    torch.manual_seed(1234 + interrupted)  # as in a new process
     engine = FSDPEngine(FSDPEngineConfig())
     engine.initialize(FinetuneSpec(model_path, STEPS, 77, SETTINGS, MicroBatchConfig(40), device="cpu"))
 
     engine.load(SaveLoadMeta(str(states / str(interrupted)), kind="state"))
-    found = train(engine, range(interrupted, STEPS))
+    actual = train(engine, range(interrupted, STEPS))
 
-    assert repr(found) == repr(results[interrupted:])  # the skipped step's norm is not a number
+    assert repr(actual) == repr(results[interrupted:])  # the gradient norm of the skipped step is nan
     assert [result["applied"] for result in results] == [1.0] * (STEPS - 2) + [0.0, 1.0]
-    there = everything(engine)
-    assert there.keys() == end.keys()
-    assert [name for name, value in end.items() if not torch.equal(there[name], value)] == []
+    final_state = training_state(engine)
+    assert final_state.keys() == expected_state.keys()
+    assert [name for name, value in expected_state.items() if not torch.equal(final_state[name], value)] == []
 
 
 @pytest.mark.slow
-def test_resumed_run_without_its_random_state_is_noticed(model_path, uninterrupted):
+def test_resumed_run_with_other_random_state_differs(model_path, uninterrupted):
     results, _, states = uninterrupted
     engine = make_engine(model_path, micro_batch=40, total_steps=STEPS, optimizer=SETTINGS)
     engine.load(SaveLoadMeta(str(states / "1"), kind="state"))
@@ -91,7 +91,7 @@ def test_resumed_run_without_its_random_state_is_noticed(model_path, uninterrupt
     assert repr(train(engine, range(1, STEPS))) != repr(results[1:])
 
 
-def test_limit_of_skipped_steps_counts_on_after_a_resume(model_path, tmp_path):
+def test_limit_of_skipped_steps_applies_across_a_resume(model_path, tmp_path):
     settings = OptimizerConfig(max_skipped_steps=2)
     engine = make_engine(model_path, optimizer=settings)
     exploding = batch_of(STEPS - 2)
@@ -110,7 +110,7 @@ def test_limit_of_skipped_steps_counts_on_after_a_resume(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_loss_that_is_not_finite_with_finite_gradients_skips_the_step(value, model_path):
+def test_non_finite_loss_with_finite_gradients_skips_the_step(value, model_path):
     engine = make_engine(model_path)
     before = weights_of(engine)
 
@@ -122,23 +122,23 @@ def test_loss_that_is_not_finite_with_finite_gradients_skips_the_step(value, mod
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
 
 
-# ---- what a forward without gradient leaves behind
+# ---- forward passes without gradient
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_state_saved_after_a_forward_holds_the_moments_and_weights_of_every_layer(reshard, model_path, tmp_path):
+def test_save_state_after_forward_has_moments_and_weights_of_all_layers(reshard, model_path, tmp_path):
     settings = {"dtype": "bfloat16", "reshard_after_forward": reshard, "optimizer": SETTINGS}
     engine, batch, state = make_engine(model_path, **settings), make_batch(), SaveLoadMeta(str(tmp_path / "s"), "state")
     engine.train_batch(batch, loss_fn, loss_weight_fn)
-    expected = everything(engine)
+    expected = training_state(engine)
     engine.forward(batch, logprobs_of)
     engine.save(state)
 
     other = make_engine(model_path, **settings)
     other.load(state)
 
-    found = everything(other)
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
-    assert all(found[name].any() for name in found if name.endswith("exp_avg_sq"))
-    results = [each.train_batch(make_batch(seed=1), loss_fn, loss_weight_fn) for each in (engine, other)]
+    actual = training_state(other)
+    assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+    assert all(actual[name].any() for name in actual if name.endswith("exp_avg_sq"))
+    results = [trained.train_batch(make_batch(seed=1), loss_fn, loss_weight_fn) for trained in (engine, other)]
     assert results[0] == results[1]

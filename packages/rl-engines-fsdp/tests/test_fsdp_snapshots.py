@@ -1,4 +1,4 @@
-"""States that are copied, and written while training goes on."""
+"""Snapshots: state is copied, and written while training continues."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def files_of(directory):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_snapshot_keeps_the_state_of_the_moment_while_training_goes_on(dtype, model_path, tmp_path):
+def test_snapshot_has_the_state_before_later_training_steps(dtype, model_path, tmp_path):
     engine, path = make_engine(model_path, dtype=dtype), tmp_path / "state"
     for seed in range(2):
         step(engine, seed)
@@ -50,22 +50,22 @@ def test_snapshot_keeps_the_state_of_the_moment_while_training_goes_on(dtype, mo
     assert [step(other, seed) for seed in (2, 3)] == expected
 
 
-def test_snapshot_uses_the_memory_of_the_one_before(model_path, tmp_path):
+def test_snapshot_reuses_memory_of_the_previous_one(model_path, tmp_path):
     engine = make_engine(model_path)
-    where = []
-    for number in range(3):
-        step(engine, number)
-        write = engine.snapshot(SaveLoadMeta(str(tmp_path / str(number)), kind="state"))
-        where.append({name: kept.data_ptr() for name, kept in engine._copies._memory.items()})
+    addresses = []
+    for index in range(3):
+        step(engine, index)
+        write = engine.snapshot(SaveLoadMeta(str(tmp_path / str(index)), kind="state"))
+        addresses.append({name: copy.data_ptr() for name, copy in engine._copies._memory.items()})
         write()
 
-    assert where[0] == where[1] == where[2]
-    first, last = (load_file(tmp_path / str(number) / "rank-0.safetensors") for number in (0, 2))
+    assert addresses[0] == addresses[1] == addresses[2]
+    first, last = (load_file(tmp_path / str(index) / "rank-0.safetensors") for index in (0, 2))
     assert first.keys() == last.keys()
     assert not all(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_snapshot_of_an_export_holds_the_weights_of_the_moment(model_path, tmp_path):
+def test_snapshot_of_kind_hf_has_the_weights_before_later_steps(model_path, tmp_path):
     engine = make_engine(model_path)
     step(engine, 0)
     engine.save(SaveLoadMeta(str(tmp_path / "at-once"), "hf", model_path))
@@ -79,29 +79,29 @@ def test_snapshot_of_an_export_holds_the_weights_of_the_moment(model_path, tmp_p
         assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["shorter", "of another model", "a rank missing"])
-def test_load_damaged_state_says_what_is_wrong(damage, model_path, tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "another model", "missing rank"])
+def test_load_of_damaged_state_names_the_damage(damage, model_path, tmp_path):
     engine, path = make_engine(model_path), tmp_path / "state"
     engine.save(SaveLoadMeta(str(path), kind="state"))
     file = path / "rank-0.safetensors"
-    if damage == "shorter":
+    if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
-    elif damage == "of another model":
+    elif damage == "another model":
         save_file({"model.odd": torch.zeros(2)}, file, {"shards": '{"model.odd": {"offset": [0], "shape": [2]}}'})
     else:
-        tensors, places = load_file(file), json.loads(safe_open(file, "pt").metadata()["shards"])
-        name = next(name for name, place in places.items() if len(place["shape"]) == 2)
+        tensors, locations = load_file(file), json.loads(safe_open(file, "pt").metadata()["shards"])
+        name = next(name for name, location in locations.items() if len(location["shape"]) == 2)
         tensors[name] = tensors[name][1:].contiguous()
-        places[name]["offset"][0] = 1
-        save_file(tensors, file, {"shards": json.dumps(places)})
+        locations[name]["offset"][0] = 1
+        save_file(tensors, file, {"shards": json.dumps(locations)})
 
-    with pytest.raises(ModelError, match=r"cannot be read|entries are missing|of its numbers, found"):
+    with pytest.raises(ModelError, match=r"cannot read|entries differ|saved elements, found"):
         make_engine(model_path).load(SaveLoadMeta(str(path), kind="state"))
 
 
 @pytest.mark.slow
-def test_states_on_two_ranks_continue_on_one_and_back(model_path, tmp_path):
-    """Saved on 1 rank, continued on 2, saved there while training goes on, and continued on 1."""
+def test_state_resumes_from_one_rank_to_two_and_back(model_path, tmp_path):
+    """Save on 1 rank, resume on 2, save there while training continues, and resume on 1."""
     first = make_engine(model_path)
     for seed in range(2):
         step(first, seed)
@@ -112,14 +112,14 @@ def test_states_on_two_ranks_continue_on_one_and_back(model_path, tmp_path):
 
     run_ranks(Path(__file__).with_name("fsdp_state_ranks.py"), [model_path, str(tmp_path)], 2)
 
-    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    results = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in range(2)]
     last = make_engine(model_path)
     last.load(SaveLoadMeta(str(tmp_path / "two"), kind="state"))
     assert last.version == 4
-    found = [*seen[0], step(last, 4), step(last, 5)]
-    assert seen[0] == seen[1]
-    of_ranks = [torch.load(tmp_path / f"random-{rank}") for rank in range(2)]
-    assert torch.equal(of_ranks[0], random)
-    assert not torch.equal(of_ranks[1], random), "a rank that was added draws from a stream of its own"
-    for one, other in zip(found, [*expected[:4], *expected[2:]], strict=True):
-        assert one == pytest.approx(other, rel=2e-5)
+    actual = [*results[0], step(last, 4), step(last, 5)]
+    assert results[0] == results[1]
+    random_states = [torch.load(tmp_path / f"random-{rank}") for rank in range(2)]
+    assert torch.equal(random_states[0], random)
+    assert not torch.equal(random_states[1], random), "an added rank must have a different random stream"
+    for actual_step, expected_step in zip(actual, [*expected[:4], *expected[2:]], strict=True):
+        assert actual_step == pytest.approx(expected_step, rel=2e-5)

@@ -42,12 +42,12 @@ def test_train_batch_equals_one_step_of_plain_torch(model_path):
         eps=EPS,
     )
     loss = torch.zeros(())
-    for row in range(len(batch)):
-        length = int(batch["attention_mask"][row].sum())
-        ids = batch["input_ids"][row, :length]
-        logits = model(ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
+    for index in range(len(batch)):
+        length = int(batch["attention_mask"][index].sum())
+        ids = batch["input_ids"][index, :length]
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][index]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        loss = loss - (logprobs * batch["advantages"][row, 1:length] * batch["loss_mask"][row, 1:length]).sum()
+        loss = loss - (logprobs * batch["advantages"][index, 1:length] * batch["loss_mask"][index, 1:length]).sum()
     loss = loss / batch["loss_mask"].sum()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -77,14 +77,14 @@ def reordered(batch):
         (lambda batch: batch, {"max_logits": 61 * 5}),
         (lambda batch: batch, {"gradient_checkpointing": True}),
     ],
-    ids=["smallest micro-batches", "one micro-batch", "other order", "more padding", "chunks", "checkpointing"],
+    ids=["smallest micro-batches", "one micro-batch", "reversed", "more padding", "blocks", "checkpointing"],
 )
-def test_train_batch_does_not_depend_on_how_the_batch_is_run(change, settings, model_path):
+def test_train_batch_does_not_depend_on_order_splitting_or_padding(change, settings, model_path):
     expected, expected_weights = one_step(model_path, make_batch(), micro_batch=40)
 
-    found, weights = one_step(model_path, change(make_batch()), **settings)
+    actual, weights = one_step(model_path, change(make_batch()), **settings)
 
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-5)
     for name, value in expected_weights.items():
         torch.testing.assert_close(weights[name], value, atol=2e-6, rtol=1e-5)
 
@@ -98,14 +98,14 @@ def test_train_batch_repeated_lowers_the_loss(model_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_train_batch_in_bfloat16_keeps_float32_master_weights_and_stays_near(model_path):
+def test_train_batch_in_bfloat16_has_float32_master_weights(model_path):
     expected, _ = one_step(model_path, make_batch())
 
-    found, weights = one_step(model_path, make_batch(), dtype="bfloat16")
+    actual, weights = one_step(model_path, make_batch(), dtype="bfloat16")
 
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert found["loss"] == pytest.approx(expected["loss"], rel=0.05, abs=0.02)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=0.05, abs=0.02)
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
 def test_train_batch_decays_matrices_but_neither_norms_nor_biases(tmp_path):
@@ -123,7 +123,7 @@ def test_train_batch_decays_matrices_but_neither_norms_nor_biases(tmp_path):
         torch.testing.assert_close(value, before[name] * factor, atol=1e-6, rtol=1e-5)
 
 
-def test_train_batch_with_a_constant_loss_gives_no_gradient_and_no_error(model_path):
+def test_train_batch_with_constant_loss_has_zero_gradient(model_path):
     result, _ = one_step(model_path, make_batch(), optimizer=OptimizerConfig(lr=0.0))
     engine = make_engine(model_path)
 
@@ -133,26 +133,26 @@ def test_train_batch_with_a_constant_loss_gives_no_gradient_and_no_error(model_p
     assert result["applied"] == 1.0
 
 
-def test_train_batch_entropy_bonus_has_gradient_only_when_asked(model_path):
+def test_train_batch_entropy_has_gradient_only_with_entropy_grad(model_path):
     def entropy_only(outputs, packed):
         return -(outputs.entropy * packed["loss_mask"]).sum(), {}
 
-    without = make_engine(model_path).train_batch(make_batch(), entropy_only, loss_weight_fn)
-    asked = make_engine(model_path, entropy_grad=True).train_batch(make_batch(), entropy_only, loss_weight_fn)
+    without_grad = make_engine(model_path).train_batch(make_batch(), entropy_only, loss_weight_fn)
+    with_grad = make_engine(model_path, entropy_grad=True).train_batch(make_batch(), entropy_only, loss_weight_fn)
 
-    assert without["grad_norm"] == 0.0
-    assert asked["grad_norm"] > 0.0
-    assert asked["loss"] == pytest.approx(without["loss"])
+    assert without_grad["grad_norm"] == 0.0
+    assert with_grad["grad_norm"] > 0.0
+    assert with_grad["loss"] == pytest.approx(without_grad["loss"])
 
 
-# ---- what must not be applied
+# ---- steps that must not be applied
 
 
 def exploding(outputs, packed):
     return (outputs.logprobs * math.inf).sum(), {}
 
 
-def test_train_batch_with_non_finite_gradients_skips_the_step_and_the_schedule(model_path):
+def test_train_batch_with_non_finite_gradients_skips_the_step(model_path):
     settings = OptimizerConfig(lr=1e-2, warmup_steps=4, max_skipped_steps=2)
     engine = make_engine(model_path, optimizer=settings)
     before = weights_of(engine)
@@ -166,11 +166,11 @@ def test_train_batch_with_non_finite_gradients_skips_the_step_and_the_schedule(m
 
 
 @pytest.mark.slow
-def test_train_batch_with_too_many_non_finite_steps_in_a_row_stops(model_path):
+def test_train_batch_with_too_many_non_finite_steps_raises(model_path):
     engine = make_engine(model_path, optimizer=OptimizerConfig(max_skipped_steps=2))
     for _ in range(2):
         engine.train_batch(make_batch(), exploding, loss_weight_fn)
-    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)  # begins the count anew
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)  # resets the count
     for _ in range(2):
         engine.train_batch(make_batch(), exploding, loss_weight_fn)
 
@@ -178,23 +178,23 @@ def test_train_batch_with_too_many_non_finite_steps_in_a_row_stops(model_path):
         engine.train_batch(make_batch(), exploding, loss_weight_fn)
 
 
-def test_train_batch_with_nothing_to_learn_from_refuses_before_touching_weights(model_path):
+def test_train_batch_without_loss_tokens_raises_and_keeps_weights(model_path):
     engine, batch = make_engine(model_path), make_batch()
     before = weights_of(engine)
     batch["loss_mask"][:] = False
 
-    with pytest.raises(EngineError, match="nothing to learn from"):
+    with pytest.raises(EngineError, match="loss_mask"):
         engine.train_batch(batch, loss_fn, loss_weight_fn)
 
     assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
 
 
-def test_train_batch_with_no_rows_refuses(model_path):
+def test_train_batch_without_sequences_raises(model_path):
     with pytest.raises(EngineError, match="0 tokens"):
         make_engine(model_path).train_batch(make_batch()[:0], loss_fn, lambda batch: torch.tensor(1.0))
 
 
-def test_train_batch_with_a_row_longer_than_a_micro_batch_says_both_numbers(model_path):
+def test_train_batch_with_too_long_sequence_names_both_lengths(model_path):
     batch = make_batch()
     longest = int(batch["attention_mask"].sum(-1).max())
 
@@ -202,7 +202,7 @@ def test_train_batch_with_a_row_longer_than_a_micro_batch_says_both_numbers(mode
         make_engine(model_path, micro_batch=4).train_batch(batch, loss_fn, loss_weight_fn)
 
 
-def test_train_batch_without_optimizer_refuses_but_forward_works(model_path):
+def test_train_batch_without_optimizer_raises_but_forward_works(model_path):
     engine = make_engine(model_path, optimizer=None)
 
     assert engine.forward(make_batch(), lambda outputs, packed: outputs.logprobs).isfinite().all()
@@ -210,7 +210,7 @@ def test_train_batch_without_optimizer_refuses_but_forward_works(model_path):
         engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
 
 
-def test_train_batch_with_a_statistic_named_like_a_result_refuses(model_path):
+def test_train_batch_with_statistic_named_like_a_result_raises(model_path):
     def shadowing(outputs, packed):
         return outputs.logprobs.sum(), {"lr": (torch.ones(()), torch.ones(()))}
 
@@ -221,7 +221,7 @@ def test_train_batch_with_a_statistic_named_like_a_result_refuses(model_path):
 # ---- evaluation, statistics, schedule
 
 
-def test_eval_batch_gives_the_loss_of_training_and_changes_nothing(model_path):
+def test_eval_batch_returns_the_training_loss(model_path):
     engine = make_engine(model_path, micro_batch=30)
     before = weights_of(engine)
 
@@ -232,11 +232,11 @@ def test_eval_batch_gives_the_loss_of_training_and_changes_nothing(model_path):
     assert before.keys() == weights_of(engine).keys()
 
 
-def test_eval_batch_statistic_without_denominator_is_not_a_number(model_path):
+def test_eval_batch_statistic_with_zero_denominator_is_nan(model_path):
     def empty(outputs, packed):
-        return outputs.logprobs.sum(), {"nothing": (torch.zeros(()), torch.zeros(()))}
+        return outputs.logprobs.sum(), {"empty": (torch.zeros(()), torch.zeros(()))}
 
-    assert math.isnan(make_engine(model_path).eval_batch(make_batch(), empty, loss_weight_fn)["nothing"])
+    assert math.isnan(make_engine(model_path).eval_batch(make_batch(), empty, loss_weight_fn)["empty"])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_learning_rate_without_warmup_starts_at_the_peak(schedule):
         (0, 2, [1.0, 0.5]),
     ],
 )
-def test_learning_rate_linear_has_the_rates_that_torchtitan_tests(warmup, steps, expected):
+def test_linear_learning_rate_equals_torchtitan_values(warmup, steps, expected):
     config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=warmup)
 
     assert [config.rate(step, steps) for step in range(steps)] == pytest.approx(expected)

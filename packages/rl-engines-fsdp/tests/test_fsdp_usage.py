@@ -1,4 +1,4 @@
-"""Peak memory and model FLOP utilisation."""
+"""Peak memory and model FLOPs utilization."""
 
 import time
 
@@ -25,14 +25,14 @@ from rl_engines_fsdp.usage import matrix_parameters, step_flops
 
 
 def work_of(batch):
-    """Tokens, and the pairs of the two layers of a toy."""
+    """Return the tokens of a batch, and its attended pairs in a model of two layers."""
     sizes = batch["attention_mask"].sum(-1)
     return int(sizes.sum()), int(2 * sizes.square().sum())
 
 
 @pytest.fixture
 def counted_products(monkeypatch):
-    """torch's own products everywhere: it cannot count those of oneDNN, which some processors multiply by."""
+    """Disable oneDNN products, which are faster on some processors but not counted by torch."""
     monkeypatch.setattr(cpu_matmul, "_mkl_wastes_speed", lambda: False)
     cpu_matmul.prefers_onednn.cache_clear()
     yield
@@ -41,15 +41,15 @@ def counted_products(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
-def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_path, counted_products):
-    # tied and untied; the head runs once here because all its probabilities are kept
+def test_step_flops_match_torch_flop_counter(family, tmp_path, counted_products):
+    # tied and untied; the head is not recomputed, because all logits fit in one block
     engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch(longest=40)
     tokens, pairs = work_of(batch)
 
     with FlopCounterMode(display=False) as counter:
         engine.train_batch(batch, loss_fn, loss_weight_fn)
 
-    # torch does not count its attention on a CPU, nor products that are added in place: the head's gradients
+    # torch counts neither attention on a CPU nor products that are added in place (gradients of the head)
     width, head = 32, 61 * 32
     counted = 6 * matrix_parameters(engine._model) * tokens - 4 * head * tokens
     assert counter.get_total_flops() == pytest.approx(counted, rel=2e-3)
@@ -57,7 +57,7 @@ def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_pa
 
 
 @pytest.mark.slow
-def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_path, counted_products):
+def test_step_flops_with_lora_match_torch_flop_counter(tmp_path, counted_products):
     engine = make_engine(make_model(tmp_path, "Llama"), micro_batch=10_000, lora=LoRAConfig(rank=4))
     model, batch = engine._model, make_batch(longest=40)
     tokens, pairs = work_of(batch)
@@ -68,8 +68,8 @@ def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = matrix_parameters(model) - trained
     assert matrix_parameters(model, frozen=False) == trained < frozen
-    # nothing below the first layer's projections of queries, keys and values needs a gradient; what flows back through
-    # the head is added in place, which torch does not count
+    # no gradient is needed below the query, key and value projections of the first layer; torch does not count the
+    # input gradient of the head, which is added in place
     attention = model.model.model.layers[0].self_attn
     first = [getattr(attention, f"{name}_proj") for name in "qkv"]
     unneeded = sum(layer.base_layer.weight.numel() + layer.lora_A["default"].weight.numel() for layer in first)
@@ -79,7 +79,7 @@ def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_
     assert step_flops(model, tokens, pairs) == (4 * frozen + 6 * trained) * tokens + 6 * width * pairs
 
 
-def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
+def test_matrix_parameters_of_critic_exclude_embedding(tmp_path):
     engine = make_engine(make_classifier(tmp_path), head="value")
 
     table = engine._model.model.get_input_embeddings().weight
@@ -89,24 +89,24 @@ def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
     )
 
 
-def test_matrix_parameters_of_a_mixture_are_those_that_a_token_meets(tmp_path):
+def test_matrix_parameters_of_moe_count_active_experts(tmp_path):
     model = make_engine(make_model(tmp_path, "Qwen3Moe"))._model
     config, sizes = model.model.config, {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
     experts = sum(size for name, size in sizes.items() if "experts" in name)
     table = 0 if config.tie_word_embeddings else model.model.get_input_embeddings().weight.numel()
 
-    found = matrix_parameters(model)
+    actual = matrix_parameters(model)
 
     active = experts * config.num_experts_per_tok // config.num_experts
     assert 0 < active < experts
-    assert found == sum(sizes.values()) - table - experts + active
+    assert actual == sum(sizes.values()) - table - experts + active
 
 
-def test_attended_pairs_of_a_window_are_those_that_its_mask_shows():
+def test_attended_pairs_with_window_match_mask():
     lengths, window = torch.tensor([1, 3, 400]), 100
-    shown = [sum(min(token + 1, window) for token in range(int(length))) for length in lengths]
+    visible = [sum(min(token + 1, window) for token in range(int(length))) for length in lengths]
 
-    assert attended_pairs(lengths, [None, window]) == pytest.approx(1 + 9 + 400**2 + 2 * sum(shown), rel=0.02)
+    assert attended_pairs(lengths, [None, window]) == pytest.approx(1 + 9 + 400**2 + 2 * sum(visible), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_attended_pairs_of_a_window_are_those_that_its_mask_shows():
         (Qwen3Config(num_hidden_layers=2), [None, None]),
     ],
 )
-def test_layer_windows_are_those_of_the_configuration(config, expected):
+def test_layer_windows_match_the_configuration(config, expected):
     assert layer_windows(config) == expected
 
 
-def test_stats_on_a_cpu_have_peak_memory_and_no_utilisation(tmp_path):
+def test_stats_on_cpu_have_peak_memory_and_no_utilization(tmp_path):
     engine = make_engine(make_classifier(tmp_path), head="value")
     engine.train_batch(make_batch(), value_loss_fn, loss_weight_fn)
 
@@ -132,29 +132,29 @@ def test_stats_on_a_cpu_have_peak_memory_and_no_utilisation(tmp_path):
 
 
 @pytest.mark.slow
-def test_peak_memory_on_a_cpu_grows_with_what_is_held():
+def test_peak_memory_on_cpu_grows_with_allocations():
     before = usage.peak_gib(torch.device("cpu"))
 
-    held = torch.ones(int(before * 2**30 / 4) + 2**26)
+    tensor = torch.ones(int(before * 2**30 / 4) + 2**26)
 
     assert usage.peak_gib(torch.device("cpu")) - before > 0.2
-    del held
+    del tensor
 
 
-def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp_path, monkeypatch):
+def test_stats_of_known_device_have_mfu_and_are_reset(tmp_path, monkeypatch):
     engine, batch = make_engine(make_model(tmp_path)), make_batch()
     monkeypatch.setattr(usage, "peak_flops", lambda device, dtype: 1e12)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(2):
         engine.train_batch(batch, loss_fn, loss_weight_fn)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
 
-    figures = engine.stats()
+    metrics = engine.stats()
 
-    found = figures["throughput/mfu"]
-    assert 0 < figures["time/train_batch"] < seconds
+    mfu = metrics["throughput/mfu"]
+    assert 0 < metrics["time/train_batch"] < seconds
     tokens, pairs = work_of(batch)
-    assert found == pytest.approx(2 * step_flops(engine._model, tokens, pairs) / seconds / 1e12, rel=0.2)
+    assert mfu == pytest.approx(2 * step_flops(engine._model, tokens, pairs) / seconds / 1e12, rel=0.2)
     assert engine.stats()["throughput/mfu"] is None
 
 
@@ -169,20 +169,20 @@ def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp
         ("Some GPU", "bfloat16", None),
     ],
 )
-def test_peak_of_a_device_by_its_name(name, dtype, expected, monkeypatch):
+def test_peak_flops_by_device_name(name, dtype, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
 
     assert peak_flops(torch.device("cuda"), dtype) == expected
 
 
-def test_offload_without_cuda_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="offload=True does not go with device=cpu"):
+def test_offload_without_cuda_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"offload=True .* device=cpu"):
         make_engine(make_model(tmp_path), offload=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloaded_engine_on_cuda_gives_the_step_of_a_resident_one(tmp_path):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
+def test_offload_on_cuda_gives_the_same_losses(tmp_path):
     from rl_contracts.config import OptimizerConfig
 
     path, results = make_model(tmp_path), []

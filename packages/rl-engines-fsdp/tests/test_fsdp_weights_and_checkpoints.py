@@ -17,40 +17,40 @@ def model_path(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-# ---- weights to servers
+# ---- publishing weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_full_parameters_under_hugging_face_names_are_served_in_the_configured_dtype(dtype, model_path):
+def test_full_parameters_have_hugging_face_names_and_served_dtype(dtype, model_path):
     from transformers import AutoModelForCausalLM
 
     engine = make_engine(model_path, serve_dtype=dtype)
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
 
-    found = dict(engine.full_parameters())
+    published = dict(engine.full_parameters())
 
-    assert [spec.name for spec in engine.param_specs()] == list(found)
+    assert [spec.name for spec in engine.param_specs()] == list(published)
     assert {spec.dtype for spec in engine.param_specs()} == {dtype}
     for name, value in weights_of(engine).items():
-        assert torch.equal(found[name], value)
-    server = AutoModelForCausalLM.from_pretrained(model_path)
-    report = server.load_state_dict(found, strict=False)
-    assert report.missing_keys == ["lm_head.weight"]  # tied: sent once
+        assert torch.equal(published[name], value)
+    server_model = AutoModelForCausalLM.from_pretrained(model_path)
+    report = server_model.load_state_dict(published, strict=False)
+    assert report.missing_keys == ["lm_head.weight"]  # tied weights are sent once
     assert not report.unexpected_keys
 
 
-def test_as_served_computes_with_what_is_published_for_the_time_of_a_block(model_path, tmp_path):
+def test_as_served_computes_with_published_weights(model_path, tmp_path):
     engine = make_engine(model_path, serve_dtype="bfloat16")
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
-    weights, after = weights_of(engine), engine.forward(make_batch(), logprobs_of)
+    weights, logprobs = weights_of(engine), engine.forward(make_batch(), logprobs_of)
 
     with engine.as_served():
-        found = engine.forward(make_batch(), logprobs_of)
+        served_logprobs = engine.forward(make_batch(), logprobs_of)
 
     engine.save(SaveLoadMeta(str(tmp_path / "published")))
     published = make_engine(str(tmp_path / "published"))
-    assert torch.equal(found, published.forward(make_batch(), logprobs_of))
-    assert not torch.equal(found, after)
+    assert torch.equal(served_logprobs, published.forward(make_batch(), logprobs_of))
+    assert not torch.equal(served_logprobs, logprobs)
     assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
     with pytest.raises(ZeroDivisionError), engine.as_served():
         1 / 0  # noqa: B018
@@ -77,13 +77,13 @@ def test_save_hf_loads_with_transformers_and_gives_the_same_logprobs(family, tmp
     loaded = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
     for name, value in weights_of(engine).items():
         assert torch.equal(loaded[name], value)
-    again = make_engine(str(target)).forward(make_batch(), logprobs_of)
-    torch.testing.assert_close(again, engine.forward(make_batch(), logprobs_of), atol=0, rtol=0)
+    reloaded = make_engine(str(target)).forward(make_batch(), logprobs_of)
+    torch.testing.assert_close(reloaded, engine.forward(make_batch(), logprobs_of), atol=0, rtol=0)
 
 
 def test_save_hf_keeps_generation_config_and_copies_tokenizer_files(tmp_path):
     path = Path(make_model(tmp_path / "model"))
-    # transformers itself would refuse to save these settings: a temperature without sampling
+    # transformers rejects these settings on save: a temperature without sampling
     settings = {"do_sample": False, "temperature": 0.7, "eos_token_id": [3, 5]}
     (path / "generation_config.json").write_text(json.dumps(settings))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -95,7 +95,7 @@ def test_save_hf_keeps_generation_config_and_copies_tokenizer_files(tmp_path):
     saved = json.loads((target / "generation_config.json").read_text())
     assert {name: saved.get(name, False) for name in settings} == settings
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in target.iterdir()}
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "saved"]  # nothing half-written is left
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "saved"]  # no temporary files remain
 
 
 def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path):
@@ -111,14 +111,14 @@ def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(make_engine(str(target))).items())
 
 
-def test_save_into_a_directory_with_files_refuses(model_path, tmp_path):
-    (tmp_path / "mine.txt").write_text("precious")
+def test_save_into_nonempty_directory_is_rejected(model_path, tmp_path):
+    (tmp_path / "file.txt").write_text("content")
 
     with pytest.raises(ModelError, match="new directory"):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path)))
 
 
-def test_save_with_a_failure_leaves_nothing_behind(model_path, tmp_path):
+def test_save_with_error_leaves_no_files(model_path, tmp_path):
     target = tmp_path / "saved"
 
     with pytest.raises(ModelError, match="tokenizer"):
@@ -145,7 +145,7 @@ def test_load_hf_of_another_model_names_the_first_difference(model_path, tmp_pat
 # ---- states
 
 
-def test_load_state_continues_bit_for_bit(model_path, tmp_path):
+def test_load_state_resumes_bitwise(model_path, tmp_path):
     engine = make_engine(model_path)
     for seed in range(3):
         engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
@@ -164,24 +164,24 @@ def test_load_state_continues_bit_for_bit(model_path, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in weights_of(other).items())
 
 
-def test_load_state_from_a_hugging_face_directory_says_what_it_is(model_path):
+def test_load_state_from_hugging_face_directory_names_kind(model_path):
     with pytest.raises(ModelError, match="kind 'hf'"):
         make_engine(model_path).load(SaveLoadMeta(model_path, kind="state"))
 
 
-def test_load_state_of_another_model_refuses(model_path, tmp_path):
+def test_load_state_of_another_model_is_rejected(model_path, tmp_path):
     make_engine(make_model(tmp_path / "llama", "Llama")).save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
-    with pytest.raises(ModelError, match="another model"):
+    with pytest.raises(ModelError, match="does not match this model"):
         make_engine(model_path).load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
 
-def test_save_of_an_unknown_kind_refuses(model_path, tmp_path):
+def test_save_of_unknown_kind_is_rejected(model_path, tmp_path):
     with pytest.raises(ModelError, match="'onnx'"):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="onnx"))
 
 
-def test_save_hf_leaves_out_code_that_is_not_there(tmp_path):
+def test_save_hf_omits_missing_model_code(tmp_path):
     path = Path(make_model(tmp_path / "model"))
     config = json.loads((path / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
@@ -194,8 +194,8 @@ def test_save_hf_leaves_out_code_that_is_not_there(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # whole, and under fully_shard
-def test_model_that_is_tied_by_config_and_not_by_its_file_is_untied(dtype, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without and with fully_shard
+def test_model_tied_in_config_but_not_in_weights_is_untied(dtype, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
@@ -212,7 +212,7 @@ def test_model_that_is_tied_by_config_and_not_by_its_file_is_untied(dtype, tmp_p
 
 
 @pytest.mark.parametrize(("file", "prefix"), [("pytorch_model.bin", ""), ("model.safetensors", "language_model.")])
-def test_model_that_is_tied_by_config_is_untied_by_any_file(file, prefix, tmp_path):
+def test_read_config_with_untied_weights_file_unties(file, prefix, tmp_path):
     path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
     weights = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -224,7 +224,7 @@ def test_model_that_is_tied_by_config_is_untied_by_any_file(file, prefix, tmp_pa
     assert not read_config(str(path)).tie_word_embeddings
 
 
-def test_model_tied_by_config_with_the_same_head_in_its_file_stays_tied(tmp_path):
+def test_read_config_with_equal_head_in_file_stays_tied(tmp_path):
     path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

@@ -142,7 +142,8 @@ class FSDPEngineConfig(TrainEngineConfig):
     ) -> None:
         """Reject a step whose parameters, gradients and optimizer state exceed the device memory.
 
-        Log a warning if the step exceeds it only with the estimates (activations, logits, gathered parameters).
+        Log a warning if only the estimates exceed it: activations, logits, gathered parameters, and the state of an
+        unknown optimizer.
 
         Args:
             strategy, spec, sizes, micro_batches: see `memory`.

@@ -98,9 +98,8 @@ class FSDPEngine(TrainEngine):
         torch.manual_seed(spec.seed)
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
-            with self.parallel.agree_on_errors(
-                f"reading {spec.model_path}"
-            ):  # the directory may be missing on one host
+            # the directory may be missing on one host
+            with self.parallel.agree_on_errors(f"reading {spec.model_path}"):
                 config = read_config(spec.model_path, spec.head)
                 text_config = config.get_text_config()  # has standard names for sizes, unlike some `config.json`
                 check_heads(
@@ -111,7 +110,7 @@ class FSDPEngine(TrainEngine):
             self._check_memory(1, 1)  # everything that does not depend on a batch
             with self.parallel.agree_on_errors("preparing to publish and to train"):
                 if self.parallel.is_main:  # only rank 0 yields parameters and knows the names in the directory
-                    self._hub_parts = hub_slices(self._model.model, self._model.hugging_face_parameters())
+                    self._hub_slices = hub_slices(self._model.model, self._model.hugging_face_parameters())
                 if spec.optimizer is not None:
                     self._optimizer = make_optimizer(self._model, spec.optimizer)
         except BaseException:  # leave the process group, so that the other ranks notice at once
@@ -124,7 +123,7 @@ class FSDPEngine(TrainEngine):
 
     def _free(self) -> None:
         self._optimizer, self._copies = None, HostCopies()
-        self.__dict__.pop("_model", None)  # absent where initialize failed
+        self.__dict__.pop("_model", None)  # absent if initialize failed
         self.__dict__.pop("_maker", None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -139,11 +138,11 @@ class FSDPEngine(TrainEngine):
                 "train_batch requires an optimizer, but FinetuneSpec.optimizer is None. Set it, or call only forward "
                 "and eval_batch."
             )
-        began = time.perf_counter()
+        start = time.perf_counter()
         bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
         if self._first:
             sizes, self._first = lengths(batch), False
-            self._check_memory(max([1, *(int(sizes[rows].sum()) for rows in bins)]), len(bins))
+            self._check_memory(max([1, *(int(sizes[indices].sum()) for indices in bins)]), len(bins))
         optimizer.zero_grad(set_to_none=True)
         sums = StepSums(self.parallel.is_dp_leader)
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
@@ -163,7 +162,7 @@ class FSDPEngine(TrainEngine):
         result["grad_norm"] **= 0.5
         rate = settings.rate(self._steps, self._spec.total_steps)
         applied = self._step(optimizer, settings, gradients, result, rate)
-        self._usage.add(time.perf_counter() - began, tokens, pairs)
+        self._usage.add(time.perf_counter() - start, tokens, pairs)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
     def _check_memory(self, tokens: int, micro_batches: int) -> None:
@@ -317,20 +316,23 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.param_specs`. Only rank 0 yields parameters; the dtype is the served dtype."""
         if not self.parallel.is_main:
             return ()
-        return tuple(self._spec_of(hub_slice) for slices in self._hub_parts.values() for hub_slice in slices)
+        return tuple(self._spec_of(hub_slice) for slices in self._hub_slices.values() for hub_slice in slices)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
         for name, value in sharding.full_parameters(self._model):
-            yield from self._parts_of(name, value)
+            yield from self._hub_tensors(name, value)
 
     def _spec_of(self, hub_slice: HubSlice) -> ParamSpec:
         return ParamSpec(hub_slice.name, hub_slice.shape, self.config.serve_dtype or self._spec.dtype)
 
-    def _parts_of(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _hub_tensors(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the checkpoint that a whole parameter consists of, on rank 0."""
-        for tensor in self._hub_parts[name] if self.parallel.is_main else ():
-            yield tensor.name, value.as_strided(tensor.shape, tensor.strides, value.storage_offset() + tensor.offset)
+        for hub_slice in self._hub_slices[name] if self.parallel.is_main else ():
+            yield (
+                hub_slice.name,
+                value.as_strided(hub_slice.shape, hub_slice.strides, value.storage_offset() + hub_slice.offset),
+            )
 
     def adapter(self) -> AdapterSpec | None:
         """See `TrainEngine.adapter`. The first call, and the first after `load`, computes checksums of the base."""
@@ -346,7 +348,7 @@ class FSDPEngine(TrainEngine):
         for name, parameter in self._model.hugging_face_parameters():
             if parameter.requires_grad:
                 continue
-            for tensor_name, value in self._parts_of(name, sharding.whole(parameter.detach())):
+            for tensor_name, value in self._hub_tensors(name, sharding.whole(parameter.detach())):
                 base_checksums[tensor_name] = prefix_checksum(value)
                 if name in pairs and value.shape == parameter.shape and value.is_contiguous():
                     scales[tensor_name] = pairs[name].scaling
@@ -365,7 +367,7 @@ class FSDPEngine(TrainEngine):
             for name, matrix in zip(self._matrices(weight), (pair.a, pair.b), strict=True)
         )
         other_specs = (
-            self._spec_of(hub_slice) for name, _ in self._trained_whole() for hub_slice in self._hub_parts[name]
+            self._spec_of(hub_slice) for name, _ in self._trained_whole() for hub_slice in self._hub_slices[name]
         )
         return (*matrices, *other_specs)
 
@@ -376,10 +378,10 @@ class FSDPEngine(TrainEngine):
             if self.parallel.is_main:
                 yield from zip(self._matrices(weight), matrices, strict=True)
         for name, parameter in self._trained_whole():
-            yield from self._parts_of(name, sharding.whole(parameter.detach()))
+            yield from self._hub_tensors(name, sharding.whole(parameter.detach()))
 
     def _matrices(self, weight: str) -> tuple[str, str]:
-        return AdapterSpec.matrices(self._hub_parts[weight][0].name)
+        return AdapterSpec.matrices(self._hub_slices[weight][0].name)
 
     def _trained_whole(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the trained parameters that are not adapters, by Hugging Face name; empty without adapters."""

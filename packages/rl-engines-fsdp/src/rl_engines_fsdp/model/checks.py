@@ -170,9 +170,8 @@ def verify_split(
     """
     name, host = type(model.model).__name__, torch.device("cpu")
     expected = torch.zeros(sum(LENGTHS), device=device)
-    with parallel.agree_on_errors(
-        "running the model on one rank"
-    ):  # before the other ranks wait for rank 0 in the model's collectives
+    # before the other ranks wait for rank 0 in the model's collectives
+    with parallel.agree_on_errors("running the model on one rank"):
         if source is not None:
             expected = _outputs_of(source, host).to(device)
     with parallel.agree_on_errors("running the model over several ranks"):

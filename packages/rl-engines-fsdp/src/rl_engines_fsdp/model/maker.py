@@ -64,9 +64,7 @@ class ModelMaker:
         source = self.read(self.spec.model_path)
         model = self._split(source, hf_config) if self.sharded else self._whole(source)
         inner: Any = model.model
-        if (
-            source is not None
-        ):  # required to save the model again: generation settings and tensor names of the directory
+        if source is not None:  # generation settings and tensor names of the directory, to save the model again
             inner.generation_config = getattr(source.model, "generation_config", None)
             inner._weight_conversions = getattr(source.model, "_weight_conversions", None)
         return model

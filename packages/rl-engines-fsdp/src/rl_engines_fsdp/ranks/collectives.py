@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
     """Run an all-to-all: row r of [R, ...] goes to rank r, and row r of the result is from rank r. Self-adjoint."""
-    return _Linear.apply(x, lambda rows: _all_to_all(rows, group), lambda grad: _all_to_all(grad, group))
+    return _Linear.apply(x, lambda tensor: _all_to_all(tensor, group), lambda grad: _all_to_all(grad, group))
 
 
 def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
@@ -40,7 +40,7 @@ def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
     """
     ranks = dist.get_world_size(group)
     return _Linear.apply(
-        x, lambda rows: own_part(rows, group).clone(), lambda grad: _all_gather(grad, group).div_(ranks)
+        x, lambda tensor: own_part(tensor, group).clone(), lambda grad: _all_gather(grad, group).div_(ranks)
     )
 
 

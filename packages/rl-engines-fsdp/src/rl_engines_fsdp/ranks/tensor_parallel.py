@@ -75,12 +75,10 @@ def planned_modules(model: Any) -> list[tuple[str, Any, str]]:
     """
     plan = getattr(model, "tp_plan", None) or {}
     excluded = (model.get_input_embeddings(), model.get_output_embeddings())
+    # plans name fused experts as parameters
     planned = {
         name: (module, plan[_wildcard(name)])
-        for name, module in [
-            *model.named_modules(),
-            *model.named_parameters(),
-        ]  # fused experts are planned as parameters
+        for name, module in [*model.named_modules(), *model.named_parameters()]
         if _wildcard(name) in plan and not any(module is other for other in excluded)
     }
     for name, (module, style) in planned.items():

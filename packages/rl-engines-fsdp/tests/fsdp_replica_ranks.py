@@ -119,9 +119,8 @@ def publish_save_and_load(models: Path, expected: Path, out: Path, layout: Paral
     report["steps"] = [
         engine.train_batch(sequences_of_replica(make_batch(seed=s), engine), loss_fn, loss_weight_fn) for s in range(2)
     ]
-    engine.forward(
-        batch_of_all, logprobs_of
-    )  # must not leave gathered parameters that would be saved instead of the sharded ones
+    # must not leave gathered parameters that would be saved instead of the sharded ones
+    engine.forward(batch_of_all, logprobs_of)
     engine.version = 7
     engine.save(SaveLoadMeta(str(out / "state"), kind="state"))
     engine.save(SaveLoadMeta(str(out / "hf")))
@@ -185,9 +184,8 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
 def main(models: Path, expected: Path, out: Path, allocation: str, scenarios: str) -> None:
     layout = Allocation.parse(f"fsdp:{allocation}").component("actor").strategy
     families, *extra_scenarios = scenarios.split(";")
-    base_engine = make_engine(
-        str(models / "Llama"), strategy=layout
-    )  # keeps the process group alive for all other engines
+    # keeps the process group alive for all other engines
+    base_engine = make_engine(str(models / "Llama"), strategy=layout)
     report = {"numerics": numerics(models, expected, families.split(","), layout)}
     if "weights" in extra_scenarios:
         report["weights"] = publish_save_and_load(models, expected, out, layout)

@@ -157,7 +157,7 @@ def test_adapter_parameters_merge_to_full_parameters(model_path):
     assert [(spec.name, spec.shape, spec.dtype) for spec in engine.adapter_specs()] == [
         (name, tuple(tensor.shape), "float32") for name, tensor in matrices.items()
     ]
-    base.check(adapter)  # training does not change the base weights
+    base.check(adapter)  # the checksums are still those of the directory
     full_weights = weights_of(engine)
     assert adapter.base.keys() == full_weights.keys() > adapter.scales.keys()
     assert (len(matrices), len(adapter.scales), set(adapter.scales.values())) == (28, 14, {2.0})

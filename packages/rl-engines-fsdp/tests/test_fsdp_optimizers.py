@@ -202,9 +202,8 @@ def test_adamw8bit_without_torchao_names_the_extra(model_path, monkeypatch):
     [
         ("float32", "force_eager"),
         ("bfloat16", "force_eager"),
-        pytest.param(
-            "float32", "default", marks=pytest.mark.nightly
-        ),  # the default stance of users: compiled for each shape
+        # the default stance of users: compiled for each shape
+        pytest.param("float32", "default", marks=pytest.mark.nightly),
     ],
 )
 def test_adamw8bit_has_8_bit_state_and_learns_like_adamw(dtype, stance, tmp_path):

@@ -70,10 +70,8 @@ def test_fill_8_bit_tensor_from_plain_shard_quantizes(tmp_path):
 
 
 def test_fill_from_unknown_inner_tensors_is_rejected(tmp_path):
-    inner_tensors = {
-        "m#codes": torch.zeros(4, 256, dtype=torch.uint8),
-        "m#scale": torch.ones(4),
-    }  # 4-bit format: two elements per code
+    # 4-bit format: two elements per code
+    inner_tensors = {"m#codes": torch.zeros(4, 256, dtype=torch.uint8), "m#scale": torch.ones(4)}
     write_shards({name: Shard(tensor, (0, 0), SHAPE) for name, tensor in inner_tensors.items()}, tmp_path, 0)
 
     with pytest.raises(ValueError, match=r"cannot reshard .*#codes.*#scale"):

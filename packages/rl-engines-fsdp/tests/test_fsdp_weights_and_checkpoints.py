@@ -114,7 +114,7 @@ def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path):
 def test_save_into_nonempty_directory_is_rejected(model_path, tmp_path):
     (tmp_path / "file.txt").write_text("content")
 
-    with pytest.raises(ModelError, match="new directory"):
+    with pytest.raises(ModelError, match="empty directory"):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path)))
 
 

@@ -75,11 +75,11 @@ NOBODY = "launcher.options.address=127.0.0.1:1"
         (["launcher=ray", NOBODY, *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0"]),
         (
             ["launcher=slurm", TWO_NODES[0]],
-            ["1 core each (launcher.options.cores_per_node says how many a node has) on 2 nodes"],
+            ["1 core each (launcher.options.cores_per_node sets the number of cores per node) on 2 nodes"],
         ),
         (
             ["launcher=ray", NOBODY, TWO_NODES[0]],
-            ["1 core each (launcher.options.cores_per_node says how many a node has) on 2 nodes"],
+            ["1 core each (launcher.options.cores_per_node sets the number of cores per node) on 2 nodes"],
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Thin programs that wire the rl packages into GRPO and SFT pipelines."""
+"""Programs that connect the rl packages to GRPO and SFT pipelines."""
 
 from __future__ import annotations
 

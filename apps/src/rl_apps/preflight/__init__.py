@@ -1,1 +1,1 @@
-"""What cannot work, found before any process starts."""
+"""Preflight: checks of a run before any process starts."""

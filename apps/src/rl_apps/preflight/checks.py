@@ -1,4 +1,4 @@
-"""What cannot work, found before any process starts. What one config can see by itself, it refuses itself."""
+"""Preflight checks that combine several components. A config class checks its own settings itself."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["check_algorithm", "check_batch", "check_rollout", "check_rows"]
 MIB = 2**20
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
-"""Of a GPU's memory that servers may have where a trainer uses the same."""
+"""Maximum fraction of a GPU's memory for servers if a trainer uses the same GPU."""
 SERVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a parameter, by the dtype in which it is served."""
+"""Bytes per parameter, by served dtype."""
 FILES_BESIDE_REQUESTS = 200
-"""What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
+"""Open files of a trainer process besides its requests: modules, logs, shared memory, connections to other ranks."""
 
 
 def check_run(run: Run[Any]) -> None:
-    """Refuse what the train engine, the servers or the trackers cannot do.
+    """Check the run against the limits of trackers, train engine, servers and model.
 
     Raises:
-        ConfigError: names the settings.
+        ConfigError: with the setting that does not work.
     """
     load_trackers(run.config.trackers)
     engine = run.config.actor.engine
@@ -53,13 +53,13 @@ def check_run(run: Run[Any]) -> None:
         require(
             len(addresses) in (0, servers),
             "rollout.server.addresses",
-            f"{servers}, as many as the d of {run.layout.rollout} (or none, and they are started)",
+            f"{servers}, the d of {run.layout.rollout} (or none, to let the run start servers)",
             list(addresses),
         )
         require(
             not (addresses and run.config.rollout.port),
             "rollout.port with rollout.server.addresses",
-            "0, since the servers run already",
+            "0, because attached servers already have ports",
             run.config.rollout.port,
         )
         run.config.rollout.server.check(serve_spec(run))
@@ -70,41 +70,43 @@ def check_run(run: Run[Any]) -> None:
 
 
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
-    """Settle `publish.route=auto`: `shm` where the servers are on the machine of the trainers; else `disk` for an only
-    server that is started here, which could not come back over `broadcast`; else that.
+    """Resolve `publish.route=auto`.
+
+    The route is `shm` if servers and trainers are on one machine. Otherwise, it is `disk` for a single server that this
+    run starts, which could not rejoin over `broadcast` after a restart, and `broadcast` in all other cases.
 
     Raises:
-        ConfigError: a route that says so needs one machine, and the servers are elsewhere.
+        ConfigError: the route needs one machine, and servers and trainers are on several.
     """
     if layout.rollout is None or not isinstance(config, ServedConfig):
         return
     if addresses := attached(config, layout):
-        near = on_this_machine(addresses)
+        same_machine = on_this_machine(addresses)
         where = ", ".join(addresses)
     else:
-        near = devices.together(layout.rollout.name, layout.actor.name)
+        same_machine = devices.together(layout.rollout.name, layout.actor.name)
         where = ", ".join(f"{role} on {', '.join(sorted({*nodes}))}" for role, nodes in devices.places.items())
     if config.publish.route == "auto":
-        alone = layout.rollout.strategy.data == 1 and not addresses and not config.publish.host
-        config.publish.route = "shm" if near else "disk" if alone else "broadcast"
-    expected = f"broadcast, disk or auto where servers and trainers are on several machines ({where})"
-    require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
+        single = layout.rollout.strategy.data == 1 and not addresses and not config.publish.host
+        config.publish.route = "shm" if same_machine else "disk" if single else "broadcast"
+    expected = f"broadcast, disk or auto, because servers and trainers are on several machines ({where})"
+    require(same_machine or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
 
 
 def on_this_machine(addresses: Sequence[str]) -> bool:
-    """Whether all of these servers are on this machine, for nobody else."""
+    """Return whether all servers have loopback addresses of this machine."""
     return all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
 
 
 def warnings_for(run: Run[Any]) -> list[str]:
-    """What works and will probably disappoint, in sentences.
+    """Return warnings about settings that work but probably give poor results.
 
     Raises:
-        ConfigError: see `longest_row`; the canary does not fit; or this machine has too few files for the answers.
+        ConfigError: see `longest_row`; the canary does not fit; or the limit of open files is too low on this machine.
     """
-    config, found = run.config, []
+    config, warnings = run.config, []
     if isinstance(config, GRPOConfig):
-        found += _warn_file_limit(config, run.layout.actor.strategy.data)
+        warnings += _warn_file_limit(config, run.layout.actor.strategy.data)
     if run.layout.rollout is not None:
         _check_canary(run)
         _check_shared_memory(run)
@@ -114,15 +116,15 @@ def warnings_for(run: Run[Any]) -> list[str]:
         generations["rollout"] = config.rollout.generation
     for name, generation in generations.items():
         if generation.max_new_tokens >= limit:
-            found.append(
+            warnings.append(
                 f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} leaves no room for a "
                 f"prompt: both together have at most {limit} tokens (data.max_length, or the model's context)"
             )
-    return found
+    return warnings
 
 
 def _check_canary(run: Run[Any]) -> None:
-    """Refuse a canary for which the servers' context or the trainer's micro-batches have no room."""
+    """Reject a canary that does not fit into the servers' context or the trainer's micro-batches."""
     from rl_trainers.weight_sync.canary import TOKENS
 
     publish, server, tokens = run.config.publish, run.config.rollout.server, run.config.actor.micro_batch.max_tokens
@@ -130,18 +132,18 @@ def _check_canary(run: Run[Any]) -> None:
         context = getattr(server, "context_length", 0) or context_length(run.config.model.directory()) or tokens
         limits = {"the servers' context": context, "actor.micro_batch.max_tokens": tokens}
         name, room = min(limits.items(), key=lambda limit: limit[1])
-        fits = f"at most {room - TOKENS}, since {TOKENS} more must fit into {name}={room}"
+        fits = f"at most {room - TOKENS}, because {TOKENS} more must fit into {name}={room}"
         require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
 
 
 def _check_shared_memory(run: Run[Any]) -> None:
-    """Refuse `publish.route=shm` where /dev/shm of this machine has no room for two versions of the weights."""
+    """Reject `publish.route=shm` if /dev/shm of this machine has no room for two versions of the weights."""
     config = run.config
     adapters = getattr(getattr(config.actor.engine, "lora", None), "rank", 0) and config.publish.adapter != "never"
     if not memory_of(run) or config.launcher.kind != "local" or adapters:
         return
-    remedies = "give a container more (docker run --shm-size=8g), or set publish.route=disk or broadcast"
-    require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"to write to /dev/shm; {remedies}", "read-only")
+    remedies = "give the container more (docker run --shm-size=8g), or set publish.route=disk or broadcast"
+    require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"a writable /dev/shm; {remedies}", "read-only")
     dtype = getattr(config.actor.engine, "serve_dtype", "") or config.actor.dtype
     needed = 2 * parameters_in(config.model.directory()) * SERVED_BYTES[dtype]
     free = shutil.disk_usage("/dev/shm").free
@@ -150,23 +152,23 @@ def _check_shared_memory(run: Run[Any]) -> None:
 
 
 def _warn_file_limit(config: GRPOConfig, replicas: int) -> list[str]:
-    """A warning, where a trainer may not have a file open for each request that it makes at once.
+    """Return a warning if a trainer may exceed the limit of open files with its concurrent requests.
 
     Raises:
-        ConfigError: so it is on this machine, where the trainers will run.
+        ConfigError: the trainers run on this machine, so its limit is known to be too low.
     """
     rollout = config.rollout
     groups = (rollout.max_staleness + 1) * config.data.batch_size
     groups = min(groups, rollout.max_concurrent or groups)
-    beside = rollout.eval_concurrent + FILES_BESIDE_REQUESTS
-    needed, allowed = groups * rollout.group_size // replicas + beside, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    base = rollout.eval_concurrent + FILES_BESIDE_REQUESTS
+    needed, allowed = groups * rollout.group_size // replicas + base, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return []
     shortage = (
-        f"a trainer sends up to {needed - beside} concurrent requests and needs about {needed} open files; the limit "
-        f"is {allowed} (`ulimit -Hn`)"
+        f"a trainer sends up to {needed - base} concurrent requests and needs about {needed} open files; the "
+        f"limit is {allowed} (`ulimit -Hn`)"
     )
-    at_most = (allowed - beside) // rollout.group_size * replicas
+    at_most = (allowed - base) // rollout.group_size * replicas
     lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
     if config.launcher.kind == "local":
         raise ConfigError(f"rollout.max_concurrent: {shortage}. Raise the limit, or {lower}.")
@@ -174,25 +176,25 @@ def _warn_file_limit(config: GRPOConfig, replicas: int) -> list[str]:
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:
-    """The arithmetic of a step, in one sentence.
+    """Check the batch of a step and describe it in one sentence.
 
     Raises:
-        ConfigError: the prompts do not divide over the replicas, or the rows over the minibatches.
+        ConfigError: the prompts are not divisible by the replicas, or the sequences not by the minibatches.
     """
-    rows = prompts * group_size
+    sequences = prompts * group_size
     if prompts % replicas:
         raise ConfigError(
-            f"data.batch_size={prompts} does not divide over {replicas} data-parallel replicas "
-            f"({prompts} / {replicas} = {prompts / replicas:g}); use {_near(prompts, replicas)}."
+            f"data.batch_size={prompts} must be divisible by the {replicas} data-parallel replicas; "
+            f"use {_near(prompts, replicas)}."
         )
-    if rows % minibatches:
+    if sequences % minibatches:
         raise ConfigError(
-            f"data.batch_size={prompts} x rollout.group_size={group_size} = {rows} rows do not divide into "
-            f"actor.minibatches={minibatches} ({rows / minibatches:g} each); use a number that divides {rows}."
+            f"data.batch_size={prompts} x rollout.group_size={group_size} = {sequences} sequences must be divisible by "
+            f"actor.minibatches={minibatches}; use a divisor of {sequences}."
         )
     return (
-        f"{prompts} prompts x {group_size} answers = {rows} rows a step, {minibatches} minibatch(es) of "
-        f"{rows // minibatches}, {prompts // replicas} prompts a step from each of {replicas} replica(s)"
+        f"{prompts} prompts x {group_size} completions = {sequences} sequences per step, {minibatches} minibatch(es) "
+        f"of {sequences // minibatches}, {prompts // replicas} prompts per step from each of {replicas} replica(s)"
     )
 
 
@@ -202,36 +204,37 @@ def _near(prompts: int, replicas: int) -> str:
 
 
 def check_rollout(run: Run[Any]) -> None:
-    """Refuse workflows and rewards that are not installed, and a route of weights that this allocation cannot have.
+    """Check that workflow and reward are installed, and that the allocation supports the route of weights.
 
     Raises:
-        ConfigError: names the settings.
+        ConfigError: with the setting that does not work.
     """
     check_chat_template(run)
     settings, layout = run.config.rollout, run.layout
     workflow, reward = registry.load("rl.workflows", settings.workflow), registry.load("rl.rewards", settings.reward)
     kinds = (RolloutWorkflow, AgentWorkflow, Environment)
     fits = issubclass(workflow, kinds) if isinstance(workflow, type) else callable(workflow)
-    named = ", ".join(kind.__name__ for kind in kinds)
-    require(fits, "rollout.workflow", f"a class derived from one of {named} (rl_contracts.workflow)", settings.workflow)
+    names = ", ".join(kind.__name__ for kind in kinds)
+    require(fits, "rollout.workflow", f"a class derived from one of {names} (rl_contracts.workflow)", settings.workflow)
     require(callable(reward), "rollout.reward", f"a function, not a {type(reward).__name__}", settings.reward)
-    together = layout.shared and run.device == "cuda"
+    share_gpu = layout.shared and run.device == "cuda"
     require(
-        run.config.publish.route != "ipc" or (together and layout.actor.world_size == 1),
+        run.config.publish.route != "ipc" or (share_gpu and layout.actor.world_size == 1),
         f"publish.route with allocation={run.config.allocation}",
-        "shm on one host, or broadcast: ipc is for a trainer and a server on one GPU (such as `vllm:d1|fsdp:d1`)",
+        "shm on one host, or broadcast: ipc needs one trainer and one server on one GPU (such as `vllm:d1|fsdp:d1`)",
         run.config.publish.route,
     )
-    share = getattr(settings.server, "memory_share", 0.0)
+    memory_share = getattr(settings.server, "memory_share", 0.0)
     expected = f"at most {LARGEST_SHARE:g}, so that the trainer has room on the same GPU"
-    require(not together or share <= LARGEST_SHARE, "rollout.server.memory_share", expected, share)
+    require(not share_gpu or memory_share <= LARGEST_SHARE, "rollout.server.memory_share", expected, memory_share)
 
 
 def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
-    """Refuse parts that are not installed or cannot be composed; what else is loaded, in words.
+    """Check the components of the algorithm and return a sentence for each further model that is loaded.
 
     Raises:
-        ConfigError: a part of the algorithm, its constants, or what the engine of another model cannot do.
+        ConfigError: a component is not installed, its constants are invalid, or the engine of another model does not
+            support it.
     """
     from rl_trainers.algorithms.objective import make_policy_loss
 
@@ -244,28 +247,28 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
     ):
         if needed:
             model.engine.check(run.layout.actor.strategy, replace(spec, device=run.device))
-            lines.append(f"a {name} beside the policy, from {spec.model_path}")
+            lines.append(f"a {name} besides the policy, from {spec.model_path}")
     return lines
 
 
 def check_rows(run: Run[Any], form: str) -> list[str]:
-    """The checks of commands that learn from the rows of a data set: one optimizer step per batch, no servers needed.
+    """Check a command that learns from examples: one optimizer step per batch, no servers needed.
 
     Args:
-        form: what a row is to be, see `load_rows`.
+        form: form of the examples, see `load_rows`.
 
     Returns:
-        the arithmetic of the run, for the one who started it.
+        A sentence about batch size and steps of the run.
 
     Raises:
-        ConfigError: a setting asks for what these commands do not do, or the batch does not divide.
-        DataError: data cannot be used.
+        ConfigError: a setting is not supported by these commands, or the batch size is not divisible.
+        DataError: the data cannot be used.
     """
     config = run.config
     require(
         config.actor.minibatches == 1,
         "actor.minibatches",
-        "1: a batch of rows is one optimizer step here; set data.batch_size to the size of a step",
+        "1: each batch is one optimizer step here; set data.batch_size to the size of a step",
         config.actor.minibatches,
     )
     check_chat_template(run)
@@ -273,5 +276,5 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
     if config.evaluation.rows:
         load_rows(config.data, "test", form, config.seed)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
-    what = "pairs" if form == "pairs" else "rows"
-    return [f"{config.data.batch_size} of {len(rows)} {what} a step, {config.total_steps} steps"]
+    unit = "pairs" if form == "pairs" else "examples"
+    return [f"{config.data.batch_size} of {len(rows)} {unit} per step, {config.total_steps} steps"]

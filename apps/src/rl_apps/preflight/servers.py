@@ -1,4 +1,4 @@
-"""Servers, looked at before a run counts on them: the program of those that it starts, and those that run already."""
+"""Checks of servers before a run: the program of servers to start, and servers that already run."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from rl_contracts.models.directory import vocabulary_size
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 IMPORT_SECONDS = 600.0
-"""For a server's module to be imported; a cold disk and a busy machine take minutes."""
+"""Seconds for the import of a server's module, which takes minutes with a cold disk or on a busy machine."""
 
 FLAT = 1e4
-"""A temperature at which every token is as likely as any other."""
+"""Sampling temperature at which all tokens are equally likely."""
 FLAT_TOLERANCE = 0.1
-"""Nats by which its log-probs may be off then: logits that are a hundred apart make a hundredth of one."""
+"""Tolerance of log-probs at that temperature, in nats. A logit difference of 100 makes a difference of 0.01."""
 
 SENTENCE = 400
-"""Characters of what a server says; others answer with a page."""
+"""Maximum length of a quoted server message, in characters; some servers reply with a page."""
 
-_LOOK = """
+_PROBE_PROGRAM = """
 import importlib, importlib.metadata, json, sys
 found, problem = {}, ""
 for name in sys.argv[2:]:
@@ -55,14 +55,13 @@ print(json.dumps(["%d.%d.%d" % sys.version_info[:3], found, problem]))
 
 
 def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) -> None:
-    """Refuse an interpreter that is not there, or has no such server of a version that will do; where the run starts
-    servers.
+    """Check the Python interpreter of the servers that the run starts: it exists and has a supported version of them.
 
     Args:
-        say: told what takes seconds.
+        say: called with messages on steps that take seconds.
 
     Raises:
-        ConfigError: says what was looked for, what there is, and the remedy.
+        ConfigError: with what was expected, what was found, and the remedy.
     """
     starts = run.layout.rollout is not None and not attached(run.config, run.layout)
     if starts and (program := run.config.rollout.server.program()) is not None:
@@ -71,58 +70,59 @@ def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) ->
 
 
 def check_interpreter(program: ServerProgram) -> None:
-    """Run the interpreter of a kind of server, and see what it has.
+    """Run the interpreter of a kind of server, and check the installed packages and the import.
 
     Raises:
         ConfigError: see `check_program`.
     """
     where = f"rollout.server.python={program.python}" if program.python else f"the servers' Python, {sys.executable}"
-    python, found, problem = _probe_interpreter(program, where)
+    python, versions, problem = _probe_interpreter(program, where)
     expected = f"{where} (Python {python}): expected {program.describe_requirements}"
-    if not found:
+    if not versions:
         raise ConfigError(f"{expected}, found no such package. {program.remedy}")
-    (name, version), *_ = found.items()
+    (name, version), *_ = versions.items()
     if not program.accepts(version):
         raise ConfigError(f"{expected}, found {name} {version}. {program.remedy}")
     if problem:
         raise ConfigError(
-            f"{expected} that can be imported, found {name} {version}, of which `import {program.module}` ends with "
+            f"{expected} that can be imported, found {name} {version}, whose `import {program.module}` fails with "
             f"{problem}. {program.remedy}"
         )
 
 
 def _probe_interpreter(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]:
-    """Ask the interpreter: its version, versions of what is installed, and what is wrong with the import."""
-    own = {} if program.python else dict(os.environ)  # where modules of this interpreter lie is nothing to another
-    environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **own, **program.env}
-    command = [program.python or sys.executable, "-c", _LOOK, program.module, *program.distributions]
+    """Run the interpreter and return its Python version, versions of installed packages, and the import error or ""."""
+    # module paths of this interpreter are not valid for another one
+    inherited = {} if program.python else dict(os.environ)
+    environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **inherited, **program.env}
+    command = [program.python or sys.executable, "-c", _PROBE_PROGRAM, program.module, *program.distributions]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS)
-        python, found, problem = json.loads(done.stdout.splitlines()[-1])
+        python, versions, problem = json.loads(done.stdout.splitlines()[-1])
     except OSError as error:
         raise ConfigError(f"{where}: expected a Python interpreter, found {error}. {program.remedy}") from error
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{where}: expected `import {program.module}` within {IMPORT_SECONDS:g} s, found that it hangs."
+            f"{where}: expected `import {program.module}` within {IMPORT_SECONDS:g} s, found a hanging import."
         ) from None
     except (IndexError, ValueError):
         output = (done.stderr or done.stdout).strip().splitlines()
-        last = output[-1] if output else "nothing said"
+        last = output[-1] if output else "no output"
         raise ConfigError(
             f"{where}: expected a Python interpreter that imports {program.module}, found exit code {done.returncode}: "
             f"{last}. {program.remedy}"
         ) from None
-    return python, found, problem
+    return python, versions, problem
 
 
 def check_attached(run: Run[Any], first_version: int) -> None:
-    """Refuse servers that run already and that this run cannot use; nothing where it starts its own.
+    """Check the attached servers of a run: kind, model, version and log-probs. Does nothing if the run starts its own.
 
     Args:
-        first_version: of the weights that the run puts on them at its start, at most.
+        first_version: highest version that the run may publish at its start.
 
     Raises:
-        ConfigError: names the first one, what is wrong with it, and the command that would be right.
+        ConfigError: with the first unusable server, the reason, and the correct command.
     """
 
     for index, address in enumerate(attached(run.config, run.layout)):
@@ -138,15 +138,15 @@ def check_attached(run: Run[Any], first_version: int) -> None:
 
 
 async def _probe_server(run: Run[Any], address: str, first_version: int) -> None:
-    """Ask one server what it is, and let it generate a few tokens.
+    """Ask one server for its description, and let it generate a few tokens.
 
     Raises:
-        InferenceError: it will not do; in words that go on a sentence about it.
+        InferenceError: the server cannot be used; the message completes a sentence about the server.
     """
     assert run.layout.rollout is not None
-    made = registry.load("rl.inference_engines", run.layout.rollout.backend)
+    engine_class = registry.load("rl.inference_engines", run.layout.rollout.backend)
     settings, spec = run.config.rollout, serve_spec(run)
-    client = made(settings.server, spec, replace(settings.client, rejoin_timeout=0.0, probe_interval=0.0))
+    client = engine_class(settings.server, spec, replace(settings.client, rejoin_timeout=0.0, probe_interval=0.0))
     client.initialize([address], os.environ.get(RUN_KEY_VARIABLE, ""))
     try:
         for server in client.servers:
@@ -166,16 +166,17 @@ def _check_description(description: ServedModel, run: Run[Any], first_version: i
     if description.version > first_version:
         raise InferenceError(
             f"it serves version {description.version} of another run's weights, and this run begins with version "
-            f"{first_version} (start it anew)"
+            f"{first_version}; restart it"
         )
 
 
 def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
-    """Whether log-probs of tokens that were sampled at the temperature `FLAT` are those of logits / temperature over
-    the whole vocabulary: all the same then, -log(vocabulary).
+    """Check that log-probs of tokens sampled at temperature `FLAT` are those of logits / temperature.
+
+    Over the whole vocabulary, they must then all be -log(vocabulary).
 
     Raises:
-        InferenceError: they are not.
+        InferenceError: the log-probs are raw, or only of a part of the vocabulary.
     """
     least, most = min(logprobs), max(logprobs)
     expected = -math.log(vocabulary) if vocabulary else most
@@ -186,16 +187,16 @@ def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
         )
     if abs(most - expected) > FLAT_TOLERANCE:
         raise InferenceError(
-            f"its log-probs are those of a part of the vocabulary, by a top-k or top-p of its own: at temperature "
+            f"its log-probs are those of a part of the vocabulary, due to its top-k or top-p: at temperature "
             f"{FLAT:g} expected {expected:.2f} for every token of {vocabulary}, found {most:.2f}"
         )
 
 
 def command_of(run: Run[Any], address: str, index: int = 0) -> str:
-    """How this run would have started a server, for whoever starts it by hand."""
-    job, at = server_job(run), urlsplit(address)
+    """Return the command with which this run would have started a server, for starting it manually."""
+    job, url = server_job(run), urlsplit(address)
     words = [
-        text.replace("{index}", str(index)).replace("{host}", at.hostname or "").replace("{port}", str(at.port or 80))
+        text.replace("{index}", str(index)).replace("{host}", url.hostname or "").replace("{port}", str(url.port or 80))
         for text in (*(f"{name}={value}" for name, value in job.env.items()), *job.command)
     ]
     return shlex.join(words)

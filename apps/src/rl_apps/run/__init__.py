@@ -1,1 +1,1 @@
-"""A run: app, trainer process, components, directory, summary."""
+"""One run: app, trainer process, components, directory, summary."""

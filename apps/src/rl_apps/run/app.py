@@ -1,8 +1,8 @@
-"""What an app is: the few things that make a command out of a training program, wherever it lives.
+"""Definition of an app: what turns a training program into a command.
 
-`rl run my_package.my_app:APP` runs one, `rl run NAME` one that is installed in the entry-point group `rl.apps`. The
-driver gives it its whole life: composing and checking the config, the dry run, servers and trainers under any
-scheduler, the progress, going on after a stop, and the last lines.
+`rl run my_package.my_app:APP` runs an app by its dotted path. `rl run NAME` runs one that is installed in the
+entry-point group `rl.apps`. The driver provides everything else: composing and checking the config, the dry run,
+servers and trainers under any scheduler, progress output, resuming after a stop, and the final summary.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["App", "Run"]
 
 @dataclass(frozen=True)
 class Run[C: RunConfig]:
-    """One run: what its checks, its launcher and its trainers know of it."""
+    """One run, as seen by its checks, its launcher and its trainers."""
 
     config: C
-    """Its settings."""
+    """Settings of the run."""
     layout: Layout
-    """Its trainers and servers."""
+    """Trainer and servers of the run."""
     directory: Path
-    """Where it keeps its files."""
+    """Run directory."""
     device: str
-    """Where it computes: `cpu` or `cuda`."""
+    """Device of the models: `cpu` or `cuda`."""
     servers: tuple[str, ...] = ()
-    """Addresses of the inference servers; known to trainers."""
+    """Addresses of the inference servers; only set in trainer processes."""
 
     @property
     def tokenizer(self) -> str:
-        """Directory of its tokenizer: the model's, or one of the run where a chat template is given."""
+        """Directory of the tokenizer: that of the model, or one in the run directory if a chat template is set."""
         model = self.config.model
         return str(self.directory / "tokenizer") if model.chat_template else model.directory()
 
@@ -51,52 +51,52 @@ class App:
     """One command. Checks run before any process starts; `train` runs in every trainer process."""
 
     name: str
-    """Of the command, for messages."""
+    """Name of the command, for messages."""
     title: str
     """One line for `--help`."""
     schema: type[RunConfig]
-    """Its settings."""
+    """Config class with the settings of the command."""
     train: Callable[[Run[Any]], None]
-    """The work of one trainer process."""
+    """Function that does the work of one trainer process."""
     check: Callable[[Run[Any]], list[str]]
-    """Raises what is wrong with the data, the algorithm or the batch; returns the arithmetic of a step in sentences."""
+    """Function that checks data, algorithm and batch: raises an error, or returns sentences about a step's batch."""
     defaults: Path | None = None
-    """YAML file laid over the schema; presets may lie in folders beside it."""
+    """YAML file merged over the schema. Presets may be in folders beside it."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Settings without a sensible default, empty unless the user says them, each with what it may be."""
+    """Settings without a sensible default, which the user must set, each with its possible values."""
     rejected: tuple[str, ...] = ()
-    """Settings that `check` always refuses; `--help` leaves them out."""
+    """Settings that `check` always rejects; `--help` omits them."""
     servers: str = "required"
     """Whether inference servers are `required`, `optional` or `refused`."""
     measure: Callable[[Run[Any]], list[str]] = lambda run: []
-    """Looks at the rows with the tokenizer of the run's model, once that is there and before a process starts. Raises
-    what cannot be used; returns what to tell. See `rl_apps.run.sequence_lengths.measure_rows`."""
+    """Function that checks the examples with the tokenizer of the model, before any process starts. It raises errors,
+    or returns messages for the user. See `rl_apps.run.sequence_lengths.measure_rows`."""
     form: str = "rl"
-    """In which its data is read, see `rl_apps.settings.data.load_rows`; a model that is made on the spot is made for
-    it."""
+    """Form in which the data is read, see `rl_apps.settings.data.load_rows`. A model that the command builds is built
+    for this form."""
     warm_up: bool = True
     """Whether the embedded model of the generated data is warmed up before the first step."""
     lessons: str = "answers"
-    """What that warm-up shows: worked `answers`, conversations of several `turns`, or calls of `tools`; see
+    """Content of that warm-up: worked `answers`, conversations of several `turns`, or calls of `tools`. See
     `rl_apps.embedded.curriculum`."""
     columns: dict[str, tuple[str, str]] = field(default_factory=lambda: GRPO_COLUMNS)
-    """What a step's line shows: label to (name in metrics.jsonl, format)."""
+    """Columns of a step's progress line: label to (name in metrics.jsonl, format)."""
     summary: Callable[[Any, Path], list[str]] = closing.after_any
-    """`(config, run directory) -> lines`: what was learned, and what to try next."""
+    """Function `(config, run directory) -> lines` that returns the final summary and a suggested next command."""
 
     def config(self, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
-        """A config of this app: its defaults, then a file, then `key=value`. See `rl_apps.settings.compose.compose`."""
+        """Return a config of this app from its defaults, a file and `key=value`. See `rl_apps.settings.compose`."""
         return compose(self.schema, [path for path in (self.defaults, file) if path is not None], overrides)
 
     def require_settings(self, config: Any) -> None:
-        """Ask for what has no sensible default. (Data sets other than `chat` know where their rows are.)
+        """Require the settings that have no sensible default. Only the data set `chat` needs `data.path`.
 
         Raises:
-            ConfigError: names all that was not said.
+            ConfigError: with all missing settings.
         """
-        left = {key: what for key, what in self.required.items() if not attrgetter(key)(config)}
+        missing = {key: values for key, values in self.required.items() if not attrgetter(key)(config)}
         if config.data.name != CHAT:
-            left.pop("data.path", None)
-        if left:
-            asked = "; ".join(f"{key}=... ({what})" for key, what in left.items())
-            raise ConfigError(f"{self.name} needs {asked}. `{self.name} --help` lists what else there is.")
+            missing.pop("data.path", None)
+        if missing:
+            settings = "; ".join(f"{key}=... ({values})" for key, values in missing.items())
+            raise ConfigError(f"{self.name} needs {settings}. `{self.name} --help` lists all settings.")

@@ -1,4 +1,4 @@
-"""The chat template of a run's model: its own, one in a file, or a plain one for base models."""
+"""Chat template of the model of a run: its own, one in a file, or a plain one for base models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
 
 PLAIN = "plain"
-"""Stands for our template: `User: ...` and `Assistant: ...`, each answer closed by the end-of-text token, after the
-beginning-of-text token if the tokenizer adds one to a text."""
+"""Value of `model.chat_template` for the built-in template: `User: ...` and `Assistant: ...`. The end-of-text token
+closes each completion, and the text begins with the beginning-of-text token if the tokenizer adds one."""
 
 
 def check_chat_template(run: Run[Any]) -> None:
-    """Refuse a model without a chat template, where none is given.
+    """Reject a model without a chat template if `model.chat_template` is empty.
 
     Raises:
-        ConfigError: says how to give one.
+        ConfigError: with the ways to set one.
     """
     model, directory = run.config.model, Path(run.config.model.directory())
     if model.chat_template or not directory.is_dir():
-        _given(model)
+        _read_template(model)
         return
     settings = directory / "tokenizer_config.json"
     own = settings.exists() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def check_chat_template(run: Run[Any]) -> None:
 
 
 def read_tokenizer(directory: str | Path) -> Any:
-    """The Hugging Face tokenizer in a directory.
+    """Load the Hugging Face tokenizer in a directory.
 
     Raises:
         ModelError: it cannot be read.
@@ -50,7 +50,7 @@ def read_tokenizer(directory: str | Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # whatever its files make of the library that reads them: told in one sentence
+    except Exception as error:  # the type depends on the library that reads the files
         raise ModelError(
             f"the tokenizer in {directory} (tokenizer.json, tokenizer_config.json) cannot be read: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Copy or download it again."
@@ -58,21 +58,21 @@ def read_tokenizer(directory: str | Path) -> Any:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The Hugging Face tokenizer of a model, with the template that is given.
+    """Load the tokenizer of a model, with the configured chat template.
 
     Raises:
         ModelError: it cannot be read.
-        ConfigError: the template cannot.
+        ConfigError: the template cannot be read.
     """
     tokenizer = read_tokenizer(model.directory())
     if model.chat_template:
         bos = "{{- bos_token -}}" if model.chat_template == PLAIN and adds_bos(tokenizer) else ""
-        tokenizer.chat_template = bos + _given(model)
+        tokenizer.chat_template = bos + _read_template(model)
     return tokenizer
 
 
 def save_tokenizer(model: ModelConfig, directory: str | Path) -> None:
-    """Save a model's tokenizer with the template that is given, and the end tokens of its `generation_config.json`.
+    """Save a model's tokenizer with the configured template, and the end tokens of its `generation_config.json`.
 
     Raises:
         ModelError, ConfigError: see `load_tokenizer`.
@@ -83,8 +83,8 @@ def save_tokenizer(model: ModelConfig, directory: str | Path) -> None:
         shutil.copy2(generation, directory)
 
 
-def _given(model: ModelConfig) -> str:
-    """The template that a config gives."""
+def _read_template(model: ModelConfig) -> str:
+    """Return the text of the configured template."""
     plain = model.chat_template in ("", PLAIN)
     file = CONF / "plain.jinja" if plain else Path(model.chat_template).expanduser()
     require(file.is_file(), "model.chat_template", f"{PLAIN}, or a file with a Jinja template", str(file))
@@ -92,5 +92,5 @@ def _given(model: ModelConfig) -> str:
         return file.read_text(encoding="utf-8")
     except ValueError as error:
         raise ConfigError(
-            f"model.chat_template={file}: expected text in UTF-8, found {error}. Save it as that."
+            f"model.chat_template={file}: expected text in UTF-8, found {error}. Save the file as UTF-8."
         ) from error

@@ -1,4 +1,4 @@
-"""The directory of a run: one command at a time, what was run in it before, and where the next command goes on."""
+"""The run directory: a lock for one command at a time, the previous run in it, and where the next command resumes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, NAMES, flatten
 from rl_trainers.recovery.lookup import has_no_finished_step, resumed_step
 
 TRAINERS_LOCK = "trainers.lock"
-"""File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
+"""Lock file of the trainers. If a command is killed, its trainers keep running until they are stopped."""
 
 TRAINERS_END = 10.0
-"""Seconds that a command waits for the trainers of the one before. Those of a local one that was killed take 6.5 at
-most: the keeper notices, asks them to end, and kills them. On the nodes of a cluster that begins when an agent has not
-heard of the launcher for `heartbeat_timeout`, which is waited for as well."""
+"""Seconds that a command waits for the trainers of the previous one.
+
+Trainers of a local command that was killed take up to 6.5 s: the reaper notices, asks them to stop, and kills them. On
+the nodes of a cluster, this starts `heartbeat_timeout` after the last signal of the launcher, which is added.
+"""
 
 RECENT = 20
-"""Records of which the usual seconds of a step are the median."""
+"""Number of newest records for the median duration of a step."""
 
 
 @contextmanager
 def lock_run_directory(directory: Path) -> Iterator[None]:
-    """Hold a run directory, made where it is missing, for this process. One in which nothing was done goes again.
+    """Hold the lock of a run directory, and create it if missing. A new directory without results is removed again.
 
     Raises:
-        ConfigError: another process holds it, trainers of a command that is gone do not end, or it cannot be written.
+        ConfigError: another process holds the lock, trainers of an earlier command keep running, or the directory
+            cannot be written.
     """
     lock, fresh = directory / "lock", not directory.exists()
     try:
@@ -54,13 +57,13 @@ def lock_run_directory(directory: Path) -> Iterator[None]:
             f"run_dir={directory}: expected a directory that can be written, found: {error}. Choose another run_dir."
         ) from error
     with file:
-        if not _locked(file):
+        if not _try_lock(file):
             raise ConfigError(
                 f"run_dir={directory} is in use by process {_holders(file)}. Wait for its end, stop it, or choose "
                 "another run_dir."
             )
         file.truncate(0)
-        _sign(file)
+        _write_holder(file)
         try:
             _await_trainers(directory)
             yield
@@ -71,23 +74,27 @@ def lock_run_directory(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def held_by_trainer(directory: Path) -> Iterator[None]:
-    """Keep commands out of a run directory while this trainer works, also when its own command is gone."""
+    """Keep commands out of a run directory while this trainer works, even after its own command is gone."""
     with (directory / TRAINERS_LOCK).open("a+") as file:
-        _locked(file, fcntl.LOCK_SH)
-        _sign(file)
+        _try_lock(file, fcntl.LOCK_SH)
+        _write_holder(file)
         yield
 
 
 def _await_trainers(directory: Path) -> None:
-    """Return when no trainer of an earlier command works in a directory any more."""
+    """Return when no trainer of an earlier command works in a directory.
+
+    Raises:
+        ConfigError: trainers are still running after the timeout.
+    """
     if not (directory / TRAINERS_LOCK).exists():
         return
     config = directory / "config.yaml"
-    settings = flatten(read_config(config)) if config.exists() else {}  # those of the earlier command
+    settings = flatten(read_config(config)) if config.exists() else {}  # of the earlier command
     seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
     with (directory / TRAINERS_LOCK).open("a+") as file:
         deadline, announced = time.monotonic() + seconds, False
-        while not _locked(file):
+        while not _try_lock(file):
             who = f"trainers of an earlier command: process {_holders(file)}"
             if time.monotonic() > deadline:
                 raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
@@ -98,19 +105,19 @@ def _await_trainers(directory: Path) -> None:
         file.truncate(0)
 
 
-def _locked(file: IO[str], how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
-    """Whether nobody else holds a file, which this process then does until it closes it."""
+def _try_lock(file: IO[str], operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
+    """Lock a file until it is closed, and return whether that succeeded; false if another process holds the lock."""
     try:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # a file system without locks: there is nothing to hold
+        pass  # the file system has no locks
     return True
 
 
-def _sign(file: IO[str]) -> None:
-    """Add this process to those that hold a file."""
+def _write_holder(file: IO[str]) -> None:
+    """Append this process to the holders of a lock file."""
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
 
@@ -122,25 +129,25 @@ def _holders(file: IO[str]) -> str:
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What was run in a directory before."""
+    """The run that a directory already contains."""
 
     step: int = 0
-    """After which a command goes on; 0: it begins."""
+    """Step after which a command resumes; 0: from the beginning."""
     finished: bool = False
-    """Whether there is nothing left to do for the command."""
+    """Whether the command has nothing left to do."""
     changes: tuple[str, ...] = ()
-    """Settings that differ from those of before, in words."""
+    """Settings that differ from those of the previous run, one sentence each."""
 
 
 def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
-    """Look at what is in the directory of a run.
+    """Return the state of the run in a directory.
 
     Args:
-        start: step of the recovery checkpoint that `resume_from` names; 0: the newest one counts.
+        start: step of the recovery checkpoint that `resume_from` names; 0: use the newest one.
 
     Raises:
-        ConfigError: it holds a run that this command cannot go on with: of another kind, of another seed, without a
-            recover point, or with a `config.yaml` that cannot be read.
+        ConfigError: this command cannot resume the run: another kind of run, another seed, no recovery checkpoint, or a
+            `config.yaml` that cannot be read.
     """
     config, directory = run.config, run.directory
     if not (directory / "metrics.jsonl").exists():
@@ -149,20 +156,20 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
     resumes = bool(step or has_no_finished_step(directory) or (config.recover.regular and config.recover.resume))
     file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
     before = read_config(file) if file.exists() else now
-    if other := ({*before} ^ {*now}) - {"resume_from"}:  # which runs of earlier commits do not have
+    if different := ({*before} ^ {*now}) - {"resume_from"}:  # runs of earlier versions do not have this setting
         raise ConfigError(
             f"run_dir={directory} holds a run of another kind: only one of the two has the settings "
-            f"{', '.join(sorted(other))}. Choose another run_dir, or the command of that run."
+            f"{', '.join(sorted(different))}. Choose another run_dir, or the command of that run."
         )
     new, old = flatten(now), flatten(before)
-    found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(LOCATION_SETTINGS)]
-    if "seed" in found:
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(LOCATION_SETTINGS)]
+    if "seed" in changed:
         raise ConfigError(
-            f"seed: expected {old.get('seed')}, that of the run in {directory}, found {config.seed}; give that one, or "
+            f"seed: expected {old.get('seed')}, that of the run in {directory}, found {config.seed}; use that seed, or "
             "choose another run_dir for a new run."
         )
-    ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
-    if ended and not start and (step or not found) and "total_epochs" not in found:
+    finished = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
+    if finished and not start and (step or not changed) and "total_epochs" not in changed:
         return PreviousRun(finished=True)
     if not resumes or not (step or (file.exists() and can_begin_again(directory, old))):
         raise ConfigError(
@@ -170,43 +177,44 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
             "or recover.resume=false. Choose another trial=<name> or run_dir=<directory>; "
             "recover.every_minutes=10 saves recovery checkpoints."
         )
-    changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in found)
+    changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in changed)
     return PreviousRun(step, changes=tuple(changes))
 
 
 def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a run without a recovery checkpoint can start again at step 1. Not where it has finished, or took
-    steps and was not to save any: they would be lost.
+    """Return whether a run without a recovery checkpoint can start again at step 1.
+
+    It cannot if it has finished, or if it took steps and does not save recovery checkpoints: the steps would be lost.
 
     Args:
-        settings: of the run, by dotted name.
+        settings: settings of the run, by dotted name.
     """
     saves = any(settings.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
     return (saves or has_no_finished_step(directory)) and not (directory / FINISHED).exists()
 
 
 def check_started_from(run: Run[Any]) -> None:
-    """Refuse to go on with a run that began with another kind of model.
+    """Reject resuming a run that started with another kind of model.
 
     Raises:
-        ConfigError: its architecture or size was another.
+        ConfigError: architecture or size of the model differ.
     """
     file, new = run.directory / "config.yaml", run.config.model
     before = read_config(file).get("model", {}) if file.exists() else {}
     old = ModelConfig(str(before.get("path", "")), directories=dict(before.get("directories", {})))
-    there = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
+    configs_exist = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
     expected = (
         f"a model like {old.path}, with which the run in {run.directory} began; choose another run_dir for this one"
     )
-    require(not there or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
+    require(not configs_exist or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 
 def leftover_files(directory: Path) -> list[str]:
-    """A note where a new run's directory holds files that are no run's, such as data."""
-    found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", NAMES, "slurm"}
-    if not found or (directory / "config.yaml").exists():
+    """Return a warning if the directory of a new run contains files that belong to no run, such as data."""
+    files = {entry.name for entry in directory.iterdir()} - {"lock", "logs", NAMES, "slurm"}
+    if not files or (directory / "config.yaml").exists():
         return []
-    return [f"warning: this directory contains other files ({', '.join(sorted(found)[:3])}); the run adds its own"]
+    return [f"warning: this directory contains other files ({', '.join(sorted(files)[:3])}); the run adds its own"]
 
 
 def resumption(directory: Path) -> str:
@@ -226,7 +234,7 @@ def step_seconds(directory: Path) -> float:
 
 
 def write_config(run: Run[Any]) -> None:
-    """Write `config.yaml`. One that was there and said something else stays beside it, as `config-<number>.yaml`."""
+    """Write `config.yaml`. A different earlier version is kept beside it as `config-<number>.yaml`."""
     file, text = run.directory / "config.yaml", to_yaml(run.config)
     if file.exists() and file.read_text(encoding="utf-8") != text:
         shutil.copy(file, file.with_name(f"config-{len([*run.directory.glob('config-*.yaml')]) + 1}.yaml"))

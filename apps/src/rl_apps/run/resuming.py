@@ -1,4 +1,4 @@
-"""`resume_from`: the recovery checkpoint that a run starts from, one of its own or of another run."""
+"""`resume_from`: the recovery checkpoint from which a run starts, its own or that of another run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from rl_trainers.run_log.background_writes import remove
 
 
 def named_point(run: Run[Any]) -> Path | None:
-    """Return the recovery checkpoint that `resume_from` names; None where it is empty, or where this run started from
-    it before: the same command continues after its newest one.
+    """Return the recovery checkpoint that `resume_from` names.
+
+    Returns:
+        None if `resume_from` is empty, or if this run already started from it: the same command then resumes from its
+        newest recovery checkpoint.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it is another run's and this directory holds a run.
+        ConfigError: there is no such checkpoint, it is damaged, or it belongs to another run and this directory already
+            holds a run.
     """
-    wanted, directory = run.config.resume_from, run.directory
+    name, directory = run.config.resume_from, run.directory
     file, holds_run = directory / "config.yaml", (directory / "metrics.jsonl").exists()
-    if not wanted or (holds_run and file.exists() and read_config(file).get("resume_from") == wanted):
+    if not name or (holds_run and file.exists() and read_config(file).get("resume_from") == name):
         return None
-    require(run.config.recover.resume, "recover.resume", f"true, as resume_from={wanted} needs", False)
-    point = _found(wanted, directory)
+    require(run.config.recover.resume, "recover.resume", f"true, as resume_from={name} needs", False)
+    point = _resolve(name, directory)
     if fault := find_damage(point):
-        there = ", ".join(map(str, recovery_checkpoint_steps(point.parent.parent))) or "none"
+        steps = ", ".join(map(str, recovery_checkpoint_steps(point.parent.parent))) or "none"
         raise ConfigError(
-            f"resume_from={wanted}: {point} is no recovery checkpoint ({fault}); steps in that run: {there}. "
+            f"resume_from={name}: {point} is no recovery checkpoint ({fault}); steps in that run: {steps}. "
             "Choose one of them, a run directory, or RUN/recover/step_N."
         )
     if holds_run and point.parent.resolve() != (directory / "recover").resolve():
         raise ConfigError(
-            f"resume_from={wanted} starts a new run, but {directory} already holds one. Choose another run_dir, "
+            f"resume_from={name} starts a new run, but {directory} already holds one. Choose another run_dir, "
             "or give a step of that run."
         )
     return point
@@ -49,8 +53,11 @@ def step_of(point: Path) -> int:
 
 
 def take_over(run: Run[Any]) -> None:
-    """Make the recovery checkpoint that `resume_from` names the newest of a run: later ones are removed, and that of
-    another run is linked into this one, or copied where it is on another file system."""
+    """Make the recovery checkpoint that `resume_from` names the newest one of a run.
+
+    Later ones are removed. The checkpoint of another run is linked into this run, or copied if it is on another file
+    system.
+    """
     point = named_point(run)
     if point is None:
         return
@@ -66,11 +73,11 @@ def take_over(run: Run[Any]) -> None:
         scratch.rename(own)
 
 
-def _found(wanted: str, directory: Path) -> Path:
-    """Return the directory that a step of this run, a run, or a path names."""
-    if wanted.isdigit():
-        return directory / "recover" / f"step_{wanted}"
-    path = Path(wanted)
+def _resolve(name: str, directory: Path) -> Path:
+    """Return the directory of a recovery checkpoint, given a step of this run, a run directory or a path."""
+    if name.isdigit():
+        return directory / "recover" / f"step_{name}"
+    path = Path(name)
     newest = last_recovery_checkpoint(path / "recover")
     return path / "recover" / f"step_{newest}" if newest else path
 

@@ -1,4 +1,4 @@
-"""Rows that are too long: found before anything starts, and refused, left out or cut (`data.overlong`)."""
+"""Check for examples that are too long, before a run starts: reject, drop or cut them (`data.overlong`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rl_contracts.models.directory import context_length, vocabulary_size
 __all__ = ["measure_rows"]
 
 USUAL = 2048
-"""Tokens of a row where neither `data.max_length` nor the model's context says less."""
+"""Maximum tokens of an example if neither `data.max_length` nor the model's context length is smaller."""
 
 
 def longest_row(data: DataConfig, model: str) -> int:
-    """Tokens that a row may have, of a prompt with its answer.
+    """Return the maximum tokens of an example, or of a prompt with its completion.
 
     Args:
-        model: its directory.
+        model: directory of the model.
 
     Raises:
-        ConfigError: `data.max_length` is more than the model's context.
+        ConfigError: `data.max_length` is above the context length of the model.
     """
     context = context_length(model)
     if data.max_length is None:
@@ -40,17 +40,17 @@ def longest_row(data: DataConfig, model: str) -> int:
 
 
 class SelectedRows(Sequence[dict[str, Any]]):
-    """Rows of a data set by their numbers, some of them in another form."""
+    """Selected examples of a data set, some of them replaced."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int], instead: Mapping[int, dict[str, Any]]) -> None:
         self._rows, self._numbers, self._instead = rows, numbers, instead
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of examples."""
         return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        """The row, or the rows of a slice."""
+        """Return an example, or the examples of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         number = self._numbers[index]
@@ -59,30 +59,30 @@ class SelectedRows(Sequence[dict[str, Any]]):
 
 @dataclass
 class Lengths:
-    """What is too long, and what becomes of it."""
+    """Length limit of the data, and handling of examples above it."""
 
     data: DataConfig
     form: str
-    """Of the rows, see `load_rows`."""
+    """Form of the examples, see `load_rows`."""
     tokenizer: Any
     limit: int
-    """Tokens of a row at most; of a prompt that is to be answered one less."""
+    """Maximum tokens of an example; a prompt has one token less, because of its completion."""
     room: int = 1
-    """Tokens that a prompt which is cut leaves for its answer."""
+    """Tokens that a cut prompt leaves for its completion."""
     renderer: ChatRenderer = field(init=False)
 
     def __post_init__(self) -> None:
         self.renderer = ChatRenderer(self.tokenizer)
 
     def fit(self, rows: Rows, split: str) -> tuple[Rows, str]:
-        """The rows that are used, and a sentence about those that are too long; "" if there are none.
+        """Return the examples to use, and a sentence about the examples that are too long, or "".
 
         Raises:
-            DataError: the chat template does not show a row whole, rows are too long and `data.overlong=refuse`, or
-                none is left.
+            DataError: the chat template drops part of an example, or examples are too long and `data.overlong=refuse`,
+                or no example remains.
         """
-        sides = [{"role": role, "content": "."} for role in ("user", "assistant")]
-        overhead = len(self.renderer.render(sides))  # of any message, at least
+        messages = [{"role": role, "content": "."} for role in ("user", "assistant")]
+        overhead = len(self.renderer.render(messages))  # upper bound of the tokens that the template adds to a message
         too_long: dict[int, int] = {}
         columns, kinds = ("chosen", "rejected") if self.form == "pairs" else ("messages",), set[Any]()
         for number in range(len(rows)):
@@ -91,7 +91,7 @@ class Lengths:
             if (kind := _kind(texts, row)) not in kinds:
                 kinds.add(kind)
                 self._require_shown(texts, row, number)
-            # a token is a byte of the text or more, so that most rows need not be tokenised
+            # a token has at least one byte of text, so most examples need not be tokenized
             if row.get("tools") or (texts and max(_bytes(text, overhead) for text in texts) >= self.limit):
                 tokens = self.tokens(row)
                 if tokens > self.limit:
@@ -106,46 +106,46 @@ class Lengths:
         if self.data.overlong == "refuse":
             name = rows[min(too_long)].get("prompt_id", min(too_long))
             raise DataError(
-                f"{sentence}; the first is row {name}. Raise data.max_length, or set data.overlong=drop to leave them "
-                "out, or data.overlong=truncate to cut them."
+                f"{sentence}; the first is example {name}. Raise data.max_length, or set data.overlong=drop to leave "
+                "them out, or data.overlong=truncate to cut them."
             )
         cut = {number: self.cut(rows[number]) for number in too_long} if self.data.overlong == "truncate" else {}
-        instead = {number: row for number, row in cut.items() if row is not None}
-        kept = [number for number in range(len(rows)) if number not in too_long or number in instead]
-        if not kept:
-            raise DataError(f"{sentence}: none is left. Raise data.max_length.")
+        replaced = {number: row for number, row in cut.items() if row is not None}
+        selected = [number for number in range(len(rows)) if number not in too_long or number in replaced]
+        if not selected:
+            raise DataError(f"{sentence}: no example remains. Raise data.max_length.")
         return SelectedRows(
-            rows, kept, instead
-        ), f"{sentence}: {len(instead)} truncated, {len(rows) - len(kept)} dropped"
+            rows, selected, replaced
+        ), f"{sentence}: {len(replaced)} truncated, {len(rows) - len(selected)} dropped"
 
     def _require_shown(self, texts: Sequence[Any], row: dict[str, Any], number: int) -> None:
-        """Reject a row that the chat template does not show whole."""
+        """Reject an example if the chat template drops part of it."""
         try:
             for messages in texts:
                 self.renderer.require_rendered(messages, row.get("tools"), self.form == "rl")
         except DataError as error:
-            raise DataError(f"row {row.get('prompt_id', number)}: {error}") from error
+            raise DataError(f"example {row.get('prompt_id', number)}: {error}") from error
 
     def tokens(self, row: dict[str, Any]) -> int:
-        """Tokens of a row, the longer side of a pair, a prompt with the first token of its answer."""
+        """Return the tokens of an example: of the longer side of a pair, or of a prompt plus one of its completion."""
         return max(map(len, self.ids(row))) + (self.form == "rl")
 
     def ids(self, row: dict[str, Any]) -> list[Sequence[int]]:
-        """Token ids of a row: of its prompt, its conversation or its two sides."""
+        """Return the token ids of an example: of its prompt, its conversation, or both sides of a pair."""
         if self.form == "rl":
             return [self.renderer.render(row["messages"], row.get("tools"))]
         return [rendered.input_ids for rendered in self._rendered(row, USUAL**3)]
 
     def together(self, row: dict[str, Any]) -> int:
-        """Tokens of a row that are in the same micro-batch, at most: of a pair, those of both sides."""
+        """Return the maximum tokens that an example puts into one micro-batch: of a pair, those of both sides."""
         if self.form != "pairs":
             return self.tokens(row)
         return sum(min(len(ids), self.limit) for ids in self.ids(row))
 
     def cut(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """The row that is used instead of one that is too long; None if nothing would be left to learn from.
+        """Return the example to use instead of one that is too long, or None if nothing trainable would remain.
 
-        The last message of a prompt loses its beginning; all else is cut at its end when it is rendered.
+        The last message of a prompt is cut at its beginning. Other examples are cut at their end when rendered.
         """
         if self.form != "rl":
             try:
@@ -173,7 +173,7 @@ class Lengths:
 
 
 def lengths_of(run: Run[Any], form: str, tokenizer: Any) -> Lengths:
-    """The limits of a run."""
+    """Return the length limits of a run."""
     config = run.config
     limit = longest_row(config.data, config.model.directory())
     room = min(config.generation.max_new_tokens, limit // 2) if form == "rl" else 0
@@ -181,65 +181,68 @@ def lengths_of(run: Run[Any], form: str, tokenizer: Any) -> Lengths:
 
 
 def measure_rows(run: Run[Any], form: str) -> list[str]:
-    """Look for rows that are too long, with the tokenizer of the run's model.
+    """Check the lengths of all examples with the tokenizer of the run's model.
 
     Returns:
-        what is left out or cut, and whether a step takes rows more than once, in sentences.
+        Sentences: how many examples are dropped or cut, and whether a step repeats examples.
 
     Raises:
-        ConfigError: `data.max_length` is more than the model's context, or a row may be longer than a micro-batch.
-        DataError: rows are too long and `data.overlong=refuse`, or none is left; or one has a token that the model has
-            no embedding of.
+        ConfigError: `data.max_length` is above the context length of the model, or an example may not fit into a
+            micro-batch.
+        DataError: examples are too long and `data.overlong=refuse`, no example remains, or one has a token without an
+            embedding in the model.
     """
     config = run.config
     lengths = lengths_of(run, form, load_tokenizer(config.model))
     train = load_rows(config.data, "train", form, config.seed)
     fitting, sentence = lengths.fit(train, "train")
-    found = [sentence]
+    sentences = [sentence]
     _check_ids(config.model.directory(), lengths, fitting)
     if config.actor.micro_batch.max_tokens < lengths.limit * (2 if form == "pairs" else 1):
         _check_micro_batch(run, lengths, fitting)
     if config.evaluation.rows:
         test = load_rows(config.data, "test", form, config.seed)
-        found.append(lengths.fit(held_out_rows(test, config.evaluation.rows), "test")[1])
-    told = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
+        sentences.append(lengths.fit(held_out_rows(test, config.evaluation.rows), "test")[1])
+    messages = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in sentences if sentence]
     if form == "rl" and len(fitting) < config.data.batch_size:
-        told.append(
+        messages.append(
             f"warning: data.batch_size={config.data.batch_size} exceeds the {len(fitting)} examples of the data, so "
             "every step repeats some of them"
         )
-    return told
+    return messages
 
 
 def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:
-    """Refuse rows with tokens that the model has no embedding of, where its tokenizer has more than the model."""
-    known, largest = vocabulary_size(model), max(lengths.tokenizer.get_vocab().values())
-    if known is None or largest < known:
+    """Reject examples with tokens for which the model has no embedding, if its tokenizer is larger than the model."""
+    embeddings, largest = vocabulary_size(model), max(lengths.tokenizer.get_vocab().values())
+    if embeddings is None or largest < embeddings:
         return
     for number in range(len(rows)):
-        beyond = max(max(ids) for ids in lengths.ids(rows[number]))
-        if beyond >= known:
-            name, token = rows[number].get("prompt_id", number), lengths.tokenizer.convert_ids_to_tokens(int(beyond))
+        token_id = max(max(ids) for ids in lengths.ids(rows[number]))
+        if token_id >= embeddings:
+            name, token = rows[number].get("prompt_id", number), lengths.tokenizer.convert_ids_to_tokens(int(token_id))
             raise DataError(
-                f"row {name} has the token {token!r} ({beyond}), but the model {model} has embeddings of {known} "
-                "tokens only. Resize its embeddings for this tokenizer, or take its own."
+                f"example {name} has the token {token!r} ({token_id}), but the model {model} has only {embeddings} "
+                "embeddings. Resize its embeddings for this tokenizer, or use its own tokenizer."
             )
 
 
 def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
-    """Refuse rows that, with their answers, may be longer than a micro-batch, which would end the run on the way. Both
-    sides of a pair are in the same one."""
+    """Reject examples that may not fit into a micro-batch, with their completion or as a pair, which would end the run
+    later."""
     longest = max(lengths.together(rows[number]) for number in range(len(rows)))
-    answers = run.config.generation.max_new_tokens - 1 if lengths.form == "rl" else 0
-    needed = longest if lengths.form == "pairs" else min(lengths.limit, longest + answers)
-    expected = f"at least {needed}, which the longest row of the data may have, or a smaller data.max_length"
-    found = run.config.actor.micro_batch.max_tokens
-    require(found >= needed, "actor.micro_batch.max_tokens", expected, found)
+    completion = run.config.generation.max_new_tokens - 1 if lengths.form == "rl" else 0
+    needed = longest if lengths.form == "pairs" else min(lengths.limit, longest + completion)
+    expected = f"at least {needed}, the length that the longest example may reach, or a smaller data.max_length"
+    max_tokens = run.config.actor.micro_batch.max_tokens
+    require(max_tokens >= needed, "actor.micro_batch.max_tokens", expected, max_tokens)
 
 
 def _kind(texts: Sequence[Any], row: Mapping[str, Any]) -> Any:
-    """Return what a chat template may drop of a row. One row of each kind is checked before anything starts, every row
-    when it is rendered."""
+    """Return the features of an example that decide what a chat template may drop.
+
+    One example of each kind is checked before the run starts, and every example when it is rendered.
+    """
     messages = [(index, message) for text in texts for index, message in enumerate(text)]
     keys = ("content", "tool_calls", "reasoning_content")
     return bool(row.get("tools")), frozenset((i == 0, m["role"], *(bool(m.get(k)) for k in keys)) for i, m in messages)

@@ -48,8 +48,8 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
         lines.append(f"Maximum staleness: {max(stale):.0f} version(s).")
-    if left := sum(r.get("groups/left_over") or 0 for r in records):
-        lines.append(f"{left:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
+    if unused := sum(r.get("groups/left_over") or 0 for r in records):
+        lines.append(f"{unused:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
     return [
         *lines,
         *files(run_dir),
@@ -64,12 +64,12 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     settings = {"data.name": config.data.name}
     if config.data.path:
         settings["data.path"] = str(path.resolve()) if path.exists() else config.data.path  # otherwise a hub id
-    settings |= {f"data.columns.{ours}": theirs for ours, theirs in config.data.columns.items()}
+    settings |= {f"data.columns.{expected}": actual for expected, actual in config.data.columns.items()}
     settings["model.path"] = str(last_checkpoint(run_dir))
     if config.recipe == EMBEDDED:
         settings["recipe"] = EMBEDDED
-    said = " ".join(_setting(name, value) for name, value in settings.items())
-    return [*after_any(config, run_dir), f"Try next: {_command_prefix(command)} {said}"]
+    arguments = " ".join(_setting(name, value) for name, value in settings.items())
+    return [*after_any(config, run_dir), f"Try next: {_command_prefix(command)} {arguments}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -103,8 +103,8 @@ def files(run_dir: Path) -> list[str]:
 def _evaluated(run_dir: Path, step: int) -> str:
     """Return the number of evaluated problems as text, or "" if their completions were not stored."""
     files = (run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")
-    rows = {answer["prompt_id"] for path in files for answer in json_lines(path)}
-    return f", {len(rows)} problems" if rows else ""
+    problems = {record["prompt_id"] for path in files for record in json_lines(path)}
+    return f", {len(problems)} problems" if problems else ""
 
 
 def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
@@ -118,20 +118,20 @@ def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[st
         ("taught in the warm-up", TAUGHT_VERBS),
         ("learned from the reward", set(before) - TAUGHT_VERBS),
     ):
-        parts = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
-        lines += [f"  {kind}: " + ", ".join(parts)] if parts else []
+        changes = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
+        lines += [f"  {kind}: " + ", ".join(changes)] if changes else []
     return lines
 
 
 def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) -> dict[str, float]:
     """Return the accuracy of the evaluated examples by each tag in their list `key`."""
-    right: dict[str, list[float]] = defaultdict(list)
-    of_prompt = {row["prompt_id"]: row for row in rows}
+    correct: dict[str, list[float]] = defaultdict(list)
+    examples = {row["prompt_id"]: row for row in rows}
     for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
-        for answer in json_lines(path):
-            for tag in of_prompt[answer["prompt_id"]][key]:
-                right[tag].append(float(answer["reward"] >= 1))
-    return {tag: sum(values) / len(values) for tag, values in right.items()}
+        for record in json_lines(path):
+            for tag in examples[record["prompt_id"]][key]:
+                correct[tag].append(float(record["reward"] >= 1))
+    return {tag: sum(values) / len(values) for tag, values in correct.items()}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
-"""A trainer process: `python -m rl_apps.run.worker <app> <run directory> <device> <server addresses,
-comma-separated>`."""
+"""Entry point of a trainer process.
+
+`python -m rl_apps.run.worker <app> <run directory> <device> <server addresses, comma-separated>`
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ log = get_logger("apps.worker")
 
 
 def main(argv: list[str]) -> int:
-    """Read the run's config and train; the exit code is 1 if the run failed, 2 (`USERS_FAULT`) where the user's code or
-    settings are to blame."""
+    """Read the config of the run and train.
+
+    Returns:
+        the exit code: 1 if the run failed, 2 (`USERS_FAULT`) if the user's code or settings are the cause.
+    """
     reference, directory, device, addresses = argv
     rank = os.environ.get("RANK", "0")
     configure(rank=int(rank), role="trainer")
@@ -39,11 +44,11 @@ def main(argv: list[str]) -> int:
         beat(names_of(run.directory), f"{layout.actor.name}-{rank}", config.launcher.health_timeout)
         with held_by_trainer(run.directory):
             app.train(run)
-            if rank == "0":  # also where the command was asked to stop meanwhile
+            if rank == "0":  # even if the command was asked to stop meanwhile
                 (run.directory / FINISHED).touch()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the log and the exit code say it
+    except Exception as error:  # noqa: BLE001 - reported by the log and the exit code
         traceback.print_exception(error)
-        # once more in a line and last, where whoever reads the end of the log, as the command shows it, finds it
+        # repeat the error in one line at the end of the log, which the command prints
         log.error("%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return USERS_FAULT if is_user_error(error) else 1
     return 0

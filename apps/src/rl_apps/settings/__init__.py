@@ -1,1 +1,1 @@
-"""Settings: what they are, and how a command line becomes a checked config."""
+"""Settings of the commands, and composition of a command line into a checked config."""

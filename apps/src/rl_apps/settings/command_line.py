@@ -1,4 +1,4 @@
-"""A command line: its flags and settings, and what is said of words that nobody knows. Imports nothing heavy."""
+"""Command-line parsing: flags and settings, with errors for unknown arguments. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_contracts.runtime.terminal import leave_pipe
 
 
 class Parser(argparse.ArgumentParser):
-    """Whose complaints are errors like any other: one sentence, exit code 2."""
+    """Argument parser that reports errors as `ConfigError`: one sentence, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigError`."""
-        raise ConfigError(f"{message}. `{self.prog} --help` says what it takes.")
+        raise ConfigError(f"{message}. `{self.prog} --help` lists the arguments.")
 
 
 def print_all(text: str) -> None:
-    """Print what is all that a command has to say. Where the reader has read enough, as `head` does, it ends with a
-    shell's code for that, 141."""
+    """Print the complete output of a command. Exit with the shell's code 141 if the reader closed the pipe, like
+    `head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -30,7 +30,7 @@ def print_all(text: str) -> None:
 
 
 def setting(name: str, value: str) -> str:
-    """Return a setting in Hydra's grammar, which `compose` reads back whatever the value holds."""
+    """Return a setting in Hydra's grammar, quoted if necessary, so that `compose` reads the same value back."""
     if re.fullmatch(r"[\w./:-]+", value, re.ASCII):
         return f"{name}={value}"
     escaped = value.replace("'", "\\'")
@@ -44,7 +44,7 @@ def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:
         program: the command, for messages.
 
     Raises:
-        ConfigError: an argument is neither a flag of ours nor `key=value`, or a flag lacks its value.
+        ConfigError: an argument is neither a known flag nor `key=value`, or a flag lacks its value.
     """
     parser = Parser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)

@@ -1,10 +1,17 @@
-"""From the command line to a checked config: files and `key=value`, laid over a schema that the run's parts complete.
-And what `--help` says of it: every setting with its default and its meaning, the docstring under its field.
+"""Composition of the command line into a checked config, and the text of `--help`.
 
-Later layers win: the presets that are chosen (`algorithm=dapo`), the app's own file with the recipe that goes with the
-model (`recipe=NAME`, one of its `recipes:`), one's own file (`--config`), and `key=value` in Hydra's grammar. What is
-named decides the type of its settings: `allocation` that of the engines and the servers, `launcher.kind` that of
-`launcher.options`; each part brings its dataclass (`rl_contracts.registry.settings`).
+Files and `key=value` are merged over a schema, which the components of the run complete. `--help` prints every setting
+with its default and its meaning, the docstring under its field.
+
+Later layers win, in this order:
+
+1. the selected presets (`algorithm=dapo`),
+2. the app's own file, with the recipe that fits the model (`recipe=NAME`, one of its `recipes:`),
+3. the user's file (`--config`),
+4. `key=value` in Hydra's grammar.
+
+The selected component decides the type of its settings: `allocation` those of the engines and the servers,
+`launcher.kind` those of `launcher.options`. Each component brings its dataclass (`rl_contracts.registry.settings`).
 """
 
 from __future__ import annotations
@@ -34,41 +41,42 @@ from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import SchedulerConfig
 
 CONF = Path(__file__).parents[1] / "conf"
-"""The commands' own files, and the presets."""
+"""Directory of the commands' default files and of the presets."""
 
 SEAMS: dict[type, str] = {
     TrainEngineConfig: "rl.train_engines",
     ServerConfig: "rl.inference_engines",
     SchedulerConfig: "rl.schedulers",
 }
-"""A field of such a type takes the type of the part that the run names. With the group in which the parts are found."""
+"""Base type of a field, to the entry-point group of the components that define the actual type of the field."""
 
 FILLED_IN = ("model.directories",)
-"""Settings that the command says itself."""
+"""Settings that the command fills in; users do not set them."""
 
 LEARNER = "actor.engine"
-"""The settings that the engines of a run's other models have, where they say nothing else."""
+"""Section whose values are the defaults for the engines of the other models of a run."""
 
 
 def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
-    """A config of the run, whose own checks have passed.
+    """Compose the config of a run; its own checks have passed.
 
-    Settings of a part go with the part: a file that names its allocation (or launcher) and is overruled there loses
-    what it says about the part that went. So does a setting of a loss, an optimizer or another method in a preset or a
-    file, where a later layer selects a method that does not read it (`Settings.reads`).
+    Settings of a component apply only to that component. If a later layer selects another allocation or launcher than a
+    file, the settings of the file for its own component are dropped. The same holds for settings of a loss, an
+    optimizer or another method in a preset or file, if a later layer selects a method that does not read them
+    (`Settings.reads`).
 
     Args:
         schema: dataclass with the settings and their defaults.
-        files: laid over them, in this order; each with those that its `defaults:` name below it.
-        overrides: `key=value`, laid over the files.
+        files: YAML files merged over the schema, in this order; those in the `defaults:` of a file come before it.
+        overrides: `key=value`, merged over the files.
 
     Raises:
-        ConfigError: a part that is not installed, an unknown key, a value of the wrong type, or one that its config
-            refuses.
+        ConfigError: a component that is not installed, an unknown key, a value of the wrong type, or a value that the
+            config rejects.
     """
 
     base: Any = schema()
-    parts: dict[str, str] = {}
+    components: dict[str, str] = {}
     from_files = [layer for file in files for layer in _layers(file)]
     layers = from_files + [_override(text) for text in overrides]
     for layer in layers:
@@ -77,52 +85,52 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     try:
         for layer in layers:
             _check_sections(layer, base)
-        _take_recipe(layers, base)
-        choices = _take_choices(layers, base)
-        seams = dict(_seams(base))
-        unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
-        merged: Any = OmegaConf.merge(unsaid, *layers)
-        parts = {path: _component_of(merged, path, seam) for path, seam in seams.items()}
-        for path, seam in seams.items():
+        _apply_recipe(layers, base)
+        choices = _pop_presets(layers, base)
+        component_fields = dict(_component_fields(base))
+        defaults = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
+        merged: Any = OmegaConf.merge(defaults, *layers)
+        components = {path: _component_of(merged, path, base_type) for path, base_type in component_fields.items()}
+        for path, base_type in component_fields.items():
             section, _, name = path.rpartition(".")
             for layer in layers:
-                if _warn_overridden(layer, path, seam, parts[path]):
+                if _selects_another(layer, path, base_type, components[path]):
                     OmegaConf.select(layer, section, default={}).pop(name, None)
-            if parts[path]:
-                setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
+            if components[path]:
+                setattr(attrgetter(section)(base), name, _settings(base_type, components[path])())
         presets = [_preset(section, name, files) for section, name in choices.items()]
         _drop_unread([*presets, *layers], len(presets + from_files), base)
         plain = OmegaConf.merge({}, *presets, *layers)
-        for path, seam in seams.items():
-            if seam is TrainEngineConfig and parts[path] == parts[LEARNER]:
-                both = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
-                OmegaConf.update(plain, path, OmegaConf.merge(*both), force_add=True)
+        for path, base_type in component_fields.items():
+            if base_type is TrainEngineConfig and components[path] == components[LEARNER]:
+                engine_settings = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
+                OmegaConf.update(plain, path, OmegaConf.merge(*engine_settings), force_add=True)
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, base, overrides, parts)) from error
-    except ConfigError as error:  # of one section, which does not know where it stands
+        raise ConfigError(_explain(error, base, overrides, components)) from error
+    except ConfigError as error:  # a section knows its field names only: add the path of the section
         name = str(error).partition(":")[0].partition(" with ")[0]
-        merged = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
-        if len(merged) != 1:
+        keys = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
+        if len(keys) != 1:
             raise
-        raise ConfigError(merged[0] + str(error).removeprefix(name)) from error
+        raise ConfigError(keys[0] + str(error).removeprefix(name)) from error
     assert isinstance(result, schema)
     return result
 
 
 def to_yaml(config: Any) -> str:
-    """A config object as YAML, which `compose` reads back."""
+    """Return a config object as YAML, which `compose` reads back."""
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A config object as nested dicts of JSON's types."""
+    """Return a config object as nested dicts of JSON's types."""
     return yaml.safe_load(to_yaml(config))  # type: ignore[no-any-return]
 
 
 def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(key, value, meaning) of every leaf setting of a config object, of sections that are left out (None) too."""
+    """Return (key, value, meaning) of every leaf setting, including those of sections that are None."""
     rows: list[tuple[str, str, str]] = []
     for key, value, section, meaning in _settings_of(config, prefix):
         if not is_dataclass(value):
@@ -133,7 +141,7 @@ def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
 
 
 def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
-    """Key, value, what is set below it (None: it is a leaf) and meaning of each field of a config object."""
+    """Yield key, value, section and meaning of each field of a config object; the section of a leaf is None."""
     docs, types = field_docstrings(type(config)), get_type_hints(type(config))
     for item in fields(config):
         value = section = getattr(config, item.name)
@@ -144,16 +152,16 @@ def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]
 
 
 def _sections(config: Any, prefix: str = "") -> dict[str, str]:
-    """The sections of a config object and those inside of them, each with its meaning."""
-    found: dict[str, str] = {}
+    """Return the meaning of every section of a config object, nested ones included, by dotted key."""
+    sections: dict[str, str] = {}
     for key, _, section, meaning in _settings_of(config, prefix):
         if section is not None:
-            found |= {key: meaning, **_sections(section, f"{key}.")}
-    return found
+            sections |= {key: meaning, **_sections(section, f"{key}.")}
+    return sections
 
 
 EVERYTHING = "all"
-"""What `--help` shows every setting for."""
+"""Topic of `--help` that lists every setting."""
 
 FLAGS = f"""Flags:
   --config FILE.yaml  read settings from a file; key=value on the command line overrides it
@@ -163,7 +171,7 @@ FLAGS = f"""Flags:
 
 
 def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str] = (), width: int = 120) -> str:
-    """The help text.
+    """Return the help text.
 
     Args:
         topic: a section, a setting or `all`; empty: the settings in no section, and which sections there are.
@@ -210,14 +218,14 @@ def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str]
 
 
 def _layers(file: Path) -> list[DictConfig]:
-    """A file of settings, behind those that its list `defaults:` names: other files beside it, or presets."""
+    """Return the layers of a settings file: the files and presets in its list `defaults:`, then the file itself."""
 
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        found = getattr(error, "strerror", None) or " ".join(str(error).split())
+        problem = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"{file}: expected a YAML file with settings, found: {found}. `--cfg job` prints one to begin with."
+            f"{file}: expected a YAML file with settings, found: {problem}. `--cfg job` prints an example."
         ) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{file}: expected settings as `key: value`, found a list.")
@@ -236,48 +244,48 @@ def _layers(file: Path) -> list[DictConfig]:
 
 
 def _override(text: str) -> DictConfig:
-    """What `key=value` says."""
+    """Parse `key=value` into a layer."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     key, _, value = text.partition("=")
     if key == "allocation" and value[:1] not in ("'", '"') and "(" in value:
-        text = f"{key}='{value}'"  # brackets, as the layout of experts has them, mean something else to Hydra
+        text = f"{key}='{value}'"  # quoted, because Hydra parses the parentheses of an expert layout differently
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
         raise ConfigError(
-            f"argument {text!r}: expected key=value, found: {str(error).splitlines()[0]}. A value with brackets, "
-            f"quotes or signs in it stands in quotes of its own: \"{key.strip()}='...'\"."
+            f"argument {text!r}: expected key=value, found: {str(error).splitlines()[0]}. Quote a value that contains "
+            f"brackets, quotes or operators: \"{key.strip()}='...'\"."
         ) from error
     if parsed.is_delete() or parsed.is_sweep_override():
-        several = "`+` joins its parts" if key == "allocation" else f"{key}=[A,B] is a list"
-        raise ConfigError(
-            f"argument {text!r}: expected key=value with one value; a comma stands between several ({several})."
-        )
+        several = "join components with `+`" if key == "allocation" else f"write a list as {key}=[A,B]"
+        raise ConfigError(f"argument {text!r}: expected key=value with one value, found several; {several}.")
     layer = OmegaConf.create()
     OmegaConf.update(layer, parsed.key_or_group, parsed.value(), force_add=True)
     return layer
 
 
-def _take_recipe(layers: list[DictConfig], base: Any) -> None:
-    """Merges the chosen recipe into the layers that have it: the one that is named, or the one for the run's model."""
-    offered = {id(layer): layer.pop("recipes") for layer in layers if "recipes" in layer}
-    known = sorted({str(name) for recipes in offered.values() for name in recipes})
-    if not known:
+def _apply_recipe(layers: list[DictConfig], base: Any) -> None:
+    """Merge the recipe of the run into the layers that offer it: the named one, or the one for the run's model."""
+    recipes_by_layer = {id(layer): layer.pop("recipes") for layer in layers if "recipes" in layer}
+    recipe_names = sorted({str(name) for recipes in recipes_by_layer.values() for name in recipes})
+    if not recipe_names:
         return
     merged: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
     name = merged.recipe or (EMBEDDED if merged.model.path in MADE else PRETRAINED)
-    if name not in known:
-        raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.{did_you_mean(name, known)}")
+    if name not in recipe_names:
+        raise ConfigError(
+            f"recipe={name}: unknown recipe; there are {', '.join(recipe_names)}.{did_you_mean(name, recipe_names)}"
+        )
     for layer in layers:
-        if id(layer) in offered:
-            layer.merge_with(offered[id(layer)].get(name, {}))
+        if id(layer) in recipes_by_layer:
+            layer.merge_with(recipes_by_layer[id(layer)].get(name, {}))
     layers.append(OmegaConf.create({"recipe": name}))
 
 
-def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
-    """Takes the presets that are chosen out of the layers: where a name stands for a whole section, the last counts.
+def _pop_presets(layers: list[DictConfig], base: Any) -> dict[str, str]:
+    """Remove the names of presets from the layers and return them by section; later layers win.
 
     `launcher=NAME` is short for `launcher.kind=NAME`, and so is `trackers=[NAME,NAME]`.
     """
@@ -293,82 +301,85 @@ def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
 
 
 def _check_sections(layer: DictConfig, config: Any, prefix: str = "") -> None:
-    """Refuse a value where a section is meant, but for the name of a preset."""
+    """Reject a value in place of a section, except the name of a preset."""
     for key, value in layer.items():
         name, section = prefix + str(key), getattr(config, str(key), None)
         if isinstance(value, DictConfig) and is_dataclass(section):
             _check_sections(value, section, f"{name}.")
         elif value is not None and is_dataclass(section) and (prefix or not isinstance(value, str)):
-            raise ConfigError(_of_section(name, value))
+            raise ConfigError(_section_error(name, value))
 
 
-def _of_section(key: str, found: Any) -> str:
-    """A sentence about a section that was given a value."""
+def _section_error(key: str, value: Any) -> str:
+    """Return the message for a section that was set to a value."""
     return (
-        f"{key}={found}: {key} is a section; expected the settings in it, {key}.NAME=VALUE. `--help {key}` lists them."
+        f"{key}={value}: {key} is a section; expected the settings in it, {key}.NAME=VALUE. `--help {key}` lists them."
     )
 
 
 def _preset(section: str, name: str, files: Sequence[Path]) -> DictConfig:
-    """The settings of a preset: `<section>/<name>.yaml` beside one of the files, or ours."""
+    """Return the settings of a preset: `<section>/<name>.yaml` beside one of the files, or a preset of this package."""
 
     folders = [folder / section for folder in (*(file.parent for file in files), CONF)]
-    found = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
-    if not found:
-        raise ConfigError(_of_section(section, name))
-    if name not in found:
-        there = ", ".join(sorted(found))
-        raise ConfigError(f"{section}={name}: unknown preset; there are {there}.{did_you_mean(name, found)}")
-    return OmegaConf.create({section: OmegaConf.load(found[name])})
+    presets = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    if not presets:
+        raise ConfigError(_section_error(section, name))
+    if name not in presets:
+        names = ", ".join(sorted(presets))
+        raise ConfigError(f"{section}={name}: unknown preset; there are {names}.{did_you_mean(name, presets)}")
+    return OmegaConf.create({section: OmegaConf.load(presets[name])})
 
 
-def _seams(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """The fields that take their type from a part of the run: dotted key, and which kind of part."""
+def _component_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield dotted key and base type of each field that takes its type from a component of the run."""
     for item in fields(config):
         value = getattr(config, item.name)
         kinds = [kind for kind in SEAMS if isinstance(value, kind)]
         if kinds:
             yield prefix + item.name, kinds[0]
         elif is_dataclass(value):
-            yield from _seams(value, f"{prefix}{item.name}.")
+            yield from _component_fields(value, f"{prefix}{item.name}.")
 
 
-def _component_of(config: DictConfig, path: str, seam: type) -> str:
-    """Name of the part to which a field belongs: the component of its section, or the first of its kind; "" if none."""
-    if seam is SchedulerConfig:
+def _component_of(config: DictConfig, path: str, base_type: type) -> str:
+    """Return the name of the component that a field configures, or "" if there is none.
+
+    It is the component with the name of the field's section, or the first one of its kind.
+    """
+    if base_type is SchedulerConfig:
         return str(config.launcher.kind)
     allocation = Allocation.parse(config.allocation)
-    components = allocation.train if seam is TrainEngineConfig else allocation.inference
+    components = allocation.train if base_type is TrainEngineConfig else allocation.inference
     named = [c for c in components if c.name == path.split(".")[0]]
     return next((c.backend for c in (*named, *components)), "")
 
 
-def _warn_overridden(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
-    """Whether a layer itself names another part for a field than the one that was chosen in the end."""
+def _selects_another(layer: DictConfig, path: str, base_type: type, chosen: str) -> bool:
+    """Return whether a layer itself selects another component for a field than the final choice."""
 
     try:
-        return _component_of(layer, path, seam) != chosen
-    except ConfigError:  # it was for parts that are not installed here
+        return _component_of(layer, path, base_type) != chosen
+    except ConfigError:  # the layer selects components that are not installed here
         return True
-    except OmegaConfBaseException:  # it names none
+    except OmegaConfBaseException:  # the layer selects no component
         return False
 
 
 def _drop_unread(layers: list[DictConfig], files: int, base: Any) -> None:
-    """Take out of presets and files, which are the first layers, what a method that a later layer selects does not
+    """Remove from presets and files, the first layers, the settings that a method selected by a later layer does not
     read."""
     for section, settings in _sections_with_selectors(base):
         for selector in settings.reads:
             selected: list[Any] = [OmegaConf.select(layer, f"{section}.{selector}") for layer in layers]
             last = max((number for number, value in enumerate(selected) if isinstance(value, str)), default=0)
             for layer in layers[: min(last, files)]:
-                given = OmegaConf.select(layer, section) or {}
-                for name in settings.unread(selector, selected[last]) & given.keys():
-                    del given[name]
+                section_settings = OmegaConf.select(layer, section) or {}
+                for name in settings.unread(selector, selected[last]) & section_settings.keys():
+                    del section_settings[name]
 
 
 def _sections_with_selectors(config: Any, prefix: str = "") -> Iterator[tuple[str, type[Settings]]]:
-    """The sections in which a setting selects what others are read: dotted key, and class."""
+    """Yield dotted key and class of each section in which one setting selects which others are read."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -377,72 +388,77 @@ def _sections_with_selectors(config: Any, prefix: str = "") -> Iterator[tuple[st
             yield from _sections_with_selectors(value, f"{prefix}{item.name}.")
 
 
-def _settings(seam: type, part: str) -> type:
-    own = registry.settings(SEAMS[seam], part)
-    if not issubclass(own, seam):
-        raise ConfigError(f"{part}: expected settings derived from {seam.__name__}, found {own.__name__}.")
-    return own
+def _settings(base_type: type, component: str) -> type:
+    settings_class = registry.settings(SEAMS[base_type], component)
+    if not issubclass(settings_class, base_type):
+        raise ConfigError(
+            f"{component}: expected settings derived from {base_type.__name__}, found {settings_class.__name__}."
+        )
+    return settings_class
 
 
-_OF_ANOTHER_TYPE = re.compile(
-    r"Value ('.*') (?:of type .* could not be converted to|is not a valid) (Integer|Float|bool)"
-)
-_IN_WORDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+_WRONG_TYPE = re.compile(r"Value ('.*') (?:of type .* could not be converted to|is not a valid) (Integer|Float|bool)")
+_TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
-def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str, str]) -> str:
-    """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key, or the part that
-    has it where the one that was chosen has not."""
+def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict[str, str]) -> str:
+    """Return a message for settings that do not fit: the key, the problem, and the nearest valid key.
+
+    If another component has the setting, the message names that component.
+    """
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
-    values = {known: value for known, value, _ in describe(config)}
+    values = {name: value for name, value, _ in describe(config)}
     if not isinstance(error, ConfigKeyError):
-        more = f" `--help {key}` says what it takes, and its default." if key in values else ""
-        if wrong := _OF_ANOTHER_TYPE.match(first):
-            first = f"expected {_IN_WORDS[wrong[2]]}, found {wrong[1]}"
+        more = f" `--help {key}` shows its type and default." if key in values else ""
+        if wrong := _WRONG_TYPE.match(first):
+            first = f"expected {_TYPE_NAMES[wrong[2]]}, found {wrong[1]}"
         elif "is not a ListConfig" in first:
             first = f"expected a list, {key}=[ONE,...]"
         return f"{key}: {first.rstrip('.')}.{more}" if key else first
-    key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
-    for path, seam in _seams(config):
-        if not (parts.get(path) and key.startswith(f"{path}.")):
+    # the whole key of the override, not only its section
+    key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)
+    for path, base_type in _component_fields(config):
+        if not (components.get(path) and key.startswith(f"{path}.")):
             continue
         name = key.removeprefix(f"{path}.").split(".")[0]
-        if (others := _components_with(name, seam)) and parts[path] not in others:
-            chosen = "launcher" if seam is SchedulerConfig else "allocation"
+        if (supporting := _components_with(name, base_type)) and components[path] not in supporting:
+            chosen = "launcher" if base_type is SchedulerConfig else "allocation"
             return (
-                f"{key} does not go with {parts[path]!r}, which the {chosen} names: it has no {name}. "
-                f"Choose {' or '.join(others)} there, or leave {key} out."
+                f"{key}: {components[path]!r}, which {chosen} selects, has no setting {name}. "
+                f"Select {' or '.join(supporting)} there, or remove {key}."
             )
     return f"unknown setting {key!r}.{_hint(key, values)} `--help all` lists all settings."
 
 
 def _hint(key: str, values: Mapping[str, Any]) -> str:
-    """Return a suggestion for an unknown setting: its new name, one of the same section, or one of another section with
-    what the section has."""
+    """Return a suggestion for an unknown setting: its new name, a similar one of the same section, or the setting of
+    that name in another section followed by the settings of this section."""
     if RENAMED.get(key) in values:
-        return f" It is {RENAMED[key]!r} now."
-    place, _, leaf = key.rpartition(".")
-    while place and not any(known.startswith(f"{place}.") for known in values):
-        place = place.rpartition(".")[0]
-    same_leaf = [known for known in values if known.rsplit(".", 1)[-1] == leaf]
-    like_theirs = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
-    meant = [name for name in (SYNONYMS.get(leaf), *same_leaf, *like_theirs) if name in values]
-    if not place:
-        return f" Did you mean {meant[0]!r}?" if meant else did_you_mean(key, values, 0.5)
-    inside = {known.removeprefix(f"{place}."): known for known in values if known.startswith(f"{place}.")}
-    near = [known for known in meant if known in inside.values()]
-    near += [inside[name] for name in get_close_matches(key.removeprefix(f"{place}."), inside, n=1, cutoff=0.6)]
+        return f" It was renamed to {RENAMED[key]!r}."
+    section, _, leaf = key.rpartition(".")
+    while section and not any(candidate.startswith(f"{section}.") for candidate in values):
+        section = section.rpartition(".")[0]
+    same_leaf = [candidate for candidate in values if candidate.rsplit(".", 1)[-1] == leaf]
+    similar_synonyms = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
+    suggested = [name for name in (SYNONYMS.get(leaf), *same_leaf, *similar_synonyms) if name in values]
+    if not section:
+        return f" Did you mean {suggested[0]!r}?" if suggested else did_you_mean(key, values, 0.5)
+    section_keys = {k.removeprefix(f"{section}."): k for k in values if k.startswith(f"{section}.")}
+    near = [candidate for candidate in suggested if candidate in section_keys.values()]
+    near += [
+        section_keys[name] for name in get_close_matches(key.removeprefix(f"{section}."), section_keys, n=1, cutoff=0.6)
+    ]
     if near:
         return f" Did you mean {near[0]!r}?"
-    has = ", ".join(dict.fromkeys(name.partition(".")[0] for name in inside))
-    return (f" Did you mean {meant[0]!r}?" if meant else "") + f" {place} has {has}."
+    names = ", ".join(dict.fromkeys(name.partition(".")[0] for name in section_keys))
+    return (f" Did you mean {suggested[0]!r}?" if suggested else "") + f" {section} has {names}."
 
 
-def _components_with(name: str, seam: type) -> list[str]:
-    """The installed parts of a kind that have a setting of this name."""
-    found = []
-    for part in sorted(registry.available(SEAMS[seam])):
-        with suppress(ConfigError):  # one that cannot be imported here
-            found += [part] if name in {item.name for item in fields(_settings(seam, part))} else []
-    return found
+def _components_with(name: str, base_type: type) -> list[str]:
+    """Return the installed components of a kind that have a setting of this name."""
+    names = []
+    for component in sorted(registry.available(SEAMS[base_type])):
+        with suppress(ConfigError):  # it cannot be imported here
+            names += [component] if name in {item.name for item in fields(_settings(base_type, component))} else []
+    return names

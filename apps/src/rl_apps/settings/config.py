@@ -1,4 +1,4 @@
-"""The settings of the commands: each component's own config, put together under the names of the book."""
+"""Settings of the commands, composed from the config of each component."""
 
 from __future__ import annotations
 
@@ -48,62 +48,62 @@ __all__ = [
 
 @dataclass
 class ActorConfig(Settings):
-    """The model that learns: its optimizer, and how a batch is cut."""
+    """The trained model: optimizer, and split of a batch."""
 
     setting: ClassVar[str] = "actor"
     minibatches: int = bounded(1, "at least 1", lambda number: number >= 1)
     """Optimizer steps per training batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """How much is run at once; never changes the gradient."""
+    """Sequences per forward and backward pass; never changes the gradient."""
     dtype: str = choice("float32", DTYPES)
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """The train engine's own settings, of the type that the engine brings which `allocation` names."""
+    """Settings of the train engine. `allocation` selects the engine, which defines them."""
 
 
 @dataclass
 class ServingSettings(RuntimeConfig):
-    """The servers, and what one episode is."""
+    """The inference servers, and the workflow and reward of an episode."""
 
     workflow: str = "rlvr"
     """Installed workflow, agent (`AgentWorkflow`) or environment (`Environment`), or a dotted path
     `package.module:Class`."""
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    """What agents talk to, where the workflow is one."""
+    """Endpoint that agents call. Used if the workflow is an agent."""
     reward: str = "gsm8k"
     """Installed reward function, or a dotted path."""
     reward_workers: int = bounded(1, "at least 1", lambda number: number >= 1)
-    """Processes per data-parallel head that compute rewards."""
+    """Reward worker processes per data-parallel leader."""
     reward_timeout: float = bounded(30.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
+    """Seconds for one reward. After that, its process is killed and the episode fails with a reward error."""
     invalid_text: str = choice("reject", ("reject", "replace"))
-    """Handling of text of tools, environments and agents that is not UTF-8, such as half an emoji: `reject` fails the
-    episode (an agent's call: status 400), `replace` puts U+FFFD there."""
+    """Handling of text from tools, environments and agents that is not valid UTF-8, such as half an emoji. `reject`
+    fails the episode (an agent's call gets status 400); `replace` inserts U+FFFD."""
     rehearsal: bool = True
-    """Run workflow and reward once on a data row, with a made-up answer, before anything starts; false for a workflow
-    that only works with a real server."""
+    """Whether to run a trial episode before the run starts: workflow and reward on one example, with a synthetic
+    completion. Set false for a workflow that only works with a real server."""
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))
-    """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
-    (go on, KV cache rebuilt) or `wait` (finish first)."""
+    """Handling of unfinished completions at a weight update: `keep` (continue with the KV cache), `recompute` (continue
+    with a rebuilt KV cache) or `wait` (finish them first)."""
     port: int = bounded(0, "0 (any free one) to 65535", lambda port: 0 <= port <= 65535)
-    """Port of the first server, the others follow; 0: any free one."""
+    """Port of the first server; the others use the following ports. 0: any free port."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    """The servers' own settings, of the type that the engine brings which `allocation` names."""
+    """Settings of the servers. `allocation` selects the inference engine, which defines them."""
     client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
-    """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
+    """Client of the servers. `rejoin_timeout` only applies if the launcher restarts servers."""
 
 
 @dataclass
 class RolloutSettings(ServingSettings, RolloutConfig):
-    """The rollout runtime, and what one episode is."""
+    """The rollout runtime, and the workflow and reward of an episode."""
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How answers are sampled."""
+    """Sampling parameters of the training completions."""
     allow_biased_sampling: bool = False
-    """Train on answers that were sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the full
-    distribution, so importance weights are biased."""
+    """Whether to train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the
+    full distribution, so importance weights are biased."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class RunConfig(Settings):
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Starting and supervising processes; `launcher=NAME` is short for `launcher.kind=NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Which model checkpoints to keep."""
+    """Model checkpoints to keep."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Recovery checkpoints. A stopped run resumes from the newest one: same command, same `run_dir`."""
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
@@ -161,22 +161,23 @@ class RunConfig(Settings):
         self.launcher.options.use_nodes(self.cluster.nodes)
 
     def model_paths(self) -> dict[str, str]:
-        """The models that the run loads: setting, and what it says."""
+        """Return the path of each model that the run loads, by setting."""
         return {"model.path": self.model.path}
 
     def steps_with(self, examples: int, form: str) -> int:
-        """Steps of the run: `total_steps`, or fewer where `total_epochs` of so many examples end it first.
+        """Return the number of steps of the run: `total_steps`, or fewer if `total_epochs` ends it earlier.
 
         Args:
-            examples: of the training data.
-            form: of the data, see `load_rows`; `rl` continues over the end of an epoch, others drop a last short batch.
+            examples: number of training examples.
+            form: form of the data, see `load_rows`. `rl` continues across the end of an epoch; others drop a last short
+                batch.
         """
         size, epochs = self.data.batch_size, self.total_epochs
-        of_data = -(-examples * epochs // size) if form == "rl" else examples // size * epochs
-        return min(self.total_steps, of_data) if epochs else self.total_steps
+        epoch_steps = -(-examples * epochs // size) if form == "rl" else examples // size * epochs
+        return min(self.total_steps, epoch_steps) if epochs else self.total_steps
 
     def finetune_spec(self) -> FinetuneSpec:
-        """What the engine of the model that learns is given of the run."""
+        """Return the training settings for the engine of the trained model."""
         return FinetuneSpec(
             self.model.directory(),
             self.total_steps * self.actor.minibatches,
@@ -189,10 +190,10 @@ class RunConfig(Settings):
 
 
 def require_plain_sampling(rollout: RolloutSettings) -> None:
-    """Refuse to train on answers that were drawn from another distribution than that of their log-probs.
+    """Reject sampling parameters that make the completions follow another distribution than their log-probs.
 
     Raises:
-        ConfigError: names what reshapes the distribution, unless `allow_biased_sampling` is set.
+        ConfigError: with the parameters that change the distribution, unless `allow_biased_sampling` is set.
     """
     generation = rollout.generation
     plain = GenerationConfig()
@@ -200,46 +201,45 @@ def require_plain_sampling(rollout: RolloutSettings) -> None:
     require(
         rollout.allow_biased_sampling or not (generation.truncates or generation.penalizes),
         "rollout.generation",
-        "top_p=1, top_k=0, min_p=0 and no penalties (the behavior log-probs are those of the full distribution, so "
-        "training on samples of another one would be biased without notice; rollout.allow_biased_sampling=true allows "
-        "it)",
+        "top_p=1, top_k=0, min_p=0 and no penalties, because log-probs are those of the full distribution and training "
+        "on other samples is biased (rollout.allow_biased_sampling=true allows it)",
         {n: getattr(generation, n) for n in names if getattr(generation, n) != getattr(plain, n)},
     )
 
 
 @dataclass
 class RefConfig:
-    """The frozen policy that a KL penalty keeps the learning one near; loaded where `algorithm.kl` asks for it."""
+    """The frozen reference policy of the KL penalty. Loaded if `algorithm.kl` needs it."""
 
     path: str = ""
-    """Its Hugging Face directory or hub id; empty: `model.path`, the policy before the first step."""
+    """Hugging Face directory or hub id of the reference policy. Empty: `model.path`, the initial policy."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Its train engine's own settings; what is not set is as in `actor.engine`."""
+    """Settings of its train engine. Defaults: those of `actor.engine`."""
 
 
 @dataclass
 class CriticConfig(Settings):
-    """The model of values; loaded where `algorithm.advantage.kind=gae` asks for it."""
+    """The value model. Loaded if `algorithm.advantage.kind=gae` needs it."""
 
     setting: ClassVar[str] = "critic"
     path: str = ""
-    """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
+    """Hugging Face directory or hub id of the initial body. Empty: `model.path`. The value head starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Its train engine's own settings; what is not set is as in `actor.engine`."""
+    """Settings of its train engine. Defaults: those of `actor.engine`."""
     clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
-    """The value loss is clipped at this distance from the value before the update; 0: not at all."""
+    """Maximum distance from the value before the update, to which the value loss clips; 0 disables clipping."""
 
 
 @dataclass
 class ServedConfig(RunConfig):
-    """A run that has inference servers, or may have some."""
+    """Settings of a run that has inference servers or may have some."""
 
     rollout: ServingSettings = field(default_factory=ServingSettings)
     """Inference servers, workflow and reward."""
     rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
-    """Which completions to store."""
+    """Completions to store."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation on held-out examples."""
     publish: PublishConfig = field(default_factory=PublishConfig)
@@ -252,32 +252,32 @@ class ServedConfig(RunConfig):
         require(
             self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
             "publish.timeout",
-            "more than rollout.client.rejoin_timeout, since a publication may wait for a server to come back "
+            "more than rollout.client.rejoin_timeout, because a publication may wait for a server to rejoin "
             f"({self.rollout.client.rejoin_timeout:g} s)",
             self.publish.timeout,
         )
         require(
             self.launcher.max_restarts == 0 or self.rollout.client.progress_timeout > self.launcher.health_timeout,
             "rollout.client.progress_timeout",
-            "more than launcher.health_timeout, since the answers of an only server that hangs wait for its restart "
+            "more than launcher.health_timeout, because completions of a single server that hangs wait for its restart "
             f"({self.launcher.health_timeout:g} s)",
             self.rollout.client.progress_timeout,
         )
 
     @property
     def generation(self) -> GenerationConfig:
-        """How answers are sampled where nothing else is said."""
+        """Default sampling parameters of the run."""
         return self.evaluation.generation
 
 
 @dataclass
 class GRPOConfig(ServedConfig):
-    """Reinforcement learning from verifiable rewards."""
+    """Settings of reinforcement learning from verifiable rewards."""
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Generation of groups of completions: servers, workflow, reward, staleness."""
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    """Which completions to store."""
+    """Completions to store."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages and loss; `algorithm=PRESET` selects a preset."""
     ref: RefConfig = field(default_factory=RefConfig)
@@ -292,88 +292,88 @@ class GRPOConfig(ServedConfig):
         require(
             not self.deterministic or self.rollout.max_staleness == 0,
             "deterministic=true with rollout.max_staleness",
-            "0 (with answers in flight while the trainer learns, the order in which processes run decides what is "
-            "learned from); set rollout.max_staleness=0 or deterministic=false",
+            "0, because asynchronous batches depend on the timing of processes; set rollout.max_staleness=0 or "
+            "deterministic=false",
             self.rollout.max_staleness,
         )
         require_plain_sampling(self.rollout)
         require(
             self.rollout.generation.temperature > 0,
             "rollout.generation.temperature",
-            "more than 0: greedy answers of one prompt are all the same, and have no advantage",
+            "more than 0: greedy completions of one prompt are all equal and have no advantage",
             self.rollout.generation.temperature,
         )
 
     def _check_algorithm(self) -> None:
-        """Refuse what the algorithm and the rest of the run cannot do together."""
+        """Reject combinations of algorithm and run settings that do not work."""
         algorithm, generation = self.algorithm, self.rollout.generation
         require(
             self.rollout.group_size > 1 or not algorithm.advantage.compares_groups,
             "rollout.group_size with algorithm.advantage.kind=outcome and its mean or std over the group",
-            "at least 2: an answer alone is its own baseline and has no advantage (or set algorithm.advantage.kind="
+            "at least 2: a single completion is its own baseline and has no advantage (or set algorithm.advantage.kind="
             "return or gae)",
             self.rollout.group_size,
         )
         require(
             algorithm.reward.overlong_max <= generation.max_new_tokens,
             "algorithm.reward.overlong_max",
-            f"at most rollout.generation.max_new_tokens ({generation.max_new_tokens}), which no answer exceeds",
+            f"at most rollout.generation.max_new_tokens={generation.max_new_tokens}, the longest possible completion",
             algorithm.reward.overlong_max,
         )
         self._check_credit()
         require(
             algorithm.reward.scale != 0 or bool(self.ref.path),
             "ref.path with algorithm.reward.scale=0",
-            "a teacher: without the reward only the KL to the reference is left, and that is the policy itself",
+            "a teacher: without the reward, only the KL to the reference remains, by default the initial policy",
             self.ref.path,
         )
 
     def _check_credit(self) -> None:
-        """Refuse rewards of turns that nothing is learned from, or that would be discounted twice."""
+        """Reject rewards per turn that the estimator does not use or would discount twice."""
         credit, discount = self.rollout.endpoint.credit, self.rollout.endpoint.discount
         advantage, shaping = self.algorithm.advantage, self.algorithm.reward
         require(
             credit == "episode" or advantage.reads_tokens,
             f"rollout.endpoint.credit with algorithm.advantage.kind={advantage.kind}",
-            "`episode`: that estimator has one number per episode (or take algorithm.advantage.kind=return or gae)",
+            "`episode`: that estimator uses one number per episode (or set algorithm.advantage.kind=return or gae)",
             credit,
         )
-        whole = advantage.kind != "gae" and advantage.gamma == 1 and shaping == RewardConfig()
+        undiscounted = advantage.kind != "gae" and advantage.gamma == 1 and shaping == RewardConfig()
         require(
-            credit == "episode" or discount == 1 or whole,
+            credit == "episode" or discount == 1 or undiscounted,
             "rollout.endpoint.discount with rollout.endpoint.credit=turn",
-            "1, unless algorithm.advantage.gamma is 1, algorithm.reward leaves rewards as they are, and "
-            "algorithm.advantage.kind is not gae, whose values know no discount but gamma (with unit=turn: per turn)",
+            "1, unless algorithm.advantage.gamma=1, algorithm.reward does not change rewards and "
+            "algorithm.advantage.kind is not gae, which discounts by gamma only (per turn with unit=turn)",
             discount,
         )
 
     @property
     def generation(self) -> GenerationConfig:
-        """Those that are trained on."""
+        """Sampling parameters of the training completions."""
         return self.rollout.generation
 
     def finetune_spec(self) -> FinetuneSpec:
-        """See `RunConfig.finetune_spec`; an entropy bonus gives the entropy a gradient."""
+        """Return `RunConfig.finetune_spec`, with a gradient of the entropy if there is an entropy bonus."""
         return replace(super().finetune_spec(), entropy_grad=bool(self.algorithm.entropy_coef))
 
     def model_paths(self) -> dict[str, str]:
-        """See `RunConfig.model_paths`; reference and critic where the algorithm has them."""
-        others = {
+        """Return `RunConfig.model_paths`, with reference policy and critic if the algorithm needs them."""
+        paths = {
             "ref.path": self.algorithm.needs_reference and self.ref.path,
             "critic.path": self.algorithm.needs_critic and self.critic.path,
         }
-        return super().model_paths() | {setting: path for setting, path in others.items() if path}
+        return super().model_paths() | {setting: path for setting, path in paths.items() if path}
 
     def reference_spec(self) -> FinetuneSpec:
-        """What the engine of the reference policy is told: it is the policy before the first step, and stays it."""
+        """Return the settings for the engine of the reference policy, which has no optimizer."""
         return replace(super().finetune_spec(), model_path=self.model.directory(self.ref.path), optimizer=None)
 
     def critic_spec(self) -> FinetuneSpec:
-        """What the engine of the critic is told: it has a value head, and an optimizer of its own."""
+        """Return the settings for the engine of the critic, with a value head and its own optimizer."""
         path = self.model.directory(self.critic.path)
         return replace(super().finetune_spec(), model_path=path, optimizer=self.critic.optimizer, head="value")
 
 
 @dataclass
 class SFTConfig(ServedConfig):
-    """Supervised learning from conversations; servers, where they are allocated, answer held-out questions."""
+    """Settings of supervised learning from conversations. Servers, if allocated, answer held-out questions."""

@@ -16,103 +16,106 @@ from rl_contracts.errors import DataError
 __all__ = ["load_rows"]
 
 GENERATED = "word-problems"
-"""The generated data set, which needs no path and comes with an embedded model of its own."""
+"""The generated data set. It needs no path and comes with its own embedded model."""
 
 GENERATED_PAIRS = "word-problem-pairs"
 """The same problems as preference pairs."""
 
 CHAT = "chat"
-"""Any conversations or prompts; where they are has to be said."""
+"""Data set of any conversations or prompts; `data.path` is required."""
 
 Rows = Sequence[dict[str, Any]]
 
 
 @dataclass
 class DataConfig(Settings):
-    """What is learned from."""
+    """Settings of the training data."""
 
     setting: ClassVar[str] = "data"
     name: str = GENERATED
-    """Installed data set (`chat`: any conversations or prompts; `gsm8k`: questions and worked answers; generated
-    `word-problems`; of pairs `hh-rlhf`, `word-problem-pairs`) or a dotted path to a loader."""
+    """Installed data set, or a dotted path to a loader. `chat`: any conversations or prompts; `gsm8k`: questions and
+    worked answers; `word-problems`: generated; `hh-rlhf` and `word-problem-pairs`: preference pairs."""
     path: str = ""
-    """Hub id, directory or file; empty: the data set's own default. A file is one split, so it needs
+    """Hub id, directory or file. Empty: the default of the data set. A file is a single split, so it needs
     `evaluation.rows=0`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns that have other names there: `data.columns.question=problem`. The names before `=` are those that the
-    data set asks for (`gsm8k`: question, answer; `chat`: messages, answer, and what the reward asks for; `hh-rlhf`:
-    chosen, rejected, prompt; each also system, history, input), behind it the file's, with dots for what lies inside
-    of another column. `data.columns.unused_context=context` keeps `context` out of the question."""
+    """Column names that differ from the ones that the data set expects, as `data.columns.EXPECTED=ACTUAL`, for example
+    `data.columns.question=problem`. Expected names: `gsm8k`: question, answer; `chat`: messages, answer and fields of
+    the reward; `hh-rlhf`: chosen, rejected, prompt; all: system, history, input. Dots in the actual name select nested
+    fields. `data.columns.unused_context=context` keeps `context` out of the question."""
     train_split: str = "train"
-    """The split that is learned from, by its name in the data set."""
+    """Name of the training split in the data set."""
     test_split: str = "test"
-    """The split of held-out rows; it is not read with `evaluation.rows=0`."""
+    """Name of the split of held-out examples. Not read with `evaluation.rows=0`."""
     batch_size: int = bounded(16, "at least 1", lambda rows: rows >= 1)
-    """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
+    """Prompts (SFT: examples) per training step, over all data-parallel replicas."""
     max_length: int | None = bounded(None, "at least 2, or null", lambda tokens: tokens is None or tokens >= 2)
-    """Tokens of a row at most; where answers are generated, of a prompt with its answer, which ends there. null: what
-    the model's context holds, and 2048 at most. More than the context is refused."""
+    """Maximum tokens of an example, including the completion if completions are generated; generation stops there.
+    null: the model's context length, at most 2048. A value above the context length is rejected."""
     overlong: str = choice("refuse", ("refuse", "drop", "truncate"))
-    """What becomes of rows that are longer: `refuse` (the command says how many, and does not start), `drop` (they are
-    left out) or `truncate` (their end is cut; of a prompt that leaves no room for an answer, the beginning of its last
-    message, until `max_new_tokens` fit, or half of the limit). What is left out or cut is told."""
+    """Handling of examples that are too long: `refuse` (the command reports their number and does not start), `drop`,
+    or `truncate` (cut at the end). A prompt that leaves no room for a completion is cut at the beginning of its last
+    message until `max_new_tokens`, or half of the limit, fit. The command reports how many were dropped or cut."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the data set."""
+    """Further options of the data set, by name."""
 
 
 def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
-    """The rows of one split.
+    """Load the examples of one split.
 
     Args:
-        config: which data set.
-        split: `train` or `test`, whatever they are called there.
-        form: `rl` (question and gold answer apart), `sft` (whole conversations) or `pairs` (two conversations, of which
-            one is preferred).
-        seed: makes generated sets; others ignore it.
+        config: settings of the data set.
+        split: `train` or `test`, independent of the names in the data set.
+        form: `rl` (question and gold answer separate), `sft` (whole conversations) or `pairs` (two conversations, one
+            of them preferred).
+        seed: seed of generated data sets; others ignore it.
 
     Raises:
-        ConfigError: no data set of that name, one whose columns have no other names, or one file for both splits.
-        DataError: a missing file, a row without question or answer, or no rows.
+        ConfigError: the data set is unknown, its columns cannot be renamed, or one file is used for both splits.
+        DataError: a file is missing, an example has no question or answer, or there are no examples.
     """
     loader = registry.load("rl.datasets", config.name)
     arguments: dict[str, Any] = {"path": config.path} if config.path else {}
     if config.columns:
         fits = "columns" in inspect.signature(loader).parameters
-        require(fits, "data.columns", f"none: data.name={config.name} takes no names of columns", config.columns)
+        require(fits, "data.columns", f"none: data.name={config.name} has no renamable columns", config.columns)
         arguments["columns"] = dict(config.columns)
     if split == "test" and getattr(loader, "reads_files", False):
         _check_splits(config)
-    named = {"train": config.train_split, "test": config.test_split}.get(split, split)
-    rows: Rows = loader(**arguments, split=named, form=form, seed=seed, **config.options)
+    name = {"train": config.train_split, "test": config.test_split}.get(split, split)
+    rows: Rows = loader(**arguments, split=name, form=form, seed=seed, **config.options)
     if not len(rows):
-        raise DataError(f"data.name={config.name}: the {named} split has no rows.")
+        raise DataError(f"data.name={config.name}: the {name} split has no examples.")
     return rows
 
 
 def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
-    """`count` rows in their order, a random sample that is the same in every run, or all there are. The first rows of a
-    file that is sorted by difficulty would say little about the others."""
-    numbers = range(len(rows))
-    return [rows[i] for i in (numbers if count >= len(rows) else sorted(random.Random(0).sample(numbers, count)))]
+    """Return `count` examples in their order, or all if there are fewer.
+
+    They are a random sample, the same in every run: the first examples of a file sorted by difficulty would not be
+    representative.
+    """
+    indices = range(len(rows))
+    return [rows[i] for i in (indices if count >= len(rows) else sorted(random.Random(0).sample(indices, count)))]
 
 
 def _check_splits(config: DataConfig) -> None:
-    """Reject held-out rows that are the training rows."""
+    """Reject held-out examples that are the training examples."""
     require(
         config.train_split != config.test_split,
         "data.test_split",
-        f"another split than data.train_split={config.train_split}, or evaluation.rows=0 for none",
+        f"a split other than data.train_split={config.train_split}, or evaluation.rows=0 for no held-out examples",
         config.test_split,
     )
     require(
         not config.path or not Path(config.path).expanduser().is_file(),
         "data.path",
         f"a directory with the splits {config.train_split} and {config.test_split}, because one file would be both, or "
-        "evaluation.rows=0 for no held-out rows",
+        "evaluation.rows=0 for no held-out examples",
         config.path,
     )
 
 
 def first_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
-    """The first `count` rows, or all there are."""
+    """Return the first `count` examples, or all if there are fewer."""
     return [rows[i] for i in range(min(count, len(rows)))]

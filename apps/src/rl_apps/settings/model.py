@@ -1,4 +1,4 @@
-"""The model that a run starts from: a directory, a hub id, or one made on the spot."""
+"""The initial model of a run: a directory, a hub id, or a small model that the command builds."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from rl_apps.embedded.prepare import ModelShape
 
 EMBEDDED = "embedded"
-"""The path of a model that is made on the spot, and the recipe that goes with it."""
+"""Path of a model that the command builds, and the recipe for it."""
 
 MADE = {EMBEDDED: 0, "embedded-moe": 4}
-"""Paths of all models that are made on the spot, and the experts in each of their layers."""
+"""Paths of all models that the command builds, with the number of experts per layer."""
 
 PRETRAINED = "pretrained"
-"""The recipe of any other."""
+"""Recipe of all other models."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_NOT_OF_THE_MODEL = ("*/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-"""Files of a hub's repository that nobody here reads."""
+_UNREAD_FILES = ("*/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+"""Patterns of files in a hub repository that are not needed."""
 
 
 @dataclass
 class ModelConfig:
-    """The policy before the first step."""
+    """The initial policy."""
 
     path: str = EMBEDDED
-    """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached; `embedded-moe`: one
-    with four experts in each layer, of which two take each token."""
+    """Hugging Face directory, hub id, `embedded` (a tiny model, built by the command and cached) or `embedded-moe` (the
+    same with four experts per layer, of which two process each token)."""
     chat_template: str = ""
-    """File with a Jinja chat template, or `plain` (`User: ...`, `Assistant: ...`, after the tokenizer's
-    beginning-of-text token), for models that have none; empty: the model's own."""
+    """File with a Jinja chat template, or `plain` for models without one (`User: ...`, `Assistant: ...`, after the
+    tokenizer's beginning-of-text token). Empty: the template of the model."""
     directories: dict[str, str] = field(default_factory=dict)
-    """Directories of the run's models by what their `path` says. The command fills it in."""
+    """Directories of the run's models by their `path`. The command fills this in."""
 
     def directory(self, path: str = "") -> str:
-        """Where the model lies that a `path` of the config names (empty: the policy before the first step); `path`
-        itself before the command has looked."""
+        """Return the directory of the model with this `path` (empty: the initial policy), or `path` itself before the
+        command has filled in `directories`."""
         return self.directories.get(path or self.path, path or self.path)
 
 
 @contextmanager
 def as_planned(model: ModelConfig, data: DataConfig) -> Iterator[str]:
-    """A block in which the directory of the policy has a `config.json`, also while it has yet to be made."""
+    """Provide a directory with the `config.json` of the policy, even before the command builds the model."""
     if model.path not in MADE:
         yield model.directory()
         return
@@ -68,7 +68,7 @@ def as_planned(model: ModelConfig, data: DataConfig) -> Iterator[str]:
 
 
 def _shape_of(model: ModelConfig, data: DataConfig) -> ModelShape:
-    """Sizes of a model that is made on the spot."""
+    """Return the sizes of a model that the command builds."""
     from rl_apps.embedded.prepare import ModelShape, ScratchRecipe
 
     shape = ModelShape() if data.name in (GENERATED, GENERATED_PAIRS) else ScratchRecipe().shape
@@ -76,17 +76,17 @@ def _shape_of(model: ModelConfig, data: DataConfig) -> ModelShape:
 
 
 def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
-    """The directories of models, downloaded from the hub where they are neither here nor in its cache.
+    """Return the directories of models; download the ones that are neither local nor in the cache of the hub.
 
     Args:
-        paths: setting to what it says; one that is made on the spot (`embedded`) is left out.
-        fetch: whether to download; without, a hub id that is not in the cache is left out.
+        paths: value of each setting that names a model, by name of the setting. Models that the command builds
+            (`embedded`) are left out.
+        fetch: whether to download. If false, hub ids that are not in the cache are left out.
 
     Raises:
-        ModelError: there is neither a directory nor a model of that id, or it lacks `config.json`, weights or a
-            tokenizer.
+        ModelError: there is no such directory or hub id, or `config.json`, weights or the tokenizer are missing.
     """
-    found = {}
+    directories = {}
     for setting, path in paths.items():
         if path in MADE:
             continue
@@ -97,89 +97,88 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
             if snapshot is None:
                 continue
             directory = snapshot
-        found[path] = str(directory.absolute())
-        check_model_directory(found[path], setting, tokenizer=True)
-    return found
+        directories[path] = str(directory.absolute())
+        check_model_directory(directories[path], setting, tokenizer=True)
+    return directories
 
 
 def check_generates(path: str, directory: str | Path) -> None:
-    """Refuse a model that has a scalar head, or fills gaps, or reads all of a text before it writes, where one is to
-    write text on from a prompt.
+    """Reject a model that cannot continue a prompt: a scalar head, masked language modeling, or an encoder-decoder.
 
     Raises:
-        ModelError: names its kind.
+        ModelError: with the kind of the model.
     """
-    settings = json.loads((Path(directory) / "config.json").read_text())
-    kinds = settings.get("architectures") or []
-    if settings.get("is_encoder_decoder") or any("MaskedLM" in kind for kind in kinds):
+    config = json.loads((Path(directory) / "config.json").read_text())
+    kinds = config.get("architectures") or []
+    if config.get("is_encoder_decoder") or any("MaskedLM" in kind for kind in kinds):
         raise ModelError(
-            f"model {path}: expected a model that goes on from a prompt, token by token, found "
-            f"{', '.join(kinds) or settings.get('model_type')}: it reads in both directions. Give a causal language "
+            f"model {path}: expected a model that continues a prompt token by token, found "
+            f"{', '.join(kinds) or config.get('model_type')}, which reads in both directions. Use a causal language "
             "model (...ForCausalLM)."
         )
     if kinds and all(kind.endswith("Model") and "LMHead" not in kind for kind in kinds):
         raise ModelError(
-            f"model {path}: expected a model that generates text, found {', '.join(kinds)}: it has no head that says "
-            "which token is next. Give one that was saved whole (...ForCausalLM)."
+            f"model {path}: expected a model that generates text, found {', '.join(kinds)}, which has no language "
+            "modeling head. Use a complete checkpoint (...ForCausalLM)."
         )
     if any("Classification" in kind or "Reward" in kind for kind in kinds):
         raise ModelError(
             f"model {path}: expected a model that generates text, found {', '.join(kinds)}: a reward model scores "
-            "answers. Give the checkpoint of a policy."
+            "completions. Use the checkpoint of a policy."
         )
 
 
 def check_architecture(path: str, directory: str) -> None:
-    """Refuse a model of a kind that transformers does not have.
+    """Reject a model of a type that transformers does not have.
 
     Raises:
-        ModelError: names the kind, and what may help.
+        ModelError: with the type and a suggestion.
     """
-    settings = json.loads((Path(directory) / "config.json").read_text())
-    if not (kind := settings.get("model_type")):
+    config = json.loads((Path(directory) / "config.json").read_text())
+    if not (kind := config.get("model_type")):
         return
     from transformers import CONFIG_MAPPING, __version__
 
     if kind not in CONFIG_MAPPING:
         nearest = get_close_matches(str(kind), CONFIG_MAPPING.keys(), 1)
-        own = "its own code (auto_map) is never run; " if "auto_map" in settings else ""
-        meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        custom_code = "its own code (auto_map) is never run; " if "auto_map" in config else ""
+        suggestion = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise ModelError(
             f"model {path}: expected a model_type (config.json) that transformers {__version__} has, found "
-            f"{kind!r}{meant}; {own}a newer transformers may have it."
+            f"{kind!r}{suggestion}; {custom_code}a newer transformers may have it."
         )
 
 
 def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
-    """The directory of a hub's model in the local cache."""
+    """Return the directory of a hub model in the local cache, or None if it is not there and `fetch` is false."""
     from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, ignore_patterns=list(_NOT_OF_THE_MODEL), local_files_only=not fetch))
-    except Exception as error:  # whichever HTTP library the hub's client has: told in one sentence
+        return Path(snapshot_download(hub_id, ignore_patterns=list(_UNREAD_FILES), local_files_only=not fetch))
+    except Exception as error:  # the type depends on the HTTP library of the hub client
         if not fetch:
             return None
         raise ModelError(
             f"{setting}={hub_id}: expected a directory, or the id of a model that the hub or its cache "
-            f"({constants.HF_HUB_CACHE}) has. There is no such directory, and the hub's client says: "
-            f"{str(error).splitlines()[0].rstrip('. ')}. Give a directory, or fetch the model where there is a network "
-            f"(`hf download {hub_id}`)."
+            f"({constants.HF_HUB_CACHE}) has. There is no such directory, and the hub client reports: "
+            f"{str(error).splitlines()[0].rstrip('. ')}. Give a directory, or download the model on a machine with "
+            f"network access (`hf download {hub_id}`)."
         ) from error
 
 
 def make_model(
     model: ModelConfig, data: DataConfig, seed: int, form: str, lessons: str, warm_up: bool, say: Callable[[str], None]
 ) -> Path:
-    """The directory of the model, made on the spot and cached if its path is one of `MADE`.
+    """Return the directory of the model; build and cache it first if its path is in `MADE`.
 
-    The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
-    whose tokenizer is trained on the training texts.
+    The generated problems have their own model, optionally warmed up. For other data, it is a tiny random model whose
+    tokenizer is trained on the training texts.
 
     Args:
-        form: in which the data is read for its texts, see `load_rows`.
-        lessons: what the warm-up shows, see `rl_apps.embedded.curriculum`.
-        warm_up: whether there is one.
-        say: told what is going on.
+        form: form in which the data is read for its texts, see `load_rows`.
+        lessons: what the warm-up teaches, see `rl_apps.embedded.curriculum`.
+        warm_up: whether to warm up the model.
+        say: called with messages on the progress.
     """
     if model.path not in MADE:
         return Path(model.directory())

@@ -92,10 +92,10 @@ _NAMES = {
     "total_steps": "max_steps total_training_steps num_steps steps train_steps num_training_steps max_train_steps",
     "trial": "run_name experiment_name wandb_run_name trial_name",
 }
-"""Keys of ours, each with the last part of what TRL, verl, OpenRLHF, AReaL, prime-rl and others call it."""
+"""Settings, each with the last part of its names in TRL, verl, OpenRLHF, AReaL, prime-rl and other libraries."""
 
 SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""The last part of another name, to the key of ours."""
+"""Last part of a foreign name, to the setting."""
 
 RENAMED = {
     "algorithm.reward.normalise": "algorithm.reward.normalize",

@@ -1,4 +1,4 @@
-"""The last lines of a run."""
+"""Summary of a finished run."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ from rl_apps.settings.config import GRPOConfig, SFTConfig
 BIN = Path(sys.executable).parent
 
 
-def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_path):
+def test_after_sft_initial_accuracy_of_zero_has_no_percentage(tmp_path):
     records = [{"step": 0, "loss/eval": 4.0, "eval/accuracy": 0.0}, {"step": 1, "loss/eval": 3.0, "eval/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = after_sft(SFTConfig(), tmp_path)
@@ -22,49 +22,49 @@ def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_pa
     assert "Held-out accuracy: 0.0000 -> 0.5000" in lines
 
 
-def test_after_grpo_prompts_that_were_left_over_are_told(tmp_path):
+def test_after_grpo_reports_unused_prompts(tmp_path):
     records = [{"step": 1, "version": 1, "groups/left_over": 0.0}, {"step": 2, "version": 2, "groups/left_over": 5.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = after_grpo(GRPOConfig(), tmp_path)
     assert "5 prompts were not used" in "\n".join(lines)
 
 
-def test_after_grpo_without_any_reward_says_what_to_begin_with(tmp_path):
+def test_after_grpo_without_any_reward_suggests_another_model(tmp_path):
     for last, expected in ((0.0, True), (0.5, False)):
         records = [{"step": 1, "version": 1, "reward/mean": 0.0}, {"step": 2, "version": 2, "reward/mean": last}]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
         assert ("the model learned nothing" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == expected
 
 
-def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
+def test_after_grpo_graded_reward_is_not_called_accuracy(tmp_path):
     records = [
-        {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # by chance
+        {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # all rewards were 0 or 1 by chance
         {"step": 3, "version": 3, "eval/reward": 12.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert "Held-out reward (greedy): 1.000 -> 12.500" in after_grpo(GRPOConfig(), tmp_path)
     (tmp_path / "rollouts").mkdir()
-    answers = "".join(
-        json.dumps({"prompt_id": row, "completion": "\u2028"}, ensure_ascii=False) + "\n" for row in (7, 8, 8)
+    records = "".join(
+        json.dumps({"prompt_id": prompt, "completion": "\u2028"}, ensure_ascii=False) + "\n" for prompt in (7, 8, 8)
     )
-    (tmp_path / "rollouts" / "eval_step_3-0.jsonl").write_text(answers)
+    (tmp_path / "rollouts" / "eval_step_3-0.jsonl").write_text(records)
     text = "\n".join(after_grpo(GRPOConfig(), tmp_path))
     assert "Held-out reward (greedy, 2 problems): 1.000 -> 12.500" in text
     assert "accuracy" not in text
 
 
-def test_next_command_can_be_run_where_the_one_before_was(tmp_path, monkeypatch):
+def test_next_command_runs_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for inside in (False, True):
-        monkeypatch.chdir(REPOSITORY if inside else tmp_path)
+    for in_repository in (False, True):
+        monkeypatch.chdir(REPOSITORY if in_repository else tmp_path)
         last = after_grpo(GRPOConfig(), tmp_path, "--extra agents math-agent")[-1]
-        program = "uv run --package rl-apps --extra agents math-agent" if inside else str(BIN / "math-agent")
+        program = "uv run --package rl-apps --extra agents math-agent" if in_repository else str(BIN / "math-agent")
         assert last.startswith(f"Try next: {program} --config ")
     assert (BIN / "math-agent").is_file()
 
 
 @pytest.mark.parametrize("name", ["run", "a b", "é (1)", "a,b", "it's", "a=b"])
-def test_next_command_of_any_directory_is_read_back_as_it_was(tmp_path, name):
+def test_next_command_quotes_any_directory(tmp_path, name):
     directory = tmp_path / name
     directory.mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -76,7 +76,7 @@ def test_next_command_of_any_directory_is_read_back_as_it_was(tmp_path, name):
     assert config.run_dir == f"{directory}-on-policy"
 
 
-def test_last_checkpoint_leaves_directories_of_others_alone(tmp_path):
+def test_last_checkpoint_ignores_other_directories(tmp_path):
     for name in ("step_2", "step_10", "step_10_merged", "step_best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
 

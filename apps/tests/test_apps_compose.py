@@ -1,4 +1,4 @@
-"""How a config comes about: parts bring their settings, files and presets lie over each other, hints are near."""
+"""Composition of configs: settings of components, layers of files and presets, and hints for unknown settings."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.testing.processes import free_port
 from rl_engines_fsdp import LoRAConfig
 
-THEIRS = '''
+THIRD_PARTY = '''
 from dataclasses import dataclass, field
 from rl_contracts.config import require
 from rl_contracts.engine import TrainEngineConfig
@@ -32,7 +32,7 @@ class Engine: pass
 class EngineConfig(TrainEngineConfig):
     """A train engine."""
     chunks: int = 3
-    """Pieces in which it thinks."""
+    """Number of chunks."""
 
 class Server:
     @classmethod
@@ -42,9 +42,9 @@ class Server:
 
 @dataclass
 class ServerConfig(ServerConfig):
-    """Its servers."""
+    """Server settings."""
     batch: int = 7
-    """Answers at once."""
+    """Concurrent completions."""
     def check(self, spec):
         require(spec.strategy.tensor <= self.batch, "batch", "more", self.batch)
 
@@ -54,9 +54,9 @@ class Machine: pass
 class MachineConfig(SchedulerConfig):
     """A machine with GPUs."""
     gpus: int = 4
-    """GPUs that it has."""
+    """Number of GPUs."""
     nodes: int = 1
-    """Machines, each with as many."""
+    """Number of machines with that many GPUs."""
     def resources(self):
         if self.nodes == 1:
             return Resources(self.gpus, 8)
@@ -65,11 +65,11 @@ class MachineConfig(SchedulerConfig):
 class Dark: pass
 @dataclass
 class DarkConfig(SchedulerConfig):
-    """Knows nothing before a job runs."""
+    """A scheduler that knows no resources before a job runs."""
 class Odd: pass
 @dataclass
 class OddConfig:
-    """Not derived from anything."""
+    """Settings without the required base class."""
 '''
 ENTRY_POINTS = """[rl.train_engines]
 theirengine = fixture_theirs:Engine
@@ -80,13 +80,13 @@ theirserver = fixture_theirs:Server
 machine = fixture_theirs:Machine
 dark = fixture_theirs:Dark
 """
-OURS_OUT = "allocation=theirserver:d1+theirengine:d1"
+THIRD_PARTY_ALLOCATION = "allocation=theirserver:d1+theirengine:d1"
 
 
 @pytest.fixture
-def theirs(tmp_path, monkeypatch):
-    """A third party's package with a train engine, a server and schedulers, as an installer would lay it out."""
-    (tmp_path / "fixture_theirs.py").write_text(THEIRS)
+def third_party(tmp_path, monkeypatch):
+    """Install a third-party package with a train engine, a server and schedulers."""
+    (tmp_path / "fixture_theirs.py").write_text(THIRD_PARTY)
     info = tmp_path / "fixture_theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fixture-theirs\nVersion: 1.0\n")
@@ -96,8 +96,8 @@ def theirs(tmp_path, monkeypatch):
     sys.modules.pop("fixture_theirs", None)
 
 
-def test_allocation_names_the_part_whose_settings_there_are(theirs):
-    config = APP.config([OURS_OUT, "actor.engine.chunks=5", "rollout.server.batch=9"])
+def test_allocation_selects_settings_of_its_components(third_party):
+    config = APP.config([THIRD_PARTY_ALLOCATION, "actor.engine.chunks=5", "rollout.server.batch=9"])
 
     assert (config.actor.engine.chunks, config.critic.engine.chunks, config.rollout.server.batch) == (5, 5, 9)
     keys = {key for key, _, _ in describe(config)}
@@ -106,7 +106,7 @@ def test_allocation_names_the_part_whose_settings_there_are(theirs):
 
 
 @pytest.mark.parametrize("quote", ["", "'"])
-def test_allocation_of_experts_is_read_with_its_brackets(quote):
+def test_allocation_of_experts_keeps_its_parentheses(quote):
     text = "embedded:d1+megatron:(attn:d2|ffn:e2)"
 
     config = APP.config([f"allocation={quote}{text}{quote}", "model.path=embedded-moe"])
@@ -123,40 +123,40 @@ def test_allocation_of_experts_is_read_with_its_brackets(quote):
         ("launcher.options.gpu=1", "launcher.options.gpus"),
     ],
 )
-def test_their_settings_mistyped_are_refused_with_the_nearest(theirs, override, nearest):
+def test_unknown_third_party_setting_suggests_nearest(third_party, override, nearest):
     with pytest.raises(ConfigError, match=f"unknown setting '{override.split('=')[0]}'. Did you mean '{nearest}'"):
-        APP.config([OURS_OUT, "launcher=machine", override])
+        APP.config([THIRD_PARTY_ALLOCATION, "launcher=machine", override])
 
 
 @pytest.mark.parametrize("setting", ["lora.rank=8", "offload=true"])
-def test_setting_that_only_another_engine_has_is_refused_with_the_allocation_and_that_engine(capsys, setting):
+def test_setting_of_another_engine_names_that_engine(capsys, setting):
     key = f"actor.engine.{setting.split('=')[0]}"
 
-    err = _refused(capsys, "allocation=embedded:d1+megatron:t2", f"actor.engine.{setting}", "--dry-run")
+    err = _reject(capsys, "allocation=embedded:d1+megatron:t2", f"actor.engine.{setting}", "--dry-run")
 
-    assert f"{key} does not go with 'megatron', which the allocation names" in err
-    assert f"Choose fsdp there, or leave {key} out" in err
+    assert f"{key}: 'megatron', which allocation selects, has no setting" in err
+    assert f"Select fsdp there, or remove {key}" in err
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_one_gpu_may_be_shared_by_a_server_and_any_engine(engine, capsys):
+def test_server_and_any_engine_share_one_gpu(engine, capsys):
     assert main("gsm8k-grpo", [f"allocation=embedded:d1|{engine}:d1", "launcher.options.gpus=[0]", "--dry-run"]) == 0
 
 
-def test_their_settings_are_in_the_help(theirs, capsys):
-    assert main("gsm8k-grpo", ["--help", "all", OURS_OUT, "launcher=machine"]) == 0
+def test_help_lists_third_party_settings(third_party, capsys):
+    assert main("gsm8k-grpo", ["--help", "all", THIRD_PARTY_ALLOCATION, "launcher=machine"]) == 0
     text = capsys.readouterr().out
-    assert "actor.engine.chunks=3\n      Pieces in which it thinks." in text
+    assert "actor.engine.chunks=3\n      Number of chunks." in text
     assert "launcher.options.gpus=4" in text
     assert "launcher.kind='machine'" in text
 
 
-def test_settings_that_do_not_come_from_the_contract_are_refused(theirs):
+def test_settings_of_the_wrong_base_class_are_rejected(third_party):
     with pytest.raises(ConfigError, match="odd: expected settings derived from TrainEngineConfig, found OddConfig"):
         APP.config(["allocation=embedded:d1+odd:d1"])
 
 
-def test_optional_section_is_made_by_setting_one_of_its_keys():
+def test_optional_section_is_created_by_setting_a_key():
     config = APP.config(["actor.engine.lora.rank=4", "actor.engine.lora.target_modules=[q_proj]"])
     assert config.actor.engine.lora == config.ref.engine.lora == LoRAConfig(rank=4, target_modules=["q_proj"])
     assert APP.config(["actor.engine.lora={rank: 4}"]).actor.engine.lora == LoRAConfig(rank=4)
@@ -164,13 +164,13 @@ def test_optional_section_is_made_by_setting_one_of_its_keys():
         APP.config(["actor.engine.lora.rang=4"])
 
 
-def test_other_models_engines_are_set_as_the_actors_unless_they_say_otherwise():
+def test_engines_of_other_models_default_to_actor_engine():
     config = APP.config(["actor.engine.max_logits=7", "actor.engine.max_shard_gb=2", "critic.engine.max_logits=9"])
     assert (config.ref.engine.max_logits, config.critic.engine.max_logits) == (7, 9)
     assert config.critic.engine.max_shard_gb == 2
 
 
-def test_file_of_ones_own_lies_over_the_defaults_and_below_the_command_line(tmp_path):
+def test_user_file_overrides_defaults_and_yields_to_command_line(tmp_path):
     (tmp_path / "base.yaml").write_text("data:\n  batch_size: 6\nseed: 5\n")
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [base, {algorithm: dapo}]\nseed: 7\nrollout:\n  server: {slots: 3}\nlauncher: local\n")
@@ -190,7 +190,7 @@ def test_file_of_ones_own_lies_over_the_defaults_and_below_the_command_line(tmp_
         ("actor.optimizer.name=sgd", "actor.optimizer.beta1", 0.8, 0.9),
     ],
 )
-def test_setting_in_a_file_goes_with_the_method_that_read_it(tmp_path, override, setting, in_file, default):
+def test_file_setting_is_dropped_with_the_method_that_read_it(tmp_path, override, setting, in_file, default):
     file = tmp_path / "mine.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{setting}={in_file}"])))
 
@@ -200,7 +200,7 @@ def test_setting_in_a_file_goes_with_the_method_that_read_it(tmp_path, override,
         APP.config((override, f"{setting}={in_file}"), file)
 
 
-def test_presets_of_ones_own_lie_beside_the_file(tmp_path):
+def test_preset_beside_the_user_file_is_found(tmp_path):
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "mine.yaml").write_text("loss:\n  clip_low: 0.11\n")
     (tmp_path / "mine.yaml").write_text("algorithm: mine\n")
@@ -218,7 +218,7 @@ def test_presets_of_ones_own_lie_beside_the_file(tmp_path):
         ("rollout:\n  group_sise: 3\n", "unknown setting 'rollout.group_sise'. Did you mean 'rollout.group_size'"),
     ],
 )
-def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
+def test_unusable_file_is_named(tmp_path, text, message):
     file = tmp_path / "mine.yaml"
     if text is not None:
         file.write_text(text)
@@ -227,13 +227,13 @@ def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("override", ["allocation=embedded:d1,fsdp:d1", "seed=1,2"])
-def test_several_values_for_a_setting_are_refused(override):
-    with pytest.raises(ConfigError, match="one value; a comma stands between several"):
+def test_several_values_for_a_setting_are_rejected(override):
+    with pytest.raises(ConfigError, match="one value, found several"):
         APP.config([override])
 
 
 @pytest.mark.parametrize("app", [APP, SFT], ids=lambda app: app.name)
-def test_config_that_a_run_wrote_gives_the_same_config_again(app, tmp_path):
+def test_written_config_composes_to_the_same_config(app, tmp_path):
     settings = ["seed=7", "actor.engine.lora.rank=4", "ref.engine.max_logits=5"] if app is APP else ["seed=7"]
     config = app.config([*settings, "data.options.level=2"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -242,16 +242,16 @@ def test_config_that_a_run_wrote_gives_the_same_config_again(app, tmp_path):
     assert config.data.options == {"level": 2}
 
 
-def test_config_of_a_run_with_other_parts_loses_the_settings_of_those_that_went(theirs, tmp_path):
+def test_file_loses_settings_of_replaced_components(third_party, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(APP.config(["rollout.server.slots=3", "actor.engine.max_logits=5"])))
 
-    config = APP.config([OURS_OUT, "launcher=machine"], tmp_path / "config.yaml")
+    config = APP.config([THIRD_PARTY_ALLOCATION, "launcher=machine"], tmp_path / "config.yaml")
     assert (config.rollout.server.batch, config.actor.engine.chunks, config.launcher.options.gpus) == (7, 3, 4)
-    trainer_alone = APP.config(["allocation=fsdp:d2"], tmp_path / "config.yaml")
-    assert trainer_alone.actor.engine.max_logits == 5
+    trainer_only = APP.config(["allocation=fsdp:d2"], tmp_path / "config.yaml")
+    assert trainer_only.actor.engine.max_logits == 5
 
 
-def _refused(capsys, *arguments):
+def _reject(capsys, *arguments):
     assert main("gsm8k-grpo", list(arguments)) == 2
     captured = capsys.readouterr()
     assert "starting" not in captured.out
@@ -269,36 +269,36 @@ def _refused(capsys, *arguments):
             ["algorithm=ppo", "critic.engine.offload=true", "cluster.device=cpu"],
             "offload=True does not work with device=cpu",
         ),
-        (["cluster.device=cuda"], "expected 2 GPUs, one a rank, found 0"),
+        (["cluster.device=cuda"], "expected 2 GPUs, one per rank, found 0"),
         (["cluster.device=gpu"], "cluster.device: expected one of auto, cpu, cuda"),
         (["launcher=slurmm"], "rl.schedulers: unknown name 'slurmm'"),
     ],
 )
-def test_parts_that_cannot_do_it_are_refused_before_anything_is_made(capsys, monkeypatch, overrides, message, dry_run):
+def test_unsupported_components_are_rejected_at_preflight(capsys, monkeypatch, overrides, message, dry_run):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert message in _refused(capsys, *overrides, *dry_run)
+    assert message in _reject(capsys, *overrides, *dry_run)
 
 
-def test_auto_takes_gpus_where_there_are_any_and_refuses_too_few(theirs, capsys):
+def test_device_auto_uses_gpus_and_rejects_too_few(third_party, capsys):
     machine = ("launcher=machine", "--dry-run")
     assert main("gsm8k-grpo", ["allocation=theirserver:d1t2+fsdp:d2", *machine]) == 0
     plan = capsys.readouterr().out
     assert "# Devices: 4 of 4 GPUs: rollout 2, actor 2" in plan
     assert "1 x rollout: serve embedded 7 cuda" in plan
 
-    assert "expected 4 GPUs, one a rank, found 3" in _refused(
+    assert "expected 4 GPUs, one per rank, found 3" in _reject(
         capsys, "allocation=theirserver:d1t2+fsdp:d2", "launcher.options.gpus=3", *machine
     )
     assert main("gsm8k-grpo", ["allocation=embedded:d2+fsdp:d8", "launcher.options.gpus=0", *machine]) == 0
     assert "CPU (no GPU was found): 10 processes, 1 of 8 cores each" in capsys.readouterr().out
     assert main("gsm8k-grpo", ["cluster.device=cpu", *machine]) == 0
-    assert "CPU (as asked): 2 processes, 4 of 8 cores each" in capsys.readouterr().out
+    assert "CPU (cluster.device=cpu): 2 processes, 4 of 8 cores each" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("split", "gpus", "expected"), [("d2t2", 8, (2, 2, 2)), ("d1t2p2", 8, (1, 4, 4)), ("d2t2", 0, (2, 0, 2))]
 )
-def test_servers_that_are_split_get_devices_and_cores_of_all_their_ranks(theirs, tmp_path, split, gpus, expected):
+def test_split_server_gets_devices_and_cores_of_all_ranks(third_party, tmp_path, split, gpus, expected):
     machine = ("launcher=machine", f"launcher.options.gpus={gpus}")
     config = APP.config([f"allocation=theirserver:{split}+fsdp:d4", *machine])
     layout = layout_of(config.allocation, "required")
@@ -310,7 +310,7 @@ def test_servers_that_are_split_get_devices_and_cores_of_all_their_ranks(theirs,
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [("d2", "d2"), ("d1t2", "d2")])
-def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs, tmp_path, servers, ranks):
+def test_shared_gpus_are_counted_once(third_party, tmp_path, servers, ranks):
     allocation = f"allocation=theirserver:{servers}|fsdp:{ranks}"
     config = APP.config([allocation, "launcher.kind=local", "launcher.options.gpus=['4','5']"])
     layout = layout_of(config.allocation, "required")
@@ -318,15 +318,15 @@ def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs,
     run = Run(config, layout, tmp_path, devices.kind)
 
     trainer = trainer_job("app", run, devices, [])
-    [started] = server_jobs(run, devices)
+    [server] = server_jobs(run, devices)
 
     assert "2 of 2 GPUs" in devices.sentence
-    assert (trainer.colocated_with, trainer.gpus, trainer.count) == (started.role, 1, 2)
-    assert started.gpus * started.count == 2
+    assert (trainer.colocated_with, trainer.gpus, trainer.count) == (server.role, 1, 2)
+    assert server.gpus * server.count == 2
 
 
 @pytest.mark.parametrize("route", ["shm", "broadcast", "disk"])
-def test_weights_in_memory_go_with_those_who_share_them(theirs, tmp_path, route):
+def test_shared_memory_is_scratch_of_servers_and_trainers(third_party, tmp_path, route):
     config = APP.config([f"publish.route={route}"])
     layout = layout_of(config.allocation, "required")
     devices = devices_of(layout, config.cluster, config.launcher)
@@ -339,7 +339,7 @@ def test_weights_in_memory_go_with_those_who_share_them(theirs, tmp_path, route)
 
 
 @pytest.mark.parametrize(("address", "interface"), [("http://10.9.8.7:1", ""), ("http://127.0.0.1:1", None)])
-def test_trainer_of_servers_elsewhere_is_not_kept_to_loopback(theirs, tmp_path, monkeypatch, address, interface):
+def test_trainer_of_remote_servers_is_not_bound_to_loopback(third_party, tmp_path, monkeypatch, address, interface):
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     config = APP.config([f"rollout.server.addresses=[{address}]"])
     layout = layout_of(config.allocation, "required")
@@ -349,94 +349,94 @@ def test_trainer_of_servers_elsewhere_is_not_kept_to_loopback(theirs, tmp_path, 
     assert trainer.env.get("NCCL_SOCKET_IFNAME") == interface
 
 
-def test_allocation_that_shares_gpus_is_refused_where_the_scheduler_or_the_memory_cannot(theirs, capsys):
+def test_shared_gpus_without_scheduler_or_memory_are_rejected(third_party, capsys):
     machine = ("launcher=machine", "launcher.options.gpus=2", "--dry-run")
-    told = _refused(capsys, "allocation=theirserver:d1|fsdp:d1", *machine)
-    assert "launcher.kind=machine with allocation=theirserver:d1|fsdp:d1: expected `+`" in told
+    error = _reject(capsys, "allocation=theirserver:d1|fsdp:d1", *machine)
+    assert "launcher.kind=machine with allocation=theirserver:d1|fsdp:d1: expected `+`" in error
 
     local = ("launcher.options.gpus=['0']", "--dry-run")
-    told = _refused(capsys, "allocation=vllm:d1|fsdp:d1", "rollout.server.memory_share=0.9", *local)
-    assert "rollout.server.memory_share: expected at most 0.7, so that the trainer has room on the same GPU" in told
+    error = _reject(capsys, "allocation=vllm:d1|fsdp:d1", "rollout.server.memory_share=0.9", *local)
+    assert "rollout.server.memory_share: expected at most 0.7" in error
 
 
-def test_ipc_needs_one_gpu_that_trainer_and_server_share(theirs, capsys):
+def test_ipc_without_a_shared_gpu_is_rejected(third_party, capsys):
     for allocation, gpus in (("embedded:d1+fsdp:d1", "['0','1']"), ("embedded:d2|fsdp:d2", "['0','1']")):
-        told = _refused(
+        error = _reject(
             capsys, f"allocation={allocation}", f"launcher.options.gpus={gpus}", "publish.route=ipc", "--dry-run"
         )
-        assert f"publish.route with allocation={allocation}: expected shm on one host" in told
+        assert f"publish.route with allocation={allocation}: expected shm on one host" in error
     shared = ("allocation=embedded:d1|fsdp:d1", "launcher.options.gpus=['0']", "publish.route=ipc")
     assert main("gsm8k-grpo", [*shared, "--dry-run"]) == 0
     assert "# Devices: 1 of 1 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
-def test_port_of_any_server_that_is_in_use_is_refused_before_anything_starts(theirs, capsys, monkeypatch):
+def test_port_in_use_by_any_server_is_rejected_at_preflight(third_party, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with socket.socket() as taken:
         port = free_port(2) + 1
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        refused = _refused(capsys, "allocation=theirserver:d2+fsdp:d1", f"rollout.port={port - 1}", "--dry-run")
+        error = _reject(capsys, "allocation=theirserver:d2+fsdp:d1", f"rollout.port={port - 1}", "--dry-run")
 
-    assert f"port {port} is in use by process {os.getpid()}" in refused
+    assert f"port {port} is in use by process {os.getpid()}" in error
 
 
-def test_scheduler_that_cannot_know_what_there_is_is_told(theirs, capsys):
-    assert "cluster.cores with launcher.kind=dark: expected a number" in _refused(capsys, "launcher=dark")
+def test_scheduler_without_resources_needs_cores_and_devices(third_party, capsys):
+    assert "cluster.cores with launcher.kind=dark: expected a number" in _reject(capsys, "launcher=dark")
     assert main("gsm8k-grpo", ["launcher=dark", "cluster.cores=6", "cluster.devices=8", "--dry-run"]) == 0
     assert "# Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
-def test_servers_on_several_machines_get_their_weights_by_broadcast_and_an_only_one_by_disk(theirs, capsys):
+def test_route_auto_on_several_machines_depends_on_servers(third_party, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=0", "launcher.options.nodes=4", "--dry-run")
     assert main("gsm8k-grpo", [*machines]) == 0
-    said = capsys.readouterr().out
-    assert "2 processes, 8 of 32 cores each on 4 nodes" in said
-    assert "route: disk" in said
-    for more, route in (
+    plan = capsys.readouterr().out
+    assert "2 processes, 8 of 32 cores each on 4 nodes" in plan
+    assert "route: disk" in plan
+    for override, route in (
         ("cluster.nodes=1", "shm"),
         ("allocation=theirserver:d2+fsdp:d1", "broadcast"),
         ("publish.host=10.0.0.7", "broadcast"),
     ):
-        assert main("gsm8k-grpo", [*machines, more]) == 0
+        assert main("gsm8k-grpo", [*machines, override]) == 0
         assert f"route: {route}" in capsys.readouterr().out
 
-    told = _refused(capsys, *machines, "publish.route=shm")
-    assert "publish.route: expected broadcast, disk or auto" in told
-    assert "rollout on node0; actor on node1" in told.replace(", actor", "; actor")
-    told = _refused(capsys, *machines, "cluster.nodes=5")
-    assert "cluster.nodes: expected at most 4, which launcher.kind=machine has (node0, node1, node2, node3)" in told
+    error = _reject(capsys, *machines, "publish.route=shm")
+    assert "publish.route: expected broadcast, disk or auto" in error
+    assert "rollout on node0; actor on node1" in error.replace(", actor", "; actor")
+    error = _reject(capsys, *machines, "cluster.nodes=5")
+    assert "cluster.nodes: expected at most 4, which launcher.kind=machine has (node0, node1, node2, node3)" in error
 
 
 @pytest.fixture
 def no_slurm(monkeypatch):
-    """Neither a Slurm nor a job of one."""
+    """Hide Slurm and the variables of its jobs."""
     monkeypatch.setenv("PATH", "/nonexistent")
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
 
 
-def test_machines_of_a_job_are_as_many_as_cluster_nodes_says(no_slurm, capsys):
+def test_slurm_job_has_cluster_nodes_machines(no_slurm, capsys):
     slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
     assert main("gsm8k-grpo", [*slurm, "cluster.nodes=2"]) == 0
-    said = capsys.readouterr().out
-    assert "of 4 cores each on 2 nodes" in said
-    assert "#SBATCH --nodes=2\n" in said
+    plan = capsys.readouterr().out
+    assert "of 4 cores each on 2 nodes" in plan
+    assert "#SBATCH --nodes=2\n" in plan
 
-    told = _refused(capsys, *slurm, "cluster.nodes=2", "launcher.options.nodes=3")
-    assert "launcher.options.nodes: expected 2" in told
-    assert "cluster.nodes=2" in told
-    assert ", found 3" in told
+    error = _reject(capsys, *slurm, "cluster.nodes=2", "launcher.options.nodes=3")
+    assert "launcher.options.nodes: expected 2" in error
+    assert "cluster.nodes=2" in error
+    assert ", found 3" in error
 
 
-def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):
+def test_server_that_fits_on_no_machine_is_rejected(third_party, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=2", "launcher.options.nodes=2", "--dry-run")
-    told = _refused(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)
-    assert "allocation: role 'rollout': 1 workers of 3 GPUs" in told
-    assert "4 GPUs are free (node0 2, node1 2)" in told
+    error = _reject(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)
+    assert "allocation: role 'rollout': 1 workers of 3 GPUs" in error
+    assert "4 GPUs are free (node0 2, node1 2)" in error
 
 
-def test_attached_servers_elsewhere_get_their_weights_by_broadcast(theirs, capsys):
+def test_remote_attached_servers_use_broadcast(third_party, capsys):
     for address, route in (("http://10.9.8.7:1", "broadcast"), ("http://127.0.0.1:1", "shm")):
         assert main("gsm8k-grpo", [f"rollout.server.addresses=[{address}]", "--dry-run"]) == 0
         assert f"route: {route}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a command refuses, and how it says so; nothing here starts a process of a run."""
+"""Errors and warnings of commands before any process of a run starts."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_compose_defaults_are_the_demo():
     assert config.rollout.max_staleness >= 1
 
 
-def test_engine_setting_that_nobody_knows_is_refused_before_anything_starts(capsys, tmp_path):
+def test_unknown_engine_setting_is_rejected_before_start(capsys, tmp_path):
     for app in ("gsm8k-grpo", "gsm8k-sft"):
         code, _, err = _run(capsys, "actor.engine.ofload=true", f"run_dir={tmp_path / 'run'}", app=app)
 
@@ -56,7 +56,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("total_steps=many", "total_steps"),
         ("rollout.group_size=0", "rollout.group_size: expected at least 1, found 0"),
         ("algorithm=ppoo", "unknown preset; there are"),
-        ("rollout.generation.top_p=0.9", "biased without notice"),
+        ("rollout.generation.top_p=0.9", "rollout.generation: expected top_p=1.*is biased"),
         ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
         ("publish.timeout=100", "publish.timeout: expected more than rollout.client.rejoin_timeout"),
@@ -66,21 +66,21 @@ def test_compose_dotted_override_reaches_its_component():
         ("rollout.interrupt=abort", "rollout.interrupt: expected one of keep, recompute, wait"),
         ("publish.route=disk publish.host=10.0.0.7", "publish.host: expected empty with publish.route=disk"),
         ("launcher.kind=kubernetes", "Installed: local"),
-        ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0 .*, found 1"),
+        ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0, .*found 1"),
     ],
 )
-def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, message):
+def test_compose_invalid_setting_is_rejected(override, message):
     with pytest.raises(ConfigError, match=message):
         _grpo(*override.split(" "))
 
 
-def test_publish_ipc_between_devices_is_refused_with_both_fields(capsys):
+def test_ipc_between_devices_is_rejected_with_both_settings(capsys):
     code, _, err = _run(capsys, "publish.route=ipc")
     assert code == 2
     assert "publish.route with allocation=embedded:d1+fsdp:d1: expected shm on one host" in err
 
 
-def test_compose_biased_sampling_is_taken_where_it_is_allowed():
+def test_compose_allowed_biased_sampling_is_accepted():
     config = _grpo("rollout.generation.top_k=5", "rollout.allow_biased_sampling=true")
     assert config.rollout.generation.top_k == 5
 
@@ -88,13 +88,13 @@ def test_compose_biased_sampling_is_taken_where_it_is_allowed():
 @pytest.mark.parametrize(
     ("form", "epochs", "expected"), [("rl", 0, 20), ("rl", 2, 9), ("rl", 9, 20), ("sft", 2, 8), ("sft", 0, 20)]
 )
-def test_steps_end_with_the_epochs_if_these_are_over_first(form, epochs, expected):
+def test_steps_end_with_the_epochs_if_earlier(form, epochs, expected):
     config = _grpo("total_steps=20", "data.batch_size=8", f"total_epochs={epochs}")
 
     assert config.steps_with(36, form) == expected
 
 
-def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():
+def test_deterministic_is_passed_to_the_engine():
     assert _grpo("deterministic=true", "rollout.max_staleness=0").finetune_spec().deterministic
     assert not _grpo().finetune_spec().deterministic
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():
 
 
 @pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=lambda app: app.name)
-def test_help_every_setting_says_what_it_means(app):
+def test_every_setting_has_a_docstring(app):
     missing = [key for key, _, meaning in describe(app.config()) if not meaning]
     assert missing == []
 
@@ -115,8 +115,8 @@ def test_help_every_setting_says_what_it_means(app):
         (["oops"], "expected key=value"),
         (["data.name=gsm8k", "data.path=/nowhere/gsm8k"], "/nowhere/gsm8k"),
         (["model.path=/nowhere/model"], "there is no such directory"),
-        (["data.batch_size=15", "allocation=embedded:d1+fsdp:d2"], "does not divide over 2"),
-        (["data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"], "9 rows do not divide"),
+        (["data.batch_size=15", "allocation=embedded:d1+fsdp:d2"], "must be divisible by the 2 data-parallel"),
+        (["data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"], "9 sequences must be divisible"),
         (["allocation=embedded:d1"], "expected one trainer"),
         (["allocation=fsdp:d1"], "expected servers of one kind"),
         (["allocation=embedded:d1+fsdp:x2"], r"\^"),
@@ -124,7 +124,7 @@ def test_help_every_setting_says_what_it_means(app):
         (["rollout.server.model_path=/m"], "model_path"),
     ],
 )
-def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(capsys, arguments, message):
+def test_invalid_command_prints_one_message(capsys, arguments, message):
     code, out, err = _run(capsys, *arguments)
     assert code == 2
     assert "starting" not in out
@@ -136,13 +136,13 @@ def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(c
 
 
 @pytest.mark.parametrize("app", ["gsm8k-sft", "hh-rlhf-dpo", "hh-rlhf-rm"])
-def test_command_of_rows_with_several_minibatches_is_refused(capsys, app):
+def test_supervised_command_rejects_several_minibatches(capsys, app):
     assert main(app, ["--dry-run", "actor.minibatches=4"]) == 2
-    assert "actor.minibatches: expected 1: a batch of rows is one optimizer step here" in capsys.readouterr().err
+    assert "actor.minibatches: expected 1: each batch is one optimizer step here" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_reward_model_that_the_engine_cannot_train_is_refused_before_anything_starts(capsys, monkeypatch):
+def test_reward_model_unsupported_by_the_engine_is_rejected(capsys, monkeypatch):
     def check(settings, strategy, spec):
         if spec.head != "lm":
             raise ConfigError("this engine trains language models only")
@@ -155,7 +155,7 @@ def test_reward_model_that_the_engine_cannot_train_is_refused_before_anything_st
 
 
 @pytest.mark.slow
-def test_replay_in_an_allocation_that_the_engine_cannot_do_is_refused_before_anything_starts(capsys, tmp_path):
+def test_replay_with_an_unsupported_allocation_is_rejected(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(_grpo()))
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_3-batch.safetensors").touch()
@@ -167,7 +167,7 @@ def test_replay_in_an_allocation_that_the_engine_cannot_do_is_refused_before_any
     assert captured.out == ""
 
 
-def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):
+def test_example_without_an_answer_names_the_file(capsys, tmp_path):
     rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?"}]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -177,45 +177,45 @@ def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):
     assert "answer" in err
 
 
-def test_check_model_directory_without_weights_is_refused(tmp_path):
+def test_model_directory_without_weights_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"expected weights .* found config.json"):
         find_models({"model.path": str(tmp_path)})
 
 
-def test_dry_run_shows_config_arithmetic_and_processes_and_starts_nothing(capsys, tmp_path):
+def test_dry_run_prints_config_and_processes_without_starting(capsys, tmp_path):
     code, out, _ = _run(capsys, "--dry-run", f"run_dir={tmp_path / 'run'}")
     assert code == 0
-    assert "rows a step" in out
+    assert "sequences per step" in out
     assert "rl_inference.embedded_server" in out
     assert "rl_apps.run.worker" in out
     assert not (tmp_path / "run").exists()
 
 
-def test_cfg_job_prints_yaml_that_composes_again(capsys):
+def test_cfg_job_prints_the_config_as_yaml(capsys):
     code, out, _ = _run(capsys, "--cfg", "job", "total_steps=3", app="gsm8k-sft")
     assert code == 0
     assert "total_steps: 3" in out
 
 
-def test_check_batch_says_the_arithmetic():
-    assert "16 prompts x 8 answers = 128 rows a step" in check_batch(16, 8, 2, 2)
+def test_check_batch_describes_a_step():
+    assert "16 prompts x 8 completions = 128 sequences per step" in check_batch(16, 8, 2, 2)
 
 
 @pytest.mark.parametrize(("prompts", "nearest"), [(31, "use 28 or 32"), (3, "use 4")])
-def test_check_batch_that_does_not_divide_names_the_nearest_sizes(prompts, nearest):
+def test_check_batch_indivisible_suggests_nearest_sizes(prompts, nearest):
     with pytest.raises(ConfigError, match=nearest):
         check_batch(prompts, 8, 1, 4)
 
 
-def test_weights_lie_in_memory_for_shm_alone_and_otherwise_in_the_run_directory(tmp_path):
+def test_weights_directory_is_in_memory_only_for_shm(tmp_path):
     assert weights_directory(tmp_path, "disk") == tmp_path / "weights"
     assert weights_directory(tmp_path, "broadcast") == tmp_path / "weights"
     assert weights_directory(tmp_path, "shm") not in (tmp_path / "weights", weights_directory(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("foreign", "name"),
     [
         ("actor.optimizer.learning_rate", "actor.optimizer.lr"),
         ("learning_rate", "actor.optimizer.lr"),
@@ -232,24 +232,24 @@ def test_weights_lie_in_memory_for_shm_alone_and_otherwise_in_the_run_directory(
         ("actor.max_head_offpolicyness", "rollout.max_staleness"),
     ],
 )
-def test_setting_by_the_name_that_others_give_it_is_told_by_ours(theirs, ours):
-    with pytest.raises(ConfigError, match=f"unknown setting '{theirs}'. Did you mean '{ours}'?"):
-        _grpo(f"{theirs}=1")
+def test_foreign_name_of_a_setting_suggests_the_setting(foreign, name):
+    with pytest.raises(ConfigError, match=f"unknown setting '{foreign}'. Did you mean '{name}'?"):
+        _grpo(f"{foreign}=1")
 
 
-def test_names_of_others_stand_for_settings_that_there_are():
+def test_synonyms_and_renames_refer_to_existing_settings():
     keys = {key for app in (gsm8k_grpo.APP,) for key, _, _ in describe(app.config())}
     assert {*SYNONYMS.values(), *RENAMED.values()} <= keys
     assert not RENAMED.keys() & keys
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_setting_by_its_earlier_name_is_rejected_with_the_new_one(name):
+def test_earlier_name_of_a_setting_suggests_the_new_one(name):
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*{RENAMED[name]}"):
         _grpo(f"{name}=1")
 
 
-def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
+def test_port_in_use_is_rejected_before_start(capsys, tmp_path):
     with socket.socket() as taken:
         port = free_port(2) + 1
         taken.bind(("127.0.0.1", port))
@@ -265,13 +265,13 @@ def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "place"),
     [
         ("def load(**options):\n    return options['nothing']", "KeyError: 'nothing' ({file}:2)"),
         ("load = ", "({file}:1)"),
     ],
 )
-def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(capsys, monkeypatch, tmp_path, text, told):
+def test_failing_data_set_names_its_line_without_traceback(capsys, monkeypatch, tmp_path, text, place):
     file = tmp_path / f"own_data_{len(text)}.py"
     file.write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -279,7 +279,7 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
     code, out, err = _run(capsys, f"data.name={file.stem}:load", "--dry-run")
 
     assert (code, out) == (2, "")
-    assert told.format(file=file) in err
+    assert place.format(file=file) in err
     assert "Traceback" not in err
 
 
@@ -290,42 +290,42 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
         (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 leaves no room"),
     ],
 )
-def test_what_will_disappoint_is_a_warning(capsys, arguments, warning):
+def test_completion_longer_than_the_context_is_a_warning(capsys, arguments, warning):
     code, out, _ = _run(capsys, "--dry-run", *arguments)
     assert code == 0
     assert f"warning: {warning}" in out
 
 
-def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
-    """On this machine refused, with what is possible; the nodes of a cluster may allow more."""
+def test_file_limit_below_concurrent_requests(capsys, monkeypatch):
+    """An error for a local run, with the possible number of requests; a warning for a cluster, whose limits differ."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
     batch = ["--dry-run", "data.batch_size=256", "rollout.group_size=8", "rollout.max_staleness=1"]
 
     code, _, err = _run(capsys, *batch)
-    fewer, possible, _ = _run(capsys, *batch, "rollout.max_concurrent=455")
-    more, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
-    elsewhere = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
+    allowed, allowed_out, _ = _run(capsys, *batch, "rollout.max_concurrent=455")
+    above, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
+    cluster_out = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
 
     shortage = "a trainer sends up to 4096 concurrent requests and needs about 4552 open files"
-    assert (code, fewer, more) == (2, 0, 2)
+    assert (code, allowed, above) == (2, 0, 2)
     assert f"ConfigError: rollout.max_concurrent: {shortage}; the limit is 4096" in err
     assert "set rollout.max_concurrent=455." in err
-    assert "open files" not in possible
-    assert f"warning: {shortage}" in elsewhere
+    assert "open files" not in allowed_out
+    assert f"warning: {shortage}" in cluster_out
 
 
 def test_defaults_have_no_warning(capsys):
     assert "warning" not in _run(capsys, "--dry-run")[1]
 
 
-def test_canary_that_there_is_no_room_for_is_refused(capsys):
+def test_canary_without_room_is_rejected(capsys):
     arguments = ["--dry-run", "publish.canary=always", "rollout.server.context_length=300"]
-    few = "actor.micro_batch.max_tokens=200"
+    micro_batch = "actor.micro_batch.max_tokens=200"
 
     code, _, err = _run(capsys, *arguments)
-    code_of_few, _, err_of_few = _run(capsys, *arguments, few)
+    second_code, _, second_err = _run(capsys, *arguments, micro_batch)
 
-    assert (code, code_of_few) == (2, 2)
-    assert "publish.canary_tokens: expected at most 284, since 16 more must fit into the servers' context=300" in err
-    assert f"publish.canary_tokens: expected at most 184, since 16 more must fit into {few}" in err_of_few
+    assert (code, second_code) == (2, 2)
+    assert "publish.canary_tokens: expected at most 284, because 16 more must fit into the servers' context=300" in err
+    assert f"publish.canary_tokens: expected at most 184, because 16 more must fit into {micro_batch}" in second_err
     assert _run(capsys, *arguments, "publish.canary_tokens=284")[0] == 0

@@ -1,9 +1,9 @@
-"""Which rows of a data set a run uses."""
+"""Selection of the examples of a data set that a run uses."""
 
 from rl_apps.settings.data import held_out_rows
 
 
-def test_held_out_rows_are_a_sample_of_the_whole_file_in_its_order():
+def test_held_out_rows_samples_the_whole_file_in_order():
     rows = [{"number": number} for number in range(1000)]
     numbers = [row["number"] for row in held_out_rows(rows, 100)]
 

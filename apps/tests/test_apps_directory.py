@@ -1,4 +1,4 @@
-"""One command at a time in a run directory, and what the next one makes of the run that is there."""
+"""Locks of a run directory, and resuming the run in it."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def _run(directory, *overrides):
 
 @pytest.fixture
 def past_run(tmp_path):
-    """The directory of a run of four steps that has a recover point after the second."""
+    """Directory of a run of four steps with a recovery checkpoint after the second."""
     directory = tmp_path / "run"
     (directory / "recover" / "step_2").mkdir(parents=True)
     (directory / "recover" / "step_2" / "manifest.json").write_text('{"files": {}}')
@@ -51,7 +51,7 @@ def _command(capsys, directory, *arguments):
     return code, captured.out, captured.err
 
 
-def test_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path, capsys):
+def test_directory_in_use_is_rejected_with_the_process(tmp_path, capsys):
     with lock_run_directory(tmp_path):
         code, out, err = _command(capsys, tmp_path)
 
@@ -61,7 +61,7 @@ def test_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path, cap
         pass
 
 
-AT_WORK = """
+TRAINER_APP = """
 import time
 from dataclasses import replace
 from rl_apps.programs import gsm8k_sft
@@ -77,8 +77,8 @@ APP = replace(gsm8k_sft.APP, train=train)
 
 @pytest.fixture
 def trainer(tmp_path):
-    """A trainer process at work in `tmp_path/run`, whose command is gone; it ends when there is a file `go`."""
-    (tmp_path / "at_work.py").write_text(AT_WORK)
+    """Trainer process in `tmp_path/run` whose command is gone; it ends when the file `go` exists."""
+    (tmp_path / "at_work.py").write_text(TRAINER_APP)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("allocation: fsdp:d1")
     command = [sys.executable, "-m", "rl_apps.run.worker", "at_work:APP", str(tmp_path / "run"), "cpu", ""]
@@ -93,13 +93,11 @@ def trainer(tmp_path):
     process.wait()
 
 
-def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_ended(
-    trainer, tmp_path, capsys, monkeypatch
-):
+def test_lock_waits_for_trainers_of_a_killed_command(trainer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(directories, "TRAINERS_END", 0.1)
     in_use = f"in use by trainers .*: process {trainer.pid} on .*Stop them"
     with pytest.raises(ConfigError, match=in_use), lock_run_directory(tmp_path / "run"):
-        pytest.fail("it was claimed")
+        pytest.fail("the directory was locked while a trainer runs")
 
     def sleep(_):
         (tmp_path / "run" / "go").touch()
@@ -118,7 +116,7 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
     assert (tmp_path / "run" / FINISHED).exists()
 
 
-def test_directory_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, capsys):
+def test_directory_not_writable_is_rejected(tmp_path, capsys):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere"):
         code, out, err = _command(capsys, place)
@@ -127,14 +125,14 @@ def test_directory_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, cap
         assert "Traceback" not in err
 
 
-def test_directory_of_a_command_that_is_refused_does_not_stay(tmp_path, capsys):
+def test_directory_of_a_rejected_command_is_removed(tmp_path, capsys):
     code, _, _ = _command(capsys, tmp_path / "run", "data.batch_size=15", "allocation=embedded:d1+fsdp:d2")
 
     assert code == 2
     assert not (tmp_path / "run").exists()
 
 
-def test_finished_run_started_again_says_so_and_adds_nothing(past_run, capsys):
+def test_finished_run_started_again_changes_nothing(past_run, capsys):
     (past_run / FINISHED).touch()
     before = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file()}
 
@@ -146,7 +144,7 @@ def test_finished_run_started_again_says_so_and_adds_nothing(past_run, capsys):
     assert after == before
 
 
-def test_finished_run_without_recover_points_says_so_to_the_same_command_alone(tmp_path):
+def test_finished_run_without_checkpoint_rejects_other_settings(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     write_config(_run(tmp_path, "total_steps=4"))
     (tmp_path / FINISHED).touch()
@@ -157,15 +155,15 @@ def test_finished_run_without_recover_points_says_so_to_the_same_command_alone(t
             previous_run(_run(tmp_path, "total_steps=4", other))
 
 
-def test_finished_run_goes_on_to_more_steps(past_run):
+def test_finished_run_resumes_for_more_steps(past_run):
     (past_run / FINISHED).touch()
 
-    found = previous_run(_run(past_run, "total_steps=9", "recover.every=2"))
+    previous = previous_run(_run(past_run, "total_steps=9", "recover.every=2"))
 
-    assert found == PreviousRun(2, changes=("total_steps changed from 4 to 9",))
+    assert previous == PreviousRun(2, changes=("total_steps changed from 4 to 9",))
 
 
-def test_stopped_run_tells_settings_that_differ_and_keeps_the_old_ones(past_run):
+def test_stopped_run_lists_changed_settings_and_keeps_old_config(past_run):
     first = (past_run / "config.yaml").read_text()
     run = _run(past_run, "total_steps=4", "recover.every=2", "actor.optimizer.lr=0.5")
 
@@ -178,7 +176,7 @@ def test_stopped_run_tells_settings_that_differ_and_keeps_the_old_ones(past_run)
     assert not (past_run / "config-2.yaml").exists()
 
 
-def test_config_is_written_whole_or_not_at_all(past_run, monkeypatch):
+def test_write_config_failure_keeps_the_old_config(past_run, monkeypatch):
     before = (past_run / "config.yaml").read_text()
 
     def broken(run, text):
@@ -191,7 +189,7 @@ def test_config_is_written_whole_or_not_at_all(past_run, monkeypatch):
     assert (past_run / "config.yaml").read_text() == before
 
 
-def test_stopped_run_of_another_seed_is_refused_by_that_name(past_run, capsys):
+def test_stopped_run_with_another_seed_is_rejected(past_run, capsys):
     before = (past_run / "config.yaml").read_text()
 
     code, out, err = _command(capsys, past_run, "total_steps=4", "seed=7")
@@ -202,7 +200,7 @@ def test_stopped_run_of_another_seed_is_refused_by_that_name(past_run, capsys):
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_directory_of_another_kind_of_run_is_refused_and_left_as_it_is(past_run, capsys, finished):
+def test_directory_of_another_kind_of_run_is_rejected(past_run, capsys, finished):
     if finished:
         (past_run / FINISHED).touch()
     before = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file()}
@@ -215,9 +213,9 @@ def test_directory_of_another_kind_of_run_is_refused_and_left_as_it_is(past_run,
     assert after == before
 
 
-def test_steps_that_are_taken_again_are_told(past_run, capsys, monkeypatch):
+def test_resume_reports_steps_that_run_again(past_run, capsys, monkeypatch):
     def refuse(*_):
-        raise ConfigError("far enough")
+        raise ConfigError("stop here")
 
     monkeypatch.setattr(driver, "check_program", refuse)
 
@@ -226,13 +224,13 @@ def test_steps_that_are_taken_again_are_told(past_run, capsys, monkeypatch):
     assert "resuming after step 2 of 6, the newest recovery checkpoint; steps up to 4 run again" in out
 
 
-def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
+def test_directory_of_a_run_that_cannot_resume_is_rejected(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     write_config(_run(tmp_path, "recover.every=2"))
 
-    for refused in ("recover.every_minutes=0",), ("recover.every=2", "recover.resume=false"):
+    for overrides in ("recover.every_minutes=0",), ("recover.every=2", "recover.resume=false"):
         with pytest.raises(ConfigError, match="contains an earlier run"):
-            previous_run(_run(tmp_path, *refused))
+            previous_run(_run(tmp_path, *overrides))
     assert previous_run(_run(tmp_path, "recover.every=2")) == PreviousRun()
 
 
@@ -240,7 +238,7 @@ def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
     ("settings", "finished"),
     [(("recover.every_minutes=0",), False), (("recover.every_minutes=5",), True), (None, False)],
 )
-def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tmp_path, settings, finished):
+def test_directory_without_checkpoints_is_rejected(tmp_path, settings, finished):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     if settings is not None:
         write_config(_run(tmp_path, "total_steps=4", *settings))
@@ -252,7 +250,7 @@ def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tm
 
 
 @pytest.mark.parametrize(("minutes", "record"), [(0, '{"step": 0, "reward": 10}\n'), (10, '{"step": 3}\n'), (0, "")])
-def test_directory_stopped_before_its_first_point_starts_again(tmp_path, minutes, record):
+def test_directory_stopped_before_first_checkpoint_starts_again(tmp_path, minutes, record):
     (tmp_path / "metrics.jsonl").write_text(record)
     run = _run(tmp_path, f"recover.every_minutes={minutes}")
     write_config(run)
@@ -263,18 +261,18 @@ def test_directory_stopped_before_its_first_point_starts_again(tmp_path, minutes
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, capsys):
+def test_command_with_a_full_disk_prints_one_sentence(monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "config.partial")
 
     monkeypatch.setattr("rl_apps.cli.driver._main", full)
     assert main("rl_apps.programs.gsm8k_grpo:APP", []) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("gsm8k-grpo: OSError: [Errno 28] No space left on device: 'config.partial'")
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.startswith("gsm8k-grpo: OSError: [Errno 28] No space left on device: 'config.partial'")
+    assert "Traceback" not in error
 
 
-def test_directory_that_holds_other_files_is_warned_of_until_a_run_is_in_it(tmp_path):
+def test_other_files_in_a_new_run_directory_are_a_warning(tmp_path):
     assert leftover_files(tmp_path) == []
     for name in ("lock", "train.jsonl", "test.jsonl"):
         (tmp_path / name).touch()

@@ -1,5 +1,5 @@
-"""Mistakes that people make on the command line and in files: each is told in one sentence that has what was found and
-what to do about it, with exit code 2, and before a server starts."""
+"""Common mistakes on the command line and in files. Each ends the command before a server starts, with exit code 2 and
+one sentence that has the problem and the remedy."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ from rl_contracts.testing.models import make_tiny_model
 ROWS = [{"messages": f"{n} + 1?", "answer": str(n + 1)} for n in range(32)]
 REWARD = "def f(prompt, completions, prompt_ids, completion_ids, *, answer, **data):\n"
 FLOW = "from rl_contracts.workflow import RolloutWorkflow\nclass Flow(RolloutWorkflow):\n"
-MADE = "    def __init__(self, tokenizer, generation, reward, max_length): pass\n"
+CONSTRUCTOR = "    def __init__(self, tokenizer, generation, reward, max_length): pass\n"
 TEMPLATE = "{% for message in messages %}"
 
 
@@ -48,11 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs a command in a directory with files, a model, data and a reward, of which the files given are others, and
-    returns the one sentence with which it was refused."""
+    """Return a function that runs a command and returns its error message.
 
-    def no_server(*_: object, **__: object) -> int:
-        raise AssertionError("it starts servers and trainers")
+    The command runs in a directory with a model, data and a reward; the given files replace or complete them.
+    """
+
+    def fail_on_start(*_: object, **__: object) -> int:
+        raise AssertionError("the command started servers and trainers")
 
     def run(words: tuple[str, ...], files: dict[str, str]) -> str:
         for name, text in files.items():
@@ -63,15 +65,15 @@ def refused(
         assert code == 2, captured
         assert "starting servers" not in captured.out
         assert "Traceback" not in captured.err
-        said = captured.err.strip()
-        assert said.partition(": ")[0] in COMMANDS, said
-        assert said.partition(": ")[2].partition(": ")[0].endswith("Error")
-        assert said.count("\n") <= 2  # the caret below an allocation
-        return said
+        error = captured.err.strip()
+        assert error.partition(": ")[0] in COMMANDS, error
+        assert error.partition(": ")[2].partition(": ")[0].endswith("Error")
+        assert error.count("\n") <= 2  # the caret below an allocation
+        return error
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", no_server)
+    monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", fail_on_start)
     shutil.copytree(model, tmp_path / "model")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -79,7 +81,7 @@ def refused(
 
 
 def _set(*settings: str, files: dict[str, str] | None = None, command: tuple[str, ...] = GRPO) -> tuple[object, ...]:
-    """A command with these settings, the last of which is the mistake, and files."""
+    """Return a command with these settings, the last of which is the mistake, and its files."""
     return (*command, *settings), files or {}
 
 
@@ -106,27 +108,27 @@ def _tool(*words: str, files: dict[str, str] | None = None) -> tuple[object, ...
 SETTINGS = {
     "typo": (*_set("totl_steps=3"), "Did you mean 'total_steps'?"),
     "typo-in-section": (*_set("rollout.max_stalness=1"), "Did you mean 'rollout.max_staleness'?"),
-    "none-like-it-in-its-section": (*_set("publish.directory=x"), "publish has route, host, adapter, timeout, "),
+    "unlike-all-in-its-section": (*_set("publish.directory=x"), "publish has route, host, adapter, timeout, "),
     "of-another-section": (*_set("publish.path=x"), "Did you mean 'model.path'? publish has route, host"),
-    "further-in-its-section": (*_set("rollout.temperature=0"), "Did you mean 'rollout.generation.temperature'?"),
-    "name-of-others": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
-    "typo-in-name-of-others": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
-    "no-number": (
+    "nested-in-its-section": (*_set("rollout.temperature=0"), "Did you mean 'rollout.generation.temperature'?"),
+    "foreign-name": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
+    "typo-in-foreign-name": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
+    "not-an-integer": (
         *_set("total_steps=twelve"),
-        "expected a whole number, found 'twelve'. `--help total_steps` says what",
+        "expected a whole number, found 'twelve'. `--help total_steps` shows",
     ),
-    "no-fraction": (*_set("actor.optimizer.lr=fast"), "actor.optimizer.lr: expected a number, found 'fast'"),
-    "no-truth": (*_set("recover.resume=maybe"), "recover.resume: expected true or false, found 'maybe'"),
-    "nothing-behind-it": (*_set("total_steps="), "`--help total_steps` says"),
-    "no-list": (*_set("rollout.generation.stop=3"), "`--help rollout.generation.stop` says"),
+    "not-a-float": (*_set("actor.optimizer.lr=fast"), "actor.optimizer.lr: expected a number, found 'fast'"),
+    "not-a-boolean": (*_set("recover.resume=maybe"), "recover.resume: expected true or false, found 'maybe'"),
+    "empty-value": (*_set("total_steps="), "`--help total_steps` shows"),
+    "not-a-list": (*_set("rollout.generation.stop=3"), "`--help rollout.generation.stop` shows"),
     "value-for-section": (*_set("rollout=3"), "expected the settings in it, rollout.NAME=VALUE"),
     "list-for-section": (*_set("rollout=[1]"), "`--help rollout` lists them"),
     "value-for-inner-section": (*_set("actor.optimizer=adam"), "actor.optimizer.NAME=VALUE"),
-    "preset-of-none": (*_set("data=word-problems"), "expected the settings in it, data.NAME=VALUE"),
-    "options-no-settings": (*_set("data.options=foo"), "`--help data.options` says what it takes"),
-    "no-list-of-addresses": (
+    "preset-of-section-without-presets": (*_set("data=word-problems"), "the settings in it, data.NAME=VALUE"),
+    "value-for-options": (*_set("data.options=foo"), "`--help data.options` shows its type"),
+    "addresses-not-a-list": (
         *_set("rollout.server.addresses=http://here:1"),
-        "expected a list, rollout.server.addresses=[ONE,...]. `--help rollout.server.addresses` says",
+        "expected a list, rollout.server.addresses=[ONE,...]. `--help rollout.server.addresses` shows",
     ),
     "micro-batch-too-small": (
         *_set("actor.micro_batch.max_tokens=3"),
@@ -135,7 +137,7 @@ SETTINGS = {
     "outside-of-runs": (("gsm8k-grpo", "experiment=../x", "--dry-run"), {}, "experiment: expected a name below runs/"),
     "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
     "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
-    "negative-of-two-that-have-it": (
+    "negative-name-in-two-sections": (
         *_set("actor.optimizer.lr=-1"),
         "actor.optimizer.lr: expected 0 or more, found -1",
     ),
@@ -145,17 +147,17 @@ SETTINGS = {
     ),
     "spaces": (*_set("total_steps", "=", "3"), "Leave out the spaces around =."),
     "dtype": (*_set("actor.dtype=fp16"), "actor.dtype: expected one of float32, bfloat16, found 'fp16'"),
-    "constant-there-is-not": (
+    "unknown-option-of-the-loss": (
         *_set("algorithm.loss.options.slop=1"),
         "dual_clip), found slop. Remove an option of another",
     ),
-    "constant-of-another-estimator": (
+    "unknown-option-of-the-estimator": (
         *_set("algorithm.advantage.options.slop=1"),
         "algorithm.advantage.options: expected",
     ),
     "no-model": (("gsm8k-grpo", "model.path="), {}, "model.path: expected a Hugging Face directory or hub id"),
     "no-reward-workers": (*_set("rollout.reward_workers=0"), "rollout.reward_workers: expected at least 1, found 0"),
-    "port-there-is-not": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),
+    "port-out-of-range": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),
 }
 NAMES = {
     "data-set": (*_set("data.name=gsm9k"), "did you mean 'gsm8k'?"),
@@ -173,40 +175,46 @@ NAMES = {
 ALLOCATIONS = {
     "server": (*_set("allocation=embeded:d1+fsdp:d1"), "did you mean 'embedded'?"),
     "trainer": (*_set("allocation=embedded:d1+fspd:d1"), "did you mean 'fsdp'?"),
-    "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "`+` joins its parts"),
+    "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "join components with `+`"),
     "space": (*_set("allocation=embedded:d1 fsdp:d1"), "expected another dimension, '+', '|' or the end, found 'f'"),
     "no-rank": (*_set("allocation=embedded:d1+fsdp:d0"), "expected a size of at least 1 for dimension 'd', found 0"),
     "no-size": (*_set("allocation=embedded"), "expected ':', found the end; example: embedded:d1+fsdp:d1"),
     "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
     "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
     "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
-    "servers-for-none": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
-    "heads-of-a-model-to-be-made": (
+    "servers-not-allowed": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
+    "heads-of-a-model-not-built-yet": (
         *_set("model.path=embedded", "allocation=embedded:d1+megatron:t3"),
         "megatron:t3 with model embedded: megatron: tensor parallel size 3 does not divide num_attention_heads = 4",
     ),
-    "experts-of-a-model-to-be-made": (
+    "experts-of-a-model-not-built-yet": (
         *_set("model.path=embedded-moe", "allocation=embedded:d1+megatron:d3e3"),
         "e=3 does not divide num_experts=4",
     ),
     "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
     "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),
     "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "must be divisible by t * c = 2"),
-    "no-vllm-here": (*_set("allocation=vllm:d1+fsdp:d1"), "pip install 'rl-inference[vllm]'"),
+    "vllm-not-installed": (*_set("allocation=vllm:d1+fsdp:d1"), "pip install 'rl-inference[vllm]'"),
     "replicas": (*_set("allocation=embedded:d1+fsdp:d2", "data.batch_size=15"), "use 14 or 16"),
-    "minibatches": (*_set("data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"), "9 rows do not divide"),
+    "minibatches": (
+        *_set("data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"),
+        "9 sequences must be divisible by actor.minibatches=2",
+    ),
 }
 CONFLICTS = {
-    "staleness-where-all-is-in-turn": (
+    "staleness-with-deterministic": (
         *_set("deterministic=true", "rollout.max_staleness=2"),
         "set rollout.max_staleness=0 or deterministic=false",
     ),
-    "group-of-one": (*_set("rollout.group_size=1"), "expected at least 2: an answer alone is its own baseline"),
+    "group-of-one": (*_set("rollout.group_size=1"), "expected at least 2: a single completion is its own baseline"),
     "route-between-devices": (*_set("publish.route=ipc"), "expected shm on one host, or broadcast"),
-    "minibatches-of-rows": (*_set("actor.minibatches=4", command=SFT), "set data.batch_size to the size of a step"),
+    "minibatches-of-examples": (*_set("actor.minibatches=4", command=SFT), "set data.batch_size to the size of a step"),
     "longer-than-the-context": (*_set("data.max_length=100000"), "expected at most 2048, the context of"),
-    "rows-too-long": (*_set("data.max_length=4"), "set data.overlong=drop to leave them out"),
-    "none-short-enough": (*_set("data.max_length=4", "data.overlong=drop"), "none is left. Raise data.max_length"),
+    "examples-too-long": (*_set("data.max_length=4"), "set data.overlong=drop to leave them out"),
+    "no-example-short-enough": (
+        *_set("data.max_length=4", "data.overlong=drop"),
+        "no example remains. Raise data.max_length",
+    ),
     "addresses-of-no-server": (
         *_set("rollout.server.addresses=[localhost:1]"),
         "rollout.server.addresses: expected a list of http://host:port, found ['localhost:1']",
@@ -222,15 +230,15 @@ WORDS = {
     "no-equals-sign": (*_set("total_steps"), "'total_steps': expected key=value"),
     "colon": (*_set("total_steps:3"), "'total_steps:3': expected key=value"),
     "no-name": (*_set("=3"), "'=3': expected key=value"),
-    "space-before-it": (*_set("total_steps =3"), "\"total_steps='...'\""),
-    "two-of-them": (*_set("total_steps=3=4"), "stands in quotes of its own: \"total_steps='...'\""),
-    "bracket": (*_set("data.options=["), "stands in quotes of its own: \"data.options='...'\""),
-    "quote": (*_set("data.path='x"), "stands in quotes of its own: \"data.path='...'\""),
-    "sweep": (*_set("total_steps=1,2"), "a comma stands between several (total_steps=[A,B] is a list)"),
+    "space-before-equals-sign": (*_set("total_steps =3"), "\"total_steps='...'\""),
+    "two-equals-signs": (*_set("total_steps=3=4"), "Quote a value that contains brackets, quotes or operators"),
+    "bracket": (*_set("data.options=["), "quotes or operators: \"data.options='...'\""),
+    "quote": (*_set("data.path='x"), "quotes or operators: \"data.path='...'\""),
+    "sweep": (*_set("total_steps=1,2"), "found several; write a list as total_steps=[A,B]"),
     "help-of-nothing": (*_set("--help", "rollot"), "Did you mean 'rollout'? Sections: model, data"),
-    "nothing-said": (("grpo",), {}, "rl grpo needs model.path=... (a Hugging Face"),
-    "file-that-is-not-there": (*_set("--config", "nowhere.yaml"), "`--cfg job` prints one to begin with"),
-    "directory-for-a-file": (*_set("--config", "model"), "`--cfg job` prints one to begin with"),
+    "no-arguments": (("grpo",), {}, "rl grpo needs model.path=... (a Hugging Face"),
+    "file-missing": (*_set("--config", "nowhere.yaml"), "`--cfg job` prints an example"),
+    "directory-for-a-file": (*_set("--config", "model"), "`--cfg job` prints an example"),
     "file-cut-off": (
         *_file("data: [1\n"),
         "theirs.yaml: expected a YAML file with settings, found: while parsing a flow",
@@ -240,9 +248,9 @@ WORDS = {
     "file-with-a-typo": (*_file("totl_steps: 3\n"), "Did you mean 'total_steps'?"),
     "file-with-a-missing-reference": (*_file("seed: ${nothing}\n"), "Interpolation key 'nothing' not found"),
     "file-with-a-value-for-a-section": (*_file("rollout: {generation: 3}\n"), "rollout.generation.NAME=VALUE"),
-    "defaults-no-list": (*_file("defaults: 3\n"), "to be a list of files and of `section: preset`, found 3"),
-    "defaults-not-there": (*_file("defaults: [nothing]\n"), "nothing.yaml: expected a YAML file with settings"),
-    "defaults-of-an-unknown-preset": (*_file("defaults:\n- algorithm: gropo\n"), "Did you mean 'grpo'?"),
+    "defaults-not-a-list": (*_file("defaults: 3\n"), "to be a list of files and of `section: preset`, found 3"),
+    "defaults-missing-file": (*_file("defaults: [nothing]\n"), "nothing.yaml: expected a YAML file with settings"),
+    "defaults-unknown-preset": (*_file("defaults:\n- algorithm: gropo\n"), "Did you mean 'grpo'?"),
 }
 CODE = {
     "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Relative paths start in /"),
@@ -258,20 +266,23 @@ CODE = {
     "returns-none": (*_reward(REWARD + "    pass\n"), "expected a number as reward, found NoneType"),
     "returns-list": (*_reward(REWARD + "    return [1.0]\n"), "expected a number as reward, found list: [1.0]"),
     "raises": (*_reward(REWARD + "    return 1 / 0\n"), "ZeroDivisionError: division by zero (/"),
-    "arguments-of-others": (*_reward("def f(completions, **data):\n    return 1\n"), "docs/howto/reward.md"),
-    "asks-for-another-column": (
+    "foreign-signature": (*_reward("def f(completions, **data):\n    return 1\n"), "docs/howto/reward.md"),
+    "unknown-column": (
         *_reward(REWARD.replace("answer", "gold") + "    return 1\n"),
         "'gold'; it is called with (prompt, completion",
     ),
-    "workflow-of-no-kind": (*_flow("class Flow: pass\n"), "derived from one of RolloutWorkflow, AgentWorkflow"),
-    "workflow-made-otherwise": (*_flow(FLOW + "    def __init__(self): pass\n"), "docs/howto/workflow.md"),
-    "workflow-without-episode": (*_flow(FLOW + MADE), "without an implementation for abstract method 'arun_episode'"),
+    "workflow-without-base-class": (*_flow("class Flow: pass\n"), "derived from one of RolloutWorkflow, AgentWorkflow"),
+    "workflow-with-other-constructor": (*_flow(FLOW + "    def __init__(self): pass\n"), "docs/howto/workflow.md"),
+    "workflow-without-episode": (
+        *_flow(FLOW + CONSTRUCTOR),
+        "without an implementation for abstract method 'arun_episode'",
+    ),
     "workflow-with-other-arguments": (
-        *_flow(FLOW + MADE + "    async def arun_episode(self, data): return []\n"),
+        *_flow(FLOW + CONSTRUCTOR + "    async def arun_episode(self, data): return []\n"),
         "takes 2 positional arguments but 3 were given (/",
     ),
     "workflow-not-async": (
-        *_flow(FLOW + MADE + "    def arun_episode(self, engine, data): return []\n"),
+        *_flow(FLOW + CONSTRUCTOR + "    def arun_episode(self, engine, data): return []\n"),
         "can't be used in 'await' expression (/",
     ),
 }
@@ -286,9 +297,9 @@ DATA = {
         "say which one it is by data.columns.messages=question",
     ),
     "wrong-mapping": (*_set("data.columns.messages=question"), "name the right one by data.columns.messages"),
-    "mapping-for-none": (
+    "mapping-of-a-generated-data-set": (
         *_set("data.name=word-problems", "data.columns.question=q"),
-        "data.columns: expected none: data.name=word-problems takes no names",
+        "data.columns: expected none: data.name=word-problems has no renamable columns",
     ),
     "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: messages: expected a text"),
     "no-such-split": (*_set("data.test_split=validation"), "name another split (data.train_split, data.test_split)"),
@@ -296,8 +307,8 @@ DATA = {
 }
 TOOLS = {
     "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),
-    "command-of-none": (("train",), {}, "train: there is no such command or app. `rl --help` lists them"),
-    "no-command": ((), {}, "`rl --help` says what it takes"),
+    "unknown-command": (("train",), {}, "train: there is no such command or app. `rl --help` lists them"),
+    "no-command": ((), {}, "`rl --help` lists the arguments"),
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
     "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.run.app.App`, as docs/own-app.md makes one"),
     "flag": (*_tool("status", "run", "--jsn"), "unknown arguments: --jsn. `rl status --help`"),
@@ -330,11 +341,11 @@ TOOLS = {
         "ROLE=COUNT, for example rollout=4, found 'rollout=two'",
     ),
     "scale-negative": (*_tool("scale", "run", "rollout=-1"), "ROLE=COUNT, for example rollout=4, found 'rollout=-1'"),
-    "scale-of-what-ended": (
+    "scale-of-a-finished-run": (
         *_tool("scale", "run", "rollout=2", files=RUN | {"run/finished": ""}),
         "expected a run that goes on, found: finished",
     ),
-    "logs-of-nobody": (
+    "logs-of-an-unknown-process": (
         *_tool("logs", "run", "actor-9", files=RUN | {"run/logs/actor-0.log": "said\n"}),
         "no log of actor-9 is there; there are: actor-0",
     ),
@@ -366,11 +377,11 @@ MODELS = {
         "commands: `model.chat_template=FILE`",
     ),
     "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
-    "kind-that-nobody-has": (
+    "unknown-model-type": (
         *_set(files={"model/config.json": '{"model_type": "lama"}'}),
         "found 'lama' (did you mean 'llama'?); a newer transformers may have it",
     ),
-    "kind-with-code-of-its-own": (
+    "model-type-with-custom-code": (
         *_set(files={"model/config.json": '{"model_type": "theirs-1", "auto_map": {}}'}),
         "its own code (auto_map) is never run",
     ),
@@ -401,33 +412,33 @@ MISTAKES = {f"{table}-{name}": mistake for table, mistakes in TABLES.items() for
 
 
 @pytest.mark.parametrize(("words", "files", "fragment"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_told_in_one_sentence_with_its_remedy_before_a_server_starts(
+def test_mistake_is_reported_in_one_sentence_with_its_remedy(
     refused: Callable[..., str], words: tuple[str, ...], files: dict[str, str], fragment: str
 ) -> None:
     assert fragment in refused(words, files)
 
 
-def test_reward_model_as_the_policy_is_refused(refused: Callable[..., str], model: Path) -> None:
+def test_reward_model_as_policy_is_rejected(refused: Callable[..., str], model: Path) -> None:
     settings = json.loads((model / "config.json").read_text()) | {"architectures": ["Qwen3ForSequenceClassification"]}
 
-    said = refused(GRPO, {"model/config.json": json.dumps(settings)})
+    error = refused(GRPO, {"model/config.json": json.dumps(settings)})
 
-    assert "expected a model that generates text, found Qwen3ForSequenceClassification" in said
+    assert "expected a model that generates text, found Qwen3ForSequenceClassification" in error
 
 
 @pytest.mark.parametrize(
-    "more", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}, {"architectures": ["BertModel"]}]
+    "change", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}, {"architectures": ["BertModel"]}]
 )
-def test_model_that_does_not_go_on_from_a_prompt_is_refused(
-    refused: Callable[..., str], model: Path, more: dict[str, object]
+def test_model_that_cannot_continue_a_prompt_is_rejected(
+    refused: Callable[..., str], model: Path, change: dict[str, object]
 ) -> None:
-    settings = json.loads((model / "config.json").read_text()) | more
+    settings = json.loads((model / "config.json").read_text()) | change
 
     assert "(...ForCausalLM)." in refused(GRPO, {"model/config.json": json.dumps(settings)})
 
 
 @pytest.mark.slow
-def test_data_set_of_the_hub_without_a_network_is_refused(
+def test_hub_data_set_without_a_network_is_rejected(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -438,7 +449,7 @@ def test_data_set_of_the_hub_without_a_network_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("gone", "fragment"),
+    ("missing", "fragment"),
     [
         ("config.json", "expected config.json, found chat_template.jinja"),
         ("tokenizer*", "expected a tokenizer (tokenizer.json) beside the weights"),
@@ -446,34 +457,34 @@ def test_data_set_of_the_hub_without_a_network_is_refused(
         ("chat_template.jinja", "model.chat_template=plain"),
     ],
 )
-def test_model_directory_that_lacks_a_file_is_refused(
-    refused: Callable[..., str], tmp_path: Path, gone: str, fragment: str
+def test_model_directory_without_a_file_is_rejected(
+    refused: Callable[..., str], tmp_path: Path, missing: str, fragment: str
 ) -> None:
-    for file in (tmp_path / "model").glob(gone):
+    for file in (tmp_path / "model").glob(missing):
         file.unlink()
 
     assert fragment in refused(GRPO, {})
 
 
-def test_resume_from_a_step_in_a_refused_command_removes_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_resume_from_in_a_rejected_command_removes_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
     steps = "".join(_lines({"step": step}) for step in (1, 2))
-    points = {f"run/recover/step_{step}/manifest.json": {"step": step, "ranks": 1, "files": {}} for step in (1, 2)}
+    manifests = {f"run/recover/step_{step}/manifest.json": {"step": step, "ranks": 1, "files": {}} for step in (1, 2)}
     before = {"run/config.yaml": to_yaml(grpo.APP.config([*GRPO[1:], "total_steps=3"])), "run/metrics.jsonl": steps}
-    wrong = REWARD + "    raise ValueError('planted')\n"
+    wrong = REWARD + "    raise ValueError('injected')\n"
 
-    said = refused(
+    error = refused(
         (*GRPO, "total_steps=3", "resume_from=1"),
-        before | {name: json.dumps(value) for name, value in points.items()} | {"good.py": wrong},
+        before | {name: json.dumps(value) for name, value in manifests.items()} | {"good.py": wrong},
     )
 
-    assert "planted" in said
+    assert "injected" in error
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == steps
     assert (tmp_path / "run" / "recover" / "step_2").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("refused")
-def test_run_directory_deleted_while_it_runs_is_named(
+def test_run_directory_deleted_during_the_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def delete(*_: object, **__: object) -> int:
@@ -486,29 +497,25 @@ def test_run_directory_deleted_while_it_runs_is_named(
     assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
 
 
-def test_shared_memory_too_small_for_the_weights_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_too_small_is_rejected(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("rl_apps.preflight.checks.shutil.disk_usage", lambda _: usage._replace(free=65536))
 
-    said = refused((*GRPO, "publish.route=shm"), {})
+    error = refused((*GRPO, "publish.route=shm"), {})
 
-    assert "publish.route=shm: expected 0.1 MiB free in /dev/shm for two versions" in said
-    assert "found '0.1 MiB'" in said
+    assert "publish.route=shm: expected 0.1 MiB free in /dev/shm for two versions" in error
+    assert "found '0.1 MiB'" in error
 
 
-def test_shared_memory_that_is_read_only_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_read_only_is_rejected(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and access(path, mode))
 
-    assert "publish.route=shm: expected to write to /dev/shm" in refused((*GRPO, "publish.route=shm"), {})
+    assert "publish.route=shm: expected a writable /dev/shm" in refused((*GRPO, "publish.route=shm"), {})
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
-def test_shared_memory_directory_of_another_user_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_shared_memory_of_another_user_is_rejected(refused: Callable[..., str], tmp_path: Path) -> None:
     directory = weights_directory(tmp_path / "run")
     directory.mkdir()
     try:
@@ -517,20 +524,20 @@ def test_shared_memory_directory_of_another_user_is_refused(refused: Callable[..
             patch.setattr(
                 "rl_apps.cli.driver.shutil.rmtree", lambda *_, **__: None
             )  # as in a directory with the sticky bit
-            said = refused((*GRPO, "publish.route=shm"), {})
+            error = refused((*GRPO, "publish.route=shm"), {})
     finally:
         directory.rmdir()
 
-    assert f"{directory}: expected a private directory (mode 700)" in said
+    assert f"{directory}: expected a private directory (mode 700)" in error
 
 
-def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_model_weights_cut_off_are_rejected(refused: Callable[..., str], tmp_path: Path) -> None:
     os.truncate(tmp_path / "model" / "model.safetensors", 5000)
 
     assert "truncated or damaged: its header implies 75608 bytes, found 5000" in refused(GRPO, {})
 
 
-def test_run_that_goes_on_with_another_kind_of_model_is_refused(
+def test_resuming_with_another_kind_of_model_is_rejected(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rl_apps.run.directory.resumed_step", lambda *_: 1)
@@ -539,10 +546,10 @@ def test_run_that_goes_on_with_another_kind_of_model_is_refused(
     other = json.dumps(settings | {"num_hidden_layers": 9})
     config = to_yaml(grpo.APP.config(["seed=1", "model.path=other", f"model.directories.other={tmp_path}/other"]))
 
-    said = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
+    error = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
 
-    assert "model.path: expected a model like other, with which the run in" in said
-    assert "choose another run_dir for this one, found 'model'" in said
+    assert "model.path: expected a model like other, with which the run in" in error
+    assert "choose another run_dir for this one, found 'model'" in error
 
 
 def test_run_directory_in_use_names_the_process(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -564,27 +571,29 @@ def test_port_in_use_names_the_process(refused: Callable[..., str]) -> None:
         assert f"port {port} is in use by process {os.getpid()}" in refused((*GRPO, f"rollout.port={port}"), {})
 
 
-def test_slurm_that_does_not_answer_is_told_with_what_to_do(
+def test_slurm_that_does_not_respond_is_reported(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sinfo").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    said = refused((*GRPO, "launcher=slurm"), {})
+    error = refused((*GRPO, "launcher=slurm"), {})
 
-    assert "sinfo failed: no controller. Start this where `sinfo` lists the partitions" in said
+    assert "sinfo failed: no controller. Start this where `sinfo` lists the partitions" in error
 
 
-@pytest.mark.parametrize(("setting", "there"), [("cluster.device=cuda", "found 0"), ("cluster.devices=8", "at most 0")])
-def test_more_gpus_than_there_are_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, setting: str, there: str
+@pytest.mark.parametrize(
+    ("setting", "available"), [("cluster.device=cuda", "found 0"), ("cluster.devices=8", "at most 0")]
+)
+def test_more_gpus_than_available_is_rejected(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, setting: str, available: str
 ) -> None:
     monkeypatch.setattr("rl_launchers.local.scheduler.visible_gpus", lambda _: [])
 
-    assert there in refused((*GRPO, setting), {})
+    assert available in refused((*GRPO, setting), {})
 
 
-def test_table_has_at_least_fifty_mistakes_and_no_two_are_the_same() -> None:
-    said = [(words, tuple(files.items())) for words, files, _ in MISTAKES.values()]
-    assert len(said) == len({*said}) >= 50
+def test_mistakes_are_at_least_fifty_and_distinct() -> None:
+    mistakes = [(words, tuple(files.items())) for words, files, _ in MISTAKES.values()]
+    assert len(mistakes) == len({*mistakes}) >= 50

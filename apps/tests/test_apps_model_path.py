@@ -1,4 +1,4 @@
-"""Models by hub id: found once, in the command; everything after sees a directory."""
+"""Models by hub id: the command resolves them to directories, which all later code uses."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ FEW = ("recipe=embedded", "total_steps=1", "data.batch_size=4", "evaluation.rows
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A cache of the hub that has `me/tiny`, and no network."""
+    """Hub cache that contains `me/tiny`, without a network."""
     cache = tmp_path / "hub"
     repository = cache / "models--me--tiny"
     shutil.copytree(prepare_embedded(1, EmbeddedRecipe(warm_up=None)), repository / "snapshots" / ("a" * 40))
@@ -35,7 +35,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("app", ["gsm8k-sft", "gsm8k-grpo"])
-def test_command_with_a_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app):
+def test_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app):
     run_dir = tmp_path / "run"
     command = [str(BIN / app), "model.path=me/tiny", f"run_dir={run_dir}", *FEW]
     environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
@@ -49,7 +49,7 @@ def test_command_with_a_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app)
     assert (run_dir / "checkpoints" / "step_1" / "tokenizer.json").exists()
 
 
-def test_hub_id_that_is_nowhere_is_refused_in_one_sentence_before_anything_starts(hub, tmp_path, capsys):
+def test_unknown_hub_id_is_rejected_before_start(hub, tmp_path, capsys):
     assert main("gsm8k-grpo", ["model.path=me/other", f"run_dir={tmp_path / 'run'}"]) == 2
 
     err = capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_hub_id_that_is_nowhere_is_refused_in_one_sentence_before_anything_start
     assert not (tmp_path / "run").exists()
 
 
-def test_incomplete_model_in_the_cache_is_refused_with_what_is_missing(hub):
+def test_incomplete_model_in_the_cache_is_rejected(hub):
     (hub / "models--me--tiny" / "snapshots" / ("a" * 40) / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model.path .*: expected weights"):
         find_models({"model.path": "me/tiny"})
@@ -70,16 +70,16 @@ def test_dry_run_downloads_nothing(hub, capsys):
     assert "path: me/other" in capsys.readouterr().out
 
 
-def test_reference_and_critic_are_found_where_the_algorithm_has_them(hub, tmp_path):
-    others = ("ref.path=me/tiny", "critic.path=me/tiny")
-    with_both = APP.config([*others, "algorithm=ppo", "algorithm.kl.coef=0.1", "algorithm.kl.place=loss"])
-    with_both.model.directories = find_models(with_both.model_paths())
+def test_reference_and_critic_are_resolved_if_needed(hub, tmp_path):
+    paths = ("ref.path=me/tiny", "critic.path=me/tiny")
+    config = APP.config([*paths, "algorithm=ppo", "algorithm.kl.coef=0.1", "algorithm.kl.place=loss"])
+    config.model.directories = find_models(config.model_paths())
     directory = str(hub / "models--me--tiny" / "snapshots" / ("a" * 40))
 
-    assert with_both.reference_spec().model_path == with_both.critic_spec().model_path == directory
-    assert APP.config(others).model_paths() == {"model.path": "embedded"}
+    assert config.reference_spec().model_path == config.critic_spec().model_path == directory
+    assert APP.config(paths).model_paths() == {"model.path": "embedded"}
 
 
-def test_relative_directory_is_absolute_for_everything_after(hub, monkeypatch):
+def test_relative_directory_becomes_absolute(hub, monkeypatch):
     monkeypatch.chdir(hub / "models--me--tiny" / "snapshots")
     assert find_models({"model.path": "a" * 40}) == {"a" * 40: str(Path("a" * 40).absolute())}

@@ -1,4 +1,4 @@
-"""Somebody's own app, engine and schema, in a file of the current directory: the driver gives it its whole life."""
+"""A custom app with its own engine and schema in a file of the current directory, run by the driver."""
 
 import json
 import shutil
@@ -26,19 +26,19 @@ class Counter: pass
 
 @dataclass
 class CounterConfig(TrainEngineConfig):
-    """How to count."""
+    """Settings of counting."""
     by: int = 1
-    """Added in each step."""
+    """Increment per step."""
     def check(self, strategy, spec):
-        require(strategy.tensor == 1, "allocation", "my_app:Counter:d1, for counting cannot be split", str(strategy))
+        require(strategy.tensor == 1, "allocation", "my_app:Counter:d1; counting cannot be split", str(strategy))
 
 @dataclass
 class CountingConfig(RunConfig):
-    """A run that counts."""
+    """Settings of a counting run."""
     start: int = 0
-    """Where it starts."""
+    """First value."""
     allocation: str = "my_app:Counter:d2"
-    """Its counters."""
+    """Counters."""
 
 def check(run: Run[CountingConfig]):
     if os.path.exists("hold"):
@@ -79,21 +79,21 @@ def _rl(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_own_app_is_checked_planned_and_refused_as_ours_are(folder):
-    refused = _rl(folder, "start=-1", "model.path=model")
-    assert (refused.returncode, refused.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")
-    assert "actor.engine.by=1\n      Added in each step." in _rl(folder, "--help", "actor.engine").stdout
+def test_own_app_is_checked_and_planned_like_installed_apps(folder):
+    negative = _rl(folder, "start=-1", "model.path=model")
+    assert (negative.returncode, negative.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")
+    assert "actor.engine.by=1\n      Increment per step." in _rl(folder, "--help", "actor.engine").stdout
     mistyped = _rl(folder, "actor.engine.bye=3")
     assert "unknown setting 'actor.engine.bye'. Did you mean 'actor.engine.by'?" in mistyped.stderr
     split = _rl(folder, "allocation=my_app:Counter:t2", "model.path=model")
-    assert "allocation: expected my_app:Counter:d1, for counting cannot be split" in split.stderr
+    assert "allocation: expected my_app:Counter:d1; counting cannot be split" in split.stderr
     plan = _rl(folder, "--dry-run", "model.path=model")
     assert plan.returncode == 0, plan.stderr
     assert "#   0 and 1 more in each of 100 steps" in plan.stdout
     assert f"2 x actor: {sys.executable} -m rl_apps.run.worker my_app:APP" in plan.stdout
 
 
-def test_own_app_runs_to_its_end_and_its_config_runs_again(folder):
+def test_own_app_finishes_and_its_config_runs_again(folder):
     first = _rl(folder, "start=10", "actor.engine.by=5", "total_steps=3", "run_dir=one", "model.path=model")
     again = _rl(folder, "--config", "one/config.yaml", "run_dir=two")
 
@@ -109,10 +109,10 @@ def test_own_app_runs_to_its_end_and_its_config_runs_again(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
-def test_command_whose_uv_run_was_killed_before_anything_started_starts_nothing(folder):
+def test_command_whose_uv_run_was_killed_early_starts_nothing(folder):
     (folder / "hold").touch()
-    behind = ["uv", "run", "--no-project", "--directory", str(folder)]
-    command = [*behind, str(BIN / "rl"), "run", "my_app:APP", "run_dir=run", "model.path=model"]
+    prefix = ["uv", "run", "--no-project", "--directory", str(folder)]
+    command = [*prefix, str(BIN / "rl"), "run", "my_app:APP", "run_dir=run", "model.path=model"]
     with (folder / "out").open("w") as out:
         uv = subprocess.Popen(command, stdout=out, stderr=out)
     deadline = time.monotonic() + 120
@@ -132,7 +132,7 @@ def test_command_whose_uv_run_was_killed_before_anything_started_starts_nothing(
     assert not (folder / "run" / "logs").exists()
 
 
-def test_app_that_is_nowhere_is_refused(folder):
+def test_unknown_app_is_rejected(folder):
     done = subprocess.run([str(BIN / "rl"), "run", "gsm8k-grop"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2
     assert "rl.apps: unknown name 'gsm8k-grop'; did you mean 'gsm8k-grpo'?" in done.stderr

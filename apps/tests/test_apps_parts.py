@@ -1,4 +1,4 @@
-"""The client among the parts of a trainer process: who speaks to servers, how often, and for how long it waits."""
+"""Components of a trainer process: the client of the servers, and requests to stop."""
 
 import os
 import signal
@@ -22,24 +22,24 @@ from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.testing.waiting import wait_until
 
 
-def _parts(directory, *overrides, server="http://127.0.0.1:1"):
+def _components(directory, *overrides, server="http://127.0.0.1:1"):
     config = gsm8k_grpo.APP.config(overrides)
     return Components(Run(config, layout_of(config.allocation, "required"), directory, "cpu", (server,)))
 
 
-def _client(parts, parallel=None):
-    return parts.client(SimpleNamespace(parallel=parallel or ParallelContext()))
+def _client(components, parallel=None):
+    return components.client(SimpleNamespace(parallel=parallel or ParallelContext()))
 
 
 @pytest.fixture
 def servers_are_ready(monkeypatch):
-    monkeypatch.setattr(Components, "await_servers", lambda parts, spec, ranks: None)
+    monkeypatch.setattr(Components, "await_servers", lambda components, spec, ranks: None)
 
 
-def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path, servers_are_ready):
+def test_client_waits_for_lost_servers_only_if_they_are_restarted(tmp_path, servers_are_ready):
     def rejoin_timeout(*overrides):
-        with _parts(tmp_path, *overrides) as parts:
-            return _client(parts).config.rejoin_timeout
+        with _components(tmp_path, *overrides) as components:
+            return _client(components).config.rejoin_timeout
 
     assert rejoin_timeout() == 180
     assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
@@ -53,33 +53,31 @@ def sigterm():
     signal.signal(signal.SIGTERM, former)
 
 
-def test_request_to_stop_that_an_import_swallowed_ends_the_trainer_before_its_first_step(tmp_path, sigterm):
+def test_stop_swallowed_by_an_import_ends_the_trainer(tmp_path, sigterm):
     signal.signal(signal.SIGTERM, SigtermHandler())
-    with pytest.raises(SystemExit, match="143"):  # as a library catches it that tries an import
+    with pytest.raises(SystemExit, match="143"):  # like a library that catches exceptions of an import
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with _parts(tmp_path) as parts, pytest.raises(SystemExit, match="143"):
-        parts.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
+    with _components(tmp_path) as components, pytest.raises(SystemExit, match="143"):
+        components.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
 
 
-def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_client(
-    tmp_path, servers_are_ready, sigterm, monkeypatch
-):
+def test_stop_is_requested_while_the_command_lives_else_exits(tmp_path, servers_are_ready, sigterm, monkeypatch):
     engine = SimpleNamespace(parallel=ParallelContext())
-    with _parts(tmp_path) as parts:
-        client = _client(parts)
-        points = parts.recover({"actor": engine}, {})
-        assert not points.stop_requested()
+    with _components(tmp_path) as components:
+        client = _client(components)
+        checkpoints = components.recover({"actor": engine}, {})
+        assert not checkpoints.stop_requested()
         assert not client._router.final
         os.kill(os.getpid(), signal.SIGTERM)
-        assert points.stop_requested()
+        assert checkpoints.stop_requested()
         assert client._router.final
 
-        monkeypatch.setattr(os, "getppid", lambda: 1)  # it was killed, and its keeper was faster than the kernel
-        for ask in (points.stop_requested, lambda: os.kill(os.getpid(), signal.SIGTERM)):
-            with pytest.raises(SystemExit) as ended:
-                ask()
-            assert ended.value.code == 143
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # the command was killed, and its reaper acted first
+        for check in (checkpoints.stop_requested, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            with pytest.raises(SystemExit) as error:
+                check()
+            assert error.value.code == 143
 
 
 def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, monkeypatch):
@@ -95,10 +93,10 @@ def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, mon
                 return True
         return False
 
-    with _parts(tmp_path) as parts:
-        points = parts.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
+    with _components(tmp_path) as components:
+        checkpoints = components.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
         os.kill(os.getpid(), signal.SIGTERM)
-        assert points.stop_requested()
+        assert checkpoints.stop_requested()
         assert not is_abandoned()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(is_abandoned, 10)
@@ -106,23 +104,23 @@ def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, mon
 
 
 class _Rank(ParallelContext):
-    """One of two ranks that run one after the other: what rank 0 has told, rank 1 is told."""
+    """One of two ranks that run one after the other: rank 1 receives what rank 0 has broadcast."""
 
-    told: ClassVar[list[Any]] = []
+    sent: ClassVar[list[Any]] = []
 
     def broadcast_json(self, value):
         if self.is_main:
-            self.told.append(value)
-        return value if self.is_main else self.told.pop(0)
+            self.sent.append(value)
+        return value if self.is_main else self.sent.pop(0)
 
 
-def test_client_of_a_rank_that_is_no_head_sends_nothing_to_the_servers(tmp_path):
-    asked = []
+def test_client_of_other_ranks_sends_nothing_to_the_servers(tmp_path):
+    requests = []
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200 if len(asked) > 2 else 503)
+            requests.append(self.path)
+            self.send_response(200 if len(requests) > 2 else 503)
             self.end_headers()
 
         def log_message(self, *arguments):
@@ -133,39 +131,37 @@ def test_client_of_a_rank_that_is_no_head_sends_nothing_to_the_servers(tmp_path)
         threading.Thread(target=server.serve_forever).start()
         address = f"http://127.0.0.1:{server.server_port}"
         for rank in range(2):
-            with _parts(tmp_path, "allocation=embedded:d1+fsdp:t2", server=address) as parts:
-                _client(parts, _Rank(rank, 2, is_dp_leader=rank == 0))
-            counts.append(len(asked))
+            with _components(tmp_path, "allocation=embedded:d1+fsdp:t2", server=address) as components:
+                _client(components, _Rank(rank, 2, is_dp_leader=rank == 0))
+            counts.append(len(requests))
         server.shutdown()
-    assert asked == ["/health"] * 3
+    assert requests == ["/health"] * 3
     assert counts == [3, 3]
 
 
-@pytest.mark.parametrize(("heads", "expected"), [(1, 2.0), (8, 16.0), (15, 30.0), (1000, 30.0)])
-def test_client_of_one_of_many_heads_probes_as_seldom_as_noticing_a_lost_server_allows(
-    tmp_path, servers_are_ready, heads, expected
-):
-    with _parts(tmp_path) as parts:
-        client = _client(parts, ParallelContext(world_size=heads, dp_size=heads))
+@pytest.mark.parametrize(("dp_leaders", "expected"), [(1, 2.0), (8, 16.0), (15, 30.0), (1000, 30.0)])
+def test_client_probes_less_often_with_more_dp_leaders(tmp_path, servers_are_ready, dp_leaders, expected):
+    with _components(tmp_path) as components:
+        client = _client(components, ParallelContext(world_size=dp_leaders, dp_size=dp_leaders))
     assert client.config.probe_interval == expected
 
 
-def test_client_follows_the_names_that_the_launcher_keeps(tmp_path, servers_are_ready):
-    with _parts(tmp_path) as parts:
-        source = _client(parts)._monitor.discovery._source
+def test_client_follows_the_addresses_of_the_launcher(tmp_path, servers_are_ready):
+    with _components(tmp_path) as components:
+        source = _client(components)._monitor.discovery._source
         assert source() == {}
-        assert not (tmp_path / "names").exists(), "who reads makes nothing"
+        assert not (tmp_path / "names").exists(), "reading names must not create the directory"
         names = FileNames(tmp_path / "names")
         names.add("servers/rollout/0", "http://127.0.0.1:1")
         names.add("servers/other/0", "http://127.0.0.1:2")
 
         assert source() == {"servers/rollout/0": "http://127.0.0.1:1"}
-    with _parts(tmp_path, "rollout.server.addresses=[http://127.0.0.1:1]") as parts:
-        assert _client(parts)._monitor.discovery is None, "somebody else's servers are those that the config names"
+    with _components(tmp_path, "rollout.server.addresses=[http://127.0.0.1:1]") as components:
+        assert _client(components)._monitor.discovery is None, "attached servers are those of the config"
 
 
-def test_await_servers_one_that_was_moved_is_not_waited_for(tmp_path):
-    FileNames(tmp_path / "names").add("servers/rollout/0", "http://127.0.0.1:2")  # the trainer was told port 1
+def test_await_servers_ignores_a_server_that_was_moved(tmp_path):
+    FileNames(tmp_path / "names").add("servers/rollout/0", "http://127.0.0.1:2")  # the trainer has port 1
 
-    with _parts(tmp_path, "rollout.server.ready_timeout=30") as parts:
-        _client(parts)
+    with _components(tmp_path, "rollout.server.ready_timeout=30") as components:
+        _client(components)

@@ -1,9 +1,9 @@
-"""Every preset's loss and gradient on a made-up batch, against numbers that were computed once.
+"""Loss and gradient of every preset on a synthetic batch, against reference values.
 
-`preset_values.json` has them from the formulas of commit 847d745, before an algorithm was composed of parts: for each
-minibatch the loss, and its gradient by the log-probs of the tokens that have one. The batch has what presets differ in:
-groups of unequal size, one of a single answer, one of equal rewards, an episode of two rows, gaps between trained
-tokens, several versions, truncated answers, a row without a trained token.
+`preset_values.json` was computed once with reference formulas of every preset. For each minibatch, it has the loss and
+its gradient with respect to the log-probs of the tokens with a nonzero gradient. The batch covers what presets treat
+differently: groups of unequal size, a group of one completion, a group of equal rewards, an episode of two sequences,
+gaps between trained tokens, several versions, truncated completions and a sequence without a trained token.
 """
 
 import json
@@ -22,61 +22,61 @@ from rl_contracts.engine import TokenOutputs
 from rl_trainers import Critic, PolicyActor
 
 VALUES = json.loads((Path(__file__).parent / "preset_values.json").read_text())
-SINCE = {"dapo": ["algorithm.reward.overlong_cache=4"]}
-"""What a preset said then that it says otherwise now."""
+OVERRIDES = {"dapo": ["algorithm.reward.overlong_cache=4"]}
+"""Settings in which the reference values differ from the current preset."""
 VERSION = 3
 GROUPS = (0, 0, 0, 0, 7, 7, 7, 7, 7, 4, 9, 9, 9, 9, 9, 9)
 EPISODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 14)
 
 
-def made_up_batch():
-    """Sixteen rows with everything that a sampler records; and tables [B, T] of what models say of their tokens."""
+def synthetic_batch():
+    """Return sixteen sequences with all fields of a sampler, and tables [B, T] of the models' outputs per token."""
     random = np.random.default_rng(5)
-    rows, width = len(GROUPS), 38
-    prompt = random.integers(2, 5, rows)
-    generated = random.integers(6, 33, rows)
+    sequences, width = len(GROUPS), 38
+    prompt = random.integers(2, 5, sequences)
+    generated = random.integers(6, 33, sequences)
     generated[[0, 5]] = 32
-    place = np.arange(width)[None]
-    real = place < (prompt + generated)[:, None]
-    answer = real & (place >= prompt[:, None])
-    learn = answer & (random.random((rows, width)) < 0.85)
+    position = np.arange(width)[None]
+    attention = position < (prompt + generated)[:, None]
+    completion = attention & (position >= prompt[:, None])
+    learn = completion & (random.random((sequences, width)) < 0.85)
     learn[3] = False
-    rewards = random.integers(0, 3, rows) / 2 + (random.random(rows) < 0.3) * 0.25
+    rewards = random.integers(0, 3, sequences) / 2 + (random.random(sequences) < 0.3) * 0.25
     rewards[[4, 5, 6, 7, 8]] = rewards[4]
     rewards[15] = rewards[14]
 
     def noise(scale):
-        return torch.from_numpy(scale * random.standard_normal((rows, width)))
+        return torch.from_numpy(scale * random.standard_normal((sequences, width)))
 
     base = -1 - noise(0.3).abs()
     tables = SimpleNamespace(
         old=base + noise(0.4), theta=base + noise(0.5), reference=base + noise(0.5), values=noise(1.0)
     )
-    generated_here = torch.from_numpy(answer)
-    versions = torch.from_numpy(VERSION - random.integers(0, 3, (rows, width))).int()
+    is_generated = torch.from_numpy(completion)
+    versions = torch.from_numpy(VERSION - random.integers(0, 3, (sequences, width))).int()
     batch = TensorDict(
         {
-            "input_ids": torch.ones(rows, width, dtype=torch.int64),
-            "attention_mask": torch.from_numpy(real),
+            "input_ids": torch.ones(sequences, width, dtype=torch.int64),
+            "attention_mask": torch.from_numpy(attention),
             "loss_mask": torch.from_numpy(learn),
-            "logprobs": torch.where(generated_here, base, 0.0).float(),
-            "versions": torch.where(generated_here, versions, -1),
+            "logprobs": torch.where(is_generated, base, 0.0).float(),
+            "versions": torch.where(is_generated, versions, -1),
             "rewards": torch.from_numpy(rewards).float(),
             "prompt_ids": torch.tensor(GROUPS),
             "group_ids": torch.tensor(GROUPS),
             "episode_ids": torch.tensor(EPISODES),
-            "temperature": torch.ones(rows),
+            "temperature": torch.ones(sequences),
             "truncated": torch.from_numpy(generated == 32),
             "minibatch": (torch.tensor(GROUPS) > 4).long(),
-            "place": torch.arange(rows * width).reshape(rows, width),
+            "place": torch.arange(sequences * width).reshape(sequences, width),
         },
-        batch_size=[rows],
+        batch_size=[sequences],
     )
     return batch, tables
 
 
 class TableEngine:
-    """Says of a token what stands in a table; learns at another one, and keeps loss and gradient of each step."""
+    """Engine whose outputs come from a table; trains on another table, and records loss and gradient of each step."""
 
     def __init__(self, table, learning=None):
         self.table, self.learning = table, learning
@@ -98,15 +98,15 @@ class TableEngine:
 
     @staticmethod
     def _outputs(table, packed):
-        here = table.flatten()[packed["place"]]
-        return TokenOutputs(here, -0.5 * here.sin(), here)
+        values = table.flatten()[packed["place"]]
+        return TokenOutputs(values, -0.5 * values.sin(), values)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_preset_loss_and_gradient_are_those_of_its_formulas(name):
-    overrides = [f"algorithm={name}", "actor.minibatches=2", "ref.path=/models/teacher", *SINCE.get(name, [])]
+def test_preset_loss_and_gradient_equal_reference_values(name):
+    overrides = [f"algorithm={name}", "actor.minibatches=2", "ref.path=/models/teacher", *OVERRIDES.get(name, [])]
     algorithm = APP.config(overrides).algorithm
-    batch, tables = made_up_batch()
+    batch, tables = synthetic_batch()
     engines = {"policy": TableEngine(tables.old, tables.theta)}
     reference = TableEngine(tables.reference) if algorithm.needs_reference else None
     if algorithm.needs_critic:
@@ -118,7 +118,7 @@ def test_preset_loss_and_gradient_are_those_of_its_formulas(name):
     actor.update(batch)
 
     assert set(engines) == set(VALUES[name])
-    for which, engine in engines.items():
-        for (loss, gradient), (expected, expected_gradient) in zip(engine.steps, VALUES[name][which], strict=True):
+    for model, engine in engines.items():
+        for (loss, gradient), (expected, expected_gradient) in zip(engine.steps, VALUES[name][model], strict=True):
             assert loss == pytest.approx(expected, abs=1e-7)
             assert gradient == pytest.approx(expected_gradient, abs=1e-7)

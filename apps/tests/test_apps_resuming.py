@@ -1,4 +1,4 @@
-"""`resume_from`: which recovery checkpoint a command starts from, and what it does with it."""
+"""`resume_from`: the recovery checkpoint from which a command starts."""
 
 import json
 from pathlib import Path
@@ -34,9 +34,9 @@ def other(tmp_path):
     return directory
 
 
-@pytest.mark.parametrize(("of", "step"), [("", 20), ("recover/step_20", 20), ("recover/step_10", 10)])
-def test_resume_from_another_run_links_its_newest_point(other, tmp_path, of, step):
-    run = _run(tmp_path / "new", f"resume_from={other / of}")
+@pytest.mark.parametrize(("path", "step"), [("", 20), ("recover/step_20", 20), ("recover/step_10", 10)])
+def test_resume_from_another_run_links_its_checkpoint(other, tmp_path, path, step):
+    run = _run(tmp_path / "new", f"resume_from={other / path}")
     assert previous_run(run, step_of(named_point(run))) == PreviousRun(step)
 
     take_over(run)
@@ -47,7 +47,7 @@ def test_resume_from_another_run_links_its_newest_point(other, tmp_path, of, ste
     assert recovery_checkpoint_steps(other) == [10, 20]
 
 
-def test_resume_from_a_step_of_this_run_removes_later_points(other):
+def test_resume_from_a_step_of_this_run_removes_later_checkpoints(other):
     (other / FINISHED).touch()
     run = _run(other, "resume_from=10")
     past = previous_run(run, step_of(named_point(run)))
@@ -58,7 +58,7 @@ def test_resume_from_a_step_of_this_run_removes_later_points(other):
     assert recovery_checkpoint_steps(other) == [10]
 
 
-def test_resume_from_in_a_repeated_command_takes_the_newest_point(other):
+def test_resume_from_in_a_repeated_command_uses_the_newest_checkpoint(other):
     run = _run(other, "resume_from=10")
     write_config(run)
     assert named_point(run) is None
@@ -66,10 +66,10 @@ def test_resume_from_in_a_repeated_command_takes_the_newest_point(other):
     assert previous_run(run).step == 20
 
 
-@pytest.mark.parametrize("wanted", ["15", "nowhere", "recover"])
-def test_resume_from_what_is_no_point_raises(other, wanted):
+@pytest.mark.parametrize("name", ["15", "nowhere", "recover"])
+def test_resume_from_without_a_checkpoint_raises(other, name):
     with pytest.raises(ConfigError, match="is no recovery checkpoint"):
-        named_point(_run(other, f"resume_from={wanted}"))
+        named_point(_run(other, f"resume_from={name}"))
 
 
 def test_resume_from_another_run_in_the_directory_of_a_run_raises(other, tmp_path):

@@ -1,4 +1,4 @@
-"""The interpreter of a run's servers, and what is said where it will not do; nothing here starts a server."""
+"""Checks of the interpreter and of attached servers. No test here starts a server."""
 
 import sys
 
@@ -16,7 +16,7 @@ def _program(python=sys.executable, module="rl_contracts", distributions=("rl-co
 
 
 @pytest.mark.parametrize("python", [sys.executable, ""])
-def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
+def test_check_interpreter_supported_version_passes(python):
     check_interpreter(
         _program(python, distributions=("no-such-thing", "rl-contracts"), min_version="0.1", below_version="1.0")
     )
@@ -26,23 +26,26 @@ def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
     ("program", "message"),
     [
         (_program("/nowhere/python"), r"python=/nowhere/python: expected a Python interpreter, found .*No such file"),
-        (_program("/bin/false"), r"/bin/false: expected a Python .*found exit code 1: nothing said"),
+        (_program("/bin/false"), r"/bin/false: expected a Python .*found exit code 1: no output"),
         (_program(distributions=("no-a", "no-b"), min_version="0.3"), "expected no-a or no-b >=0.3, found no"),
         (_program(min_version="99"), r"\(Python 3\.\d+\.\d+\): expected rl-contracts >=99, found rl-contracts 0\.1"),
         (
             _program(min_version="0.0.1", below_version="0.1"),
             r"expected rl-contracts >=0\.0\.1,<0\.1, found rl-contracts 0\.1\.0",
         ),
-        (_program("", module="rl_contracts.not_there"), r"servers' Python, .*ends with ModuleNotFoundError: No module"),
-        (_program(module="antigravity.x"), r"ends with \w+Error"),
+        (
+            _program("", module="rl_contracts.not_there"),
+            r"servers' Python, .*fails with ModuleNotFoundError: No module",
+        ),
+        (_program(module="antigravity.x"), r"fails with \w+Error"),
     ],
 )
-def test_look_for_what_will_not_do_is_refused_with_what_is_there_and_the_remedy(program, message):
+def test_check_interpreter_unusable_names_finding_and_remedy(program, message):
     with pytest.raises(ConfigError, match=rf"{message}.*Do that\."):
         check_interpreter(program)
 
 
-def test_look_for_a_variable_that_the_import_needs_is_given(tmp_path, monkeypatch):
+def test_check_interpreter_passes_environment_variables(tmp_path, monkeypatch):
     (tmp_path / "needy.py").write_text("import os\nos.environ['NEEDED']")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match="KeyError: 'NEEDED'"):
@@ -51,7 +54,7 @@ def test_look_for_a_variable_that_the_import_needs_is_given(tmp_path, monkeypatc
     check_interpreter(_program("", module="needy", env={"NEEDED": "1"}))
 
 
-def test_look_for_another_interpreter_is_not_given_the_modules_of_this_one(tmp_path, monkeypatch):
+def test_check_interpreter_of_another_python_drops_pythonpath(tmp_path, monkeypatch):
     (tmp_path / "ours.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -60,7 +63,7 @@ def test_look_for_another_interpreter_is_not_given_the_modules_of_this_one(tmp_p
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_command_with_an_interpreter_that_is_not_there_starts_nothing(capsys, tmp_path, arguments):
+def test_command_with_a_missing_interpreter_starts_nothing(capsys, tmp_path, arguments):
     code = main("gsm8k-grpo", ["rollout.server.python=/nowhere/python", f"run_dir={tmp_path / 'run'}", *arguments])
 
     out, err = capsys.readouterr()
@@ -71,10 +74,10 @@ def test_command_with_an_interpreter_that_is_not_there_starts_nothing(capsys, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_addresses_as_many_as_servers_are_expected_and_printed_with_how_they_are_started(capsys):
+def test_addresses_must_match_servers_and_are_printed_with_commands(capsys):
     arguments = ["rollout.server.addresses=[http://10.0.0.7:80,https://b:9000]", "--dry-run"]
     assert main("gsm8k-grpo", arguments) == 2
-    assert "addresses: expected 1, as many as the d of embedded:d1 (or none, and they are started)" in (
+    assert "addresses: expected 1, the d of embedded:d1 (or none, to let the run start servers)" in (
         capsys.readouterr().err
     )
 
@@ -85,7 +88,7 @@ def test_addresses_as_many_as_servers_are_expected_and_printed_with_how_they_are
     assert "rl_inference.embedded_server --host b --port 9000 --name rollout-1" in plan
 
 
-def test_addresses_with_a_port_for_servers_to_start_are_refused(capsys):
+def test_addresses_with_a_port_are_rejected(capsys):
     assert main("gsm8k-grpo", ["rollout.server.addresses=[http://b:80]", "rollout.port=80", "--dry-run"]) == 2
     assert "rollout.port with rollout.server.addresses: expected 0" in capsys.readouterr().err
 
@@ -110,6 +113,6 @@ def test_check_flat_log_probs_of_the_whole_vocabulary_pass(logprobs):
         ([-2.99, -2.99], 148, r"of a part of the vocabulary.*of 148, found -2\.99"),
     ],
 )
-def test_check_flat_others_are_refused_with_what_they_are(logprobs, vocabulary, message):
+def test_check_flat_other_log_probs_are_rejected(logprobs, vocabulary, message):
     with pytest.raises(InferenceError, match=message):
         check_flat(logprobs, vocabulary)

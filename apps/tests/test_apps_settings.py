@@ -470,14 +470,14 @@ TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
 BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
 FILES = "test_save_hf_in_several_files_has_an_index_and_loads"
 SERVED = "test_full_parameters_have_hugging_face_names_and_served_dtype"
-BIASED = "test_compose_biased_sampling_is_taken_where_it_is_allowed"
+BIASED = "test_compose_allowed_biased_sampling_is_accepted"
 CONFIG = "apps/tests/test_apps_config.py::"
 ENGINES, LAUNCHERS = "packages/rl-engines-fsdp/tests/test_fsdp_", "packages/rl-launchers/tests/test_launchers_"
 ELSEWHERE = [
     Elsewhere(
         "model.directories",
         "the command fills it in",
-        "apps/tests/test_apps_model_path.py::test_command_with_a_hub_id_in_the_cache_trains_and_saves",
+        "apps/tests/test_apps_model_path.py::test_hub_id_in_the_cache_trains_and_saves",
         value="{me/tiny: /models/tiny}",
     ),
     Elsewhere(
@@ -566,7 +566,7 @@ ELSEWHERE = [
     Elsewhere(
         "resume_from",
         "a recovery checkpoint",
-        "apps/tests/test_apps_resuming.py::test_resume_from_another_run_links_its_newest_point",
+        "apps/tests/test_apps_resuming.py::test_resume_from_another_run_links_its_checkpoint",
         value="40",
     ),
     Elsewhere(
@@ -646,7 +646,7 @@ ELSEWHERE = [
     Elsewhere(
         "actor.minibatches",
         "a batch of rows is one step, and other numbers are refused",
-        "apps/tests/test_apps_config.py::test_command_of_rows_with_several_minibatches_is_refused",
+        "apps/tests/test_apps_config.py::test_supervised_command_rejects_several_minibatches",
         (SFT, DPO, REWARD_MODEL),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Chat templates: a model without one is refused before anything starts, and one can be given."""
+"""Chat templates: a model without one is rejected before a run starts, and a setting can provide one."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def base_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("app", ["gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo"])
-def test_model_without_a_chat_template_is_refused_with_what_to_give(base_model, capsys, app):
+def test_model_without_a_chat_template_is_rejected(base_model, capsys, app):
     assert main(app, [f"model.path={base_model}", "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -40,7 +40,7 @@ def test_model_without_a_chat_template_is_refused_with_what_to_give(base_model, 
     )
 
 
-def test_template_that_is_no_file_is_refused(base_model, capsys):
+def test_chat_template_that_is_no_file_is_rejected(base_model, capsys):
     assert main("gsm8k-sft", [f"model.path={base_model}", "model.chat_template=nowhere.jinja", "--dry-run"]) == 2
     assert "model.chat_template: expected plain, or a file with a Jinja template, found 'nowhere.jinja'" in (
         capsys.readouterr().err
@@ -59,16 +59,16 @@ def test_template_that_is_no_file_is_refused(base_model, capsys):
         ("mine.jinja", b"{{ '\xff' }}", "expected text in UTF-8"),
     ],
 )
-def test_file_that_cannot_be_read_is_named_with_what_to_do(base_model, tmp_path, capsys, broken, content, remedy):
+def test_unreadable_file_is_named_with_the_remedy(base_model, tmp_path, capsys, broken, content, remedy):
     shutil.copytree(base_model, tmp_path / "model")
     if broken == "run/config.yaml":
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     (tmp_path / broken).write_bytes(content)
-    mine = (f"model.path={tmp_path / 'model'}", f"model.chat_template={tmp_path / 'mine.jinja'}")
+    arguments = (f"model.path={tmp_path / 'model'}", f"model.chat_template={tmp_path / 'mine.jinja'}")
 
-    assert main("gsm8k-sft", [*mine, f"run_dir={tmp_path / 'run'}", "recover.every=1", "--dry-run"]) == 2
+    assert main("gsm8k-sft", [*arguments, f"run_dir={tmp_path / 'run'}", "recover.every=1", "--dry-run"]) == 2
 
     err = capsys.readouterr().err
     assert (tmp_path / broken).name in err
@@ -77,7 +77,7 @@ def test_file_that_cannot_be_read_is_named_with_what_to_do(base_model, tmp_path,
     assert err.count("\n") == 1
 
 
-def test_plain_template_shows_turns_and_learns_answers_with_their_end(base_model):
+def test_plain_template_renders_turns_and_learns_end_of_completions(base_model):
     tokenizer = load_tokenizer(ModelConfig(str(base_model), chat_template="plain"))
     renderer = ChatRenderer(tokenizer)
     end = tokenizer.eos_token
@@ -89,11 +89,11 @@ def test_plain_template_shows_turns_and_learns_answers_with_their_end(base_model
     prompt = renderer.render(CHAT[:1])
     assert tokenizer.decode(prompt) == "User: 2+2?\n\nAssistant:"
     assert ids[-len(prompt) :] != prompt
-    more = renderer.append_turn(ids[: len(ids) - len(tokenizer.encode("\n\n"))], CHAT[:1])
-    assert tokenizer.decode(more).endswith(f"4.{end}\n\nUser: 2+2?\n\nAssistant:")
+    extended = renderer.append_turn(ids[: len(ids) - len(tokenizer.encode("\n\n"))], CHAT[:1])
+    assert tokenizer.decode(extended).endswith(f"4.{end}\n\nUser: 2+2?\n\nAssistant:")
 
 
-def test_plain_template_begins_with_the_bos_that_the_tokenizer_adds(base_model, tmp_path):
+def test_plain_template_begins_with_bos_if_the_tokenizer_adds_it(base_model, tmp_path):
     tokenizer = load_tokenizer(ModelConfig(str(base_model)))
     tokenizer.bos_token = tokenizer.pad_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -108,7 +108,7 @@ def test_plain_template_begins_with_the_bos_that_the_tokenizer_adds(base_model, 
     assert ids[0] == tokenizer.bos_token_id
 
 
-def test_tokenizer_saved_with_a_template_keeps_the_models_end_tokens(base_model, tmp_path):
+def test_save_tokenizer_keeps_the_models_end_tokens(base_model, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(base_model, model)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
@@ -119,7 +119,7 @@ def test_tokenizer_saved_with_a_template_keeps_the_models_end_tokens(base_model,
     assert ChatRenderer(saved).stop_ids == (saved.eos_token_id, 5, 6)
 
 
-def test_template_of_a_file_is_the_one_that_is_used_and_saved(base_model, tmp_path, capsys):
+def test_chat_template_of_a_file_is_used_and_saved(base_model, tmp_path, capsys):
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}")
     arguments = [f"model.path={base_model}", f"model.chat_template={file}"]

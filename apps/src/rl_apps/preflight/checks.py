@@ -72,8 +72,8 @@ def check_run(run: Run[Any]) -> None:
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
     """Resolve `publish.route=auto`.
 
-    The route is `shm` if servers and trainers are on one machine. Otherwise, it is `disk` for a single server that this
-    run starts, which could not rejoin over `broadcast` after a restart, and `broadcast` in all other cases.
+    The route is `shm` if servers and trainers are on one machine, and `broadcast` otherwise. The exception is a single
+    server that this run starts: it gets `disk`, because it could not rejoin over `broadcast` after a restart.
 
     Raises:
         ConfigError: the route needs one machine, and servers and trainers are on several.

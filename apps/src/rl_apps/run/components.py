@@ -303,7 +303,7 @@ class Components(ExitStack):
         return self.add(rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, interrupt, dtype))
 
     def memory_sharing(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.MemorySharing | None:
-        """Build what puts the servers to sleep while the trainer learns; None unless both share GPUs (`|`)."""
+        """Build the memory sharing, which lets servers sleep during training; None without shared GPUs (`|`)."""
         if not self.run.layout.shared:
             return None
         return rl_trainers.MemorySharing(engine, client, self.loop, self.config.rollout.client.update_timeout)

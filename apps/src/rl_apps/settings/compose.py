@@ -61,9 +61,9 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     """Compose the config of a run; its own checks have passed.
 
     Settings of a component apply only to that component. If a later layer selects another allocation or launcher than a
-    file, the settings of the file for its own component are dropped. The same holds for settings of a loss, an
-    optimizer or another method in a preset or file, if a later layer selects a method that does not read them
-    (`Settings.reads`).
+    file, the settings of the file for its own component are dropped. The same holds for methods such as a loss or an
+    optimizer: if a later layer selects a method that does not read a setting, that setting is dropped from presets and
+    files (`Settings.reads`).
 
     Args:
         schema: dataclass with the settings and their defaults.
@@ -432,8 +432,11 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict
 
 
 def _hint(key: str, values: Mapping[str, Any]) -> str:
-    """Return a suggestion for an unknown setting: its new name, a similar one of the same section, or the setting of
-    that name in another section followed by the settings of this section."""
+    """Return a suggestion for an unknown setting.
+
+    It is its new name, or a similar setting of the same section. Otherwise, it is the setting of that name in another
+    section, followed by the names in this section.
+    """
     if RENAMED.get(key) in values:
         return f" It was renamed to {RENAMED[key]!r}."
     section, _, leaf = key.rpartition(".")

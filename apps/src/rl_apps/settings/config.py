@@ -56,7 +56,7 @@ class ActorConfig(Settings):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """Sequences per forward and backward pass; never changes the gradient."""
+    """Size of a micro-batch, which is one forward and backward pass. Never changes the gradient."""
     dtype: str = choice("float32", DTYPES)
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
@@ -190,7 +190,7 @@ class RunConfig(Settings):
 
 
 def require_plain_sampling(rollout: RolloutSettings) -> None:
-    """Reject sampling parameters that make the completions follow another distribution than their log-probs.
+    """Reject sampling from another distribution than that of the log-probs.
 
     Raises:
         ConfigError: with the parameters that change the distribution, unless `allow_biased_sampling` is set.
@@ -229,7 +229,7 @@ class CriticConfig(Settings):
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """Settings of its train engine. Defaults: those of `actor.engine`."""
     clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
-    """Maximum distance from the value before the update, to which the value loss clips; 0 disables clipping."""
+    """Clip range of the value loss around the value before the update; 0 disables clipping."""
 
 
 @dataclass

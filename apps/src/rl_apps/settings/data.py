@@ -54,8 +54,8 @@ class DataConfig(Settings):
     null: the model's context length, at most 2048. A value above the context length is rejected."""
     overlong: str = choice("refuse", ("refuse", "drop", "truncate"))
     """Handling of examples that are too long: `refuse` (the command reports their number and does not start), `drop`,
-    or `truncate` (cut at the end). A prompt that leaves no room for a completion is cut at the beginning of its last
-    message until `max_new_tokens`, or half of the limit, fit. The command reports how many were dropped or cut."""
+    or `truncate` (cut at the end). A prompt without room for a completion is cut at the beginning of its last message,
+    until `max_new_tokens` fit, or half of the limit. The command reports how many were dropped or cut."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set, by name."""
 

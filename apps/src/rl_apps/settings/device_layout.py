@@ -128,8 +128,8 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
     A `plan` starts nothing and needs no cluster.
 
     Raises:
-        ConfigError: there are fewer GPUs than the allocation needs, `cluster.device=cuda` without GPUs, a server fits
-            on no machine, the resources are unknown, or the scheduler cannot share GPUs.
+        ConfigError: there are fewer GPUs than needed, a server fits on no machine, the resources are unknown, or the
+            scheduler cannot share GPUs.
     """
     assert launcher.options is not None
     nodes = cluster.of(launcher, plan)

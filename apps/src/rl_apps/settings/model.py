@@ -39,8 +39,8 @@ class ModelConfig:
     """The initial policy."""
 
     path: str = EMBEDDED
-    """Hugging Face directory, hub id, `embedded` (a tiny model, built by the command and cached) or `embedded-moe` (the
-    same with four experts per layer, of which two process each token)."""
+    """Hugging Face directory, hub id, `embedded` or `embedded-moe`. `embedded` is a tiny model that the command builds
+    and caches; `embedded-moe` has four experts per layer, two of which process each token."""
     chat_template: str = ""
     """File with a Jinja chat template, or `plain` for models without one (`User: ...`, `Assistant: ...`, after the
     tokenizer's beginning-of-text token). Empty: the template of the model."""

@@ -324,8 +324,8 @@ TOOLS = {
     "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` says which are kept"),
     "show-step-no-number": (*_tool("show", "run", "--step", "x"), "invalid int value: 'x'. `rl show --help`"),
     "show-none": (*_tool("show", "run", "-n", "0"), "expected a whole number of at least 1, found '0'"),
-    "plot-no-figure": (*_tool("plot", "run", "--figure", "reward/men"), "found reward/men; near it: reward/mean"),
-    "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "`rl status` says why"),
+    "plot-no-figure": (*_tool("plot", "run", "--figure", "reward/men"), "found reward/men; similar: reward/mean"),
+    "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "expected records of steps"),
     "report-of-no-run": (("report", "."), {}, "expected the directory of a run (run_dir), found none of its files"),
     "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another with -o"),
     "generate-no-checkpoint": (*_tool("generate", "run"), "A run writes one at its end, and every checkpoint.every"),
@@ -343,11 +343,11 @@ TOOLS = {
     "scale-negative": (*_tool("scale", "run", "rollout=-1"), "ROLE=COUNT, for example rollout=4, found 'rollout=-1'"),
     "scale-of-a-finished-run": (
         *_tool("scale", "run", "rollout=2", files=RUN | {"run/finished": ""}),
-        "expected a run that goes on, found: finished",
+        "expected an active run, found: finished",
     ),
     "logs-of-an-unknown-process": (
         *_tool("logs", "run", "actor-9", files=RUN | {"run/logs/actor-0.log": "said\n"}),
-        "no log of actor-9 is there; there are: actor-0",
+        "no log of actor-9; available: actor-0",
     ),
     "logs-of-no-lines": (*_tool("logs", "run", "-n", "-3"), "expected a whole number of at least 1, found '-3'"),
     "watch-no-step": (*_tool("watch", "run", "--step", "7"), "supervised runs have none. `rl plot` and `rl report`"),
@@ -357,7 +357,7 @@ TOOLS = {
     "replay-of-no-batch": (("replay", "good.py"), {}, "expected a run directory, or a file of its batches/"),
     "replay-no-step": (
         *_tool("replay", "run", "--step", "3", files=RUN | {"run/batches/step_1-batch.safetensors": ""}),
-        "no batch of step 3; saved are [1]",
+        "no batch of step 3; the run saved batches of steps [1]",
     ),
 }
 DIRECTORIES = {
@@ -365,7 +365,7 @@ DIRECTORIES = {
     "not-writable": (*_set("run_dir=/proc/nowhere"), "Choose another run_dir"),
     "of-a-finished-run": (*_set(files=RUN | {"run/finished": ""}), "contains an earlier run that cannot be resumed"),
     "of-another-seed": (*_set("seed=2", files=RUN), "seed: expected 1, that of the run in"),
-    "settings-cut-off": (*_set(files=RUN | {"run/config.yaml": "seed: ["}), "delete the file to go on"),
+    "settings-cut-off": (*_set(files=RUN | {"run/config.yaml": "seed: ["}), "delete the file to continue"),
 }
 MODELS = {
     "no-directory": (*_set("model.path=/nowhere"), "Give a directory written by `save_pretrained`"),

@@ -53,9 +53,9 @@ def test_chat_template_that_is_no_file_is_rejected(base_model, capsys):
         ("model/tokenizer.json", b'{"version": "1.0", ', "Copy or download it again"),
         ("model/tokenizer_config.json", b"", "Copy or download it again"),
         ("model/tokenizer.json", b"{}", "Copy or download it again"),
-        ("run/config.yaml", b"seed: [1", "delete the file to go on"),
-        ("run/config.yaml", b"", "delete the file to go on"),
-        ("run/config.yaml", b"seed: \xff", "delete the file to go on"),
+        ("run/config.yaml", b"seed: [1", "delete the file to continue"),
+        ("run/config.yaml", b"", "delete the file to continue"),
+        ("run/config.yaml", b"seed: \xff", "delete the file to continue"),
         ("mine.jinja", b"{{ '\xff' }}", "expected text in UTF-8"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Entry point of the commands. What they need is imported in it, so that Ctrl-C is answered from the first moment."""
+"""Entry point of the installed commands. Modules are imported in the function, so that Ctrl-C works from the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run `rl`, or the app that bears the command's name (entry-point group `rl.apps`). Returns the exit code."""
+    """Run `rl`, or the app with the name of this command (entry-point group `rl.apps`). Returns the exit code."""
     name = Path(sys.argv[0]).name
     try:
         if name == "rl":

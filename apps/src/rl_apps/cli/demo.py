@@ -1,4 +1,4 @@
-"""`rl demo`: breaks one thing of a short run on purpose, and shows the guard that sees it and what it says."""
+"""`rl demo`: inject a fault into a short run, and show which check detects it and what it reports."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from rl_contracts.runtime.json_lines import json_lines
 from rl_monitor.status import status_of
 
 HEALTHY_STEPS = 2
-"""Before the fault."""
+"""Steps before the fault."""
 SECONDS = 600.0
-"""For a whole demonstration on a busy machine; the first one also makes the model."""
+"""Time limit of a whole demonstration on a busy machine. The first demonstration also builds the model."""
 LOOK_EVERY = 0.2
-"""Seconds between two looks at the run."""
+"""Seconds between two polls of the run."""
 RUN = (
     *("model.path=embedded", "recipe=embedded", "total_steps=20", "data.batch_size=8", "rollout.group_size=4"),
     *("evaluation.rows=0", "rollout.failure_min_groups=4", "gap.patience=2"),
-    *("actor.optimizer.warmup_steps=0", "actor.optimizer.lr=1e-3"),  # steps that are large enough to be seen at once
+    *("actor.optimizer.warmup_steps=0", "actor.optimizer.lr=1e-3"),  # large steps, whose effect shows immediately
 )
 FAULTY_SERVER = ("allocation=rl_apps.cli.demo_faults:FaultyEngine:d1+fsdp:d1", "rollout.max_staleness=0")
-"""Without staleness the answers themselves can be compared in every step; else those that are asked for that end."""
+"""Settings of the faults inside a server. Without staleness, each step compares the sampled completions directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A fault, and the guard that must see it."""
+    """A fault, and the check that must detect it."""
 
     what: str
-    """What is broken."""
+    """Description of the fault."""
     says: str
-    """A regular expression that the run's output has once the guard has seen it."""
+    """Regular expression that matches a line of the run's output once the check has detected the fault."""
     settings: Sequence[str] = ()
-    """Of the run, beside `RUN`."""
+    """Settings of the run, in addition to `RUN`."""
     fault: str = ""
-    """What is written to FAULT_FILE; see `rl_apps.cli.demo_faults` and
+    """Name of the fault, written to FAULT_FILE; see `rl_apps.cli.demo_faults` and
     `rl_inference.embedded_server.fault_injection`."""
     sent: signal.Signals | None = None
-    """What the server's process is sent instead."""
+    """Signal to send to the server process instead of writing FAULT_FILE."""
     goes_on: bool = False
-    """Whether the run mends itself and ends well; else it ends with an error."""
+    """Whether the run must recover and finish; otherwise it must end with an error."""
 
 
 DEMOS = {
     "broken-sync": Demo(
-        "the server acknowledges new weights and goes on with the old ones",
+        "the server acknowledges new weights but keeps serving the old ones",
         "weights not received",
         FAULTY_SERVER,
         "weights not sent",
     ),
     "wrong-tensor": Demo(
-        "one tensor of the server changes after its receipt was right",
+        "one tensor of the server changes after its receipt matched",
         "one tensor wrong",
         FAULTY_SERVER,
         "one tensor",
     ),
     "wrong-temperature": Demo(
-        "the server samples at temperature 0.7, whatever it is asked for",
+        "the server samples at temperature 0.7 and ignores the requested temperature",
         "Likely cause: temperature",
         FAULTY_SERVER,
         "temperature",
     ),
     "stale-cache": Demo(
-        "the server goes on with keys and values of known prompts that the old weights made",
+        "the server reuses keys and values of cached prompts that the old weights computed",
         "its prefix cache",
         [*FAULTY_SERVER, "publish.canary=always", "publish.canary_tokens=200"],
         "stale prefix",
@@ -84,19 +84,19 @@ DEMOS = {
         "stuck reward",
     ),
     "dead-producer": Demo(
-        "what makes the answers dies in the middle of one",
-        "the producer of answers died",
+        "the thread that generates completions dies during an episode",
+        "the rollout thread died",
         ["rollout.workflow=rl_apps.cli.demo_faults:DyingWorkflow"],
         "dead producer",
     ),
     "nan-loss": Demo(
-        "the loss is no number from now on",
+        "the loss is NaN from now on",
         "not finite in 3 consecutive steps",
         ["algorithm.loss.kind=rl_apps.cli.demo_faults:nan_loss", "actor.optimizer.max_skipped_steps=2"],
         "nan loss",
     ),
     "frozen-server": Demo(
-        "the only server is stopped (SIGSTOP) and answers nothing any more",
+        "the only server is stopped (SIGSTOP) and no longer responds",
         "restart 1 of",
         ["launcher.health_timeout=5", "launcher.health_interval=1"],
         sent=signal.SIGSTOP,
@@ -107,33 +107,42 @@ DEMOS = {
 
 
 def demo(name: str) -> int:
-    """Run one, with the run's own output, and say whether the guard saw it.
+    """Run a demonstration, print the output of its run, and report whether the check detected the fault.
 
     Returns:
-        0 if it did.
+        0 if the fault was detected and the run ended as expected, else 1.
 
     Raises:
-        ConfigError: there is no such demonstration.
+        ConfigError: the name is unknown.
     """
     if name not in DEMOS:
         raise ConfigError(f"rl demo {name}: expected one of {', '.join(DEMOS)}.")
-    shown = DEMOS[name]
-    print(f"{name}: {shown.what}, after {HEALTHY_STEPS} steps in which all is well.", flush=True)
+    scenario = DEMOS[name]
+    print(f"{name}: {scenario.what}, after {HEALTHY_STEPS} healthy steps.", flush=True)
     with tempfile.TemporaryDirectory(prefix="rl-demo-") as scratch:
-        code, lines = _run_with_fault(shown, Path(scratch))
-    seen = next((line for line in lines if re.search(shown.says, line)), None)
-    well = seen is not None and (code == 0) == shown.goes_on
-    print(f"\nThe guard {'saw it' if seen else 'did NOT see it'}{f': {seen}' if seen else ''}")
-    end = "went on and ended well" if code == 0 else f"was ended, with exit code {code}"
-    print(f"The run {end}{'' if well else ', which was NOT expected'}.")
-    return 0 if well else 1
+        code, lines = _run_with_fault(scenario, Path(scratch))
+    evidence = next((line for line in lines if re.search(scenario.says, line)), None)
+    passed = evidence is not None and (code == 0) == scenario.goes_on
+    print(f"\nThe fault was {'detected' if evidence else 'NOT detected'}{f': {evidence}' if evidence else ''}")
+    end = "recovered and finished" if code == 0 else f"ended with exit code {code}"
+    print(f"The run {end}{'' if passed else '; this was NOT expected'}.")
+    return 0 if passed else 1
 
 
-def _run_with_fault(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
-    """Exit code and lines of a run that is broken on its way."""
+def _run_with_fault(scenario: Demo, scratch: Path) -> tuple[int, list[str]]:
+    """Run the command with a fault injected during the run; return its exit code and its lines."""
     run, fault = scratch / "run", scratch / "fault"
     fault.write_text("")
-    command = [sys.executable, "-m", "rl_apps.cli.main", "run", "gsm8k-grpo", *RUN, *shown.settings, f"run_dir={run}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_apps.cli.main",
+        "run",
+        "gsm8k-grpo",
+        *RUN,
+        *scenario.settings,
+        f"run_dir={run}",
+    ]
     lines: list[str] = []
     with subprocess.Popen(
         command,
@@ -144,16 +153,16 @@ def _run_with_fault(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
     ) as process:
         assert process.stdout is not None
         ended = threading.Event()
-        breaker = threading.Thread(target=_break, args=(shown, run, fault, ended), daemon=True)
+        injector = threading.Thread(target=_inject_fault, args=(scenario, run, fault, ended), daemon=True)
         deadline = threading.Timer(SECONDS, process.terminate)
-        breaker.start()
+        injector.start()
         deadline.start()
         try:
             for line in process.stdout:
                 print(f"  {line}", end="", flush=True)
                 lines.append(line.strip())
         except BaseException:
-            process.terminate()  # the launcher ends all that it started
+            process.terminate()  # the launcher stops all its workers
             raise
         finally:
             ended.set()
@@ -161,18 +170,18 @@ def _run_with_fault(shown: Demo, scratch: Path) -> tuple[int, list[str]]:
     return process.returncode, lines
 
 
-def _break(shown: Demo, run: Path, fault: Path, ended: threading.Event) -> None:
-    """Wait for the first steps, and plant the fault."""
+def _inject_fault(scenario: Demo, run: Path, fault: Path, ended: threading.Event) -> None:
+    """Wait for the first steps, then inject the fault."""
     while not ended.wait(LOOK_EVERY):
         if _steps(run) < HEALTHY_STEPS:
             continue
-        print(f"\n>>> now {shown.what}\n", flush=True)
-        if shown.sent is None:
-            fault.write_text(shown.fault)
+        print(f"\n>>> now {scenario.what}\n", flush=True)
+        if scenario.sent is None:
+            fault.write_text(scenario.fault)
         else:
             with suppress(RLError, ProcessLookupError):
                 [server] = [worker for worker in status_of(run)["workers"] if worker["name"].startswith("rollout")]
-                os.kill(server["pid"], shown.sent)
+                os.kill(server["pid"], scenario.sent)
         return
 
 

@@ -1,5 +1,5 @@
-"""Parts of a run that break when they are told to: what `rl demo` plants. The file FAULT_FILE names the fault that is
-on; while it is empty, all is well."""
+"""Components of a run with faults that `rl demo` injects. The file FAULT_FILE names the active fault; an empty file
+means no fault."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ FaultyEngineConfig = EmbeddedEngineConfig
 
 
 def fault() -> str:
-    """Name of the fault that is on; empty: none, or this is no demonstration."""
+    """Return the name of the active fault, or an empty string outside of a demonstration."""
     path = os.environ.get("FAULT_FILE", "")
     return Path(path).read_text().strip() if path else ""
 
 
 class FaultyEngine(EmbeddedEngine):
-    """Whose servers have the faults of `rl_inference.embedded_server.fault_injection`."""
+    """Embedded engine whose servers can have the faults of `rl_inference.embedded_server.fault_injection`."""
 
     @classmethod
     def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
-        """The embedded server's, by another module."""
+        """Return the job of the embedded server, with the module that injects faults."""
         job = super().server_spec(config, spec)
         command = tuple(
             word if word != "rl_inference.embedded_server" else "rl_inference.embedded_server.fault_injection"
@@ -44,7 +44,7 @@ class FaultyEngine(EmbeddedEngine):
 
 
 def reward(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any) -> float:
-    """That of `gsm8k`, unless it is stuck."""
+    """Return the `gsm8k` reward, after waiting for as long as the fault is active."""
     from rl_rewards.gsm8k import gsm8k_reward_fn
 
     while fault() == "stuck reward":
@@ -53,15 +53,15 @@ def reward(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, 
 
 
 class DyingWorkflow(RLVRWorkflow):
-    """Ends the thread that makes the answers."""
+    """Workflow that ends the thread that generates the completions."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[Trajectory]:
-        """That of `rlvr`, until it dies."""
+        """Run an `rlvr` episode, or exit the thread if the fault is active."""
         if fault() == "dead producer":
-            sys.exit("planted: the producer of answers died")
+            sys.exit("injected fault: the rollout thread died")
         return await super().arun_episode(engine, data)
 
 
 def nan_loss(terms: Any) -> Any:
-    """A policy gradient that is no number."""
+    """Return a policy gradient loss, which is NaN while the fault is active."""
     return -terms.ratio * terms.advantages * (float("nan") if fault() == "nan loss" else 1.0), {}

@@ -70,24 +70,24 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 SAY_EVERY = 5.0
-"""Seconds between two lines about what is waited for."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_WHEN_AND_WHERE = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
-"""At the beginning of a line in our logs, or in vLLM's."""
+"""Seconds between two lines that report what the run waits for."""
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_LOG_PREFIX = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
+"""Prefix of a log line of this project or of vLLM: process, time and level."""
 
 
 def main(reference: str, argv: list[str] | None = None) -> int:
     """Run an app.
 
     Args:
-        reference: where it is: a name in the entry-point group `rl.apps`, or a dotted path `package.module:APP`.
-        argv: arguments; None: those of this process.
+        reference: name in the entry-point group `rl.apps`, or dotted path `package.module:APP`.
+        argv: arguments, or None to use those of this process.
 
     Returns:
-        the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
+        the exit code: 0, 1 (the run failed), 2 (the run could not start), 130 or 143 (the run was stopped).
     """
     code = _run(reference, argv)
-    if hanging_trackers():  # the library of one may wait for it at the exit of this process, without end
+    if hanging_trackers():  # a tracker library may wait for its thread at exit, forever
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -96,14 +96,14 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 
 def _run(reference: str, argv: list[str] | None) -> int:
     replace_what_no_terminal_shows()
-    if logging.lastResort is not None:  # the warnings of this process
+    if logging.lastResort is not None:  # warnings of this process go through this handler
         logging.lastResort.filters[:] = [Repeats()]
-    name, parent = reference, uv_parent()  # it may be gone before anything is launched
+    name, parent = reference, uv_parent()  # the parent may exit before the launch
     if "" not in sys.path:
-        sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
+        sys.path.append("")  # sys.path[0] is the script's directory; dotted paths may name files in the current one
     try:
         app: App = registry.load("rl.apps", reference)
-        expected = "an `rl_apps.run.app.App`, as docs/own-app.md makes one"
+        expected = "an `rl_apps.run.app.App`, see docs/own-app.md"
         require(isinstance(app, App), f"app {reference}", expected, type(app).__name__)
         name = app.name
         return _main(reference, app, sys.argv[1:] if argv is None else argv, parent)
@@ -118,12 +118,12 @@ def _run(reference: str, argv: list[str] | None) -> int:
     except Interrupted as stop:  # `rl stop`
         print("Stopped before the run started.")
         return 128 + stop.number
-    except Exception as error:  # a user's file or a full disk is to blame, and told; anything else goes on
-        full, place = isinstance(error, OSError) and error.errno in FOR_A_WHILE, raised_at(error)
-        if not (full or place):
+    except Exception as error:  # report errors of user code and full disks; re-raise all others
+        is_disk_full, place = isinstance(error, OSError) and error.errno in FOR_A_WHILE, raised_at(error)
+        if not (is_disk_full or place):
             raise
         print(f"{name}: {type(error).__name__}: {error}{place}", file=sys.stderr)
-        return 1 if full else 2
+        return 1 if is_disk_full else 2
 
 
 def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
@@ -160,29 +160,29 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             check_started_from(run)
         check_run(run)
         if not line.dry_run:
-            begun = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
-            taken, _ = progress_of(run.directory)
-            if past.step and taken > past.step:
-                begun += f", {point or 'the newest recovery checkpoint'}; steps up to {taken} run again"
+            headline = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
+            last_step, _ = progress_of(run.directory)
+            if past.step and last_step > past.step:
+                headline += f", {point or 'the newest recovery checkpoint'}; steps up to {last_step} run again"
             changes = [*(f"  {change}" for change in past.changes), *leftover_files(run.directory)]
             print(
                 devices.sentence,
-                f"{begun}: {run.directory}",
+                f"{headline}: {run.directory}",
                 *changes,
                 "loading and checking the data",
                 sep="\n",
                 flush=True,
             )
-        arithmetic = app.check(run)
+        step_notes = app.check(run)
         job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
         options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
-            arithmetic += warnings_for(run)
+            step_notes += warnings_for(run)
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
-                    arithmetic += _run_preflight(app, replace(run, directory=Path(scratch)), lambda _: None)
-            print_all(_plan(app, run, devices, arithmetic, job))
+                    step_notes += _run_preflight(app, replace(run, directory=Path(scratch)), lambda _: None)
+            print_all(_plan(app, run, devices, step_notes, job))
             return 0
         if options.submits():
             names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
@@ -219,16 +219,16 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
             check_attached(run, step)
         for sentence in (*_run_preflight(app, run, progress.say), *warnings_for(run)):
             progress.console.print(sentence, soft_wrap=True)
-        take_over(run)  # no check refuses the command any more
+        take_over(run)  # all checks have passed
         truncate_to_checkpoint(run_dir, config.recover)
         progress.rewind()
-        # half a minute, for which a mistake of the user's need not wait
+        # the warm-up takes half a minute, so it follows the checks
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
         write_config(run)
         report.begin()
         key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
         scheduler = config.launcher.scheduler(run_dir / "logs")
-        scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned
+        scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # the limits of the plan
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
         say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
@@ -238,7 +238,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
             with tracking:
                 code = launcher.run(
                     servers,
-                    lambda found: [trainer_job(reference, run, devices, addresses or [s.address for s in found])],
+                    lambda workers: [trainer_job(reference, run, devices, addresses or [w.address for w in workers])],
                     on_tick=waiting.tick,
                     together=True,
                     resume=Resume(
@@ -251,10 +251,10 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
             if not (run_dir / "config.yaml").exists():
                 raise LaunchError(
                     f"{run_dir}: expected the directory of this run to stay, found it deleted during the run; "
-                    "nothing of it can be resumed. Start the command again."
+                    "it cannot be resumed. Start the command again."
                 ) from error
             raise
-        finally:  # a trainer that was killed leaves its weights in memory
+        finally:  # a killed trainer leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
     if code and not (run_dir / FINISHED).exists():
         print(f"Stopped. {resumption(run_dir)} Files: {run_dir}")
@@ -265,7 +265,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
 
 
 def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> JobSubmission:
-    """This command as a job: the same, in the same run directory, which may be named after the time of day."""
+    """Return this command as a job. It sets the run directory, whose default name may contain the time."""
     words = [word for word in argv if not word.startswith("run_dir=")]
     command = (
         sys.executable,
@@ -282,17 +282,16 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
 
 
 def _clear_weights(run: Run[Any]) -> Path:
-    """Take away the weights of a run that was killed, which the servers would take for this run's. Returns where they
-    lie.
+    """Delete the weights that a killed run left, since the servers would load them. Return their directory.
 
     Raises:
-        ConfigError: another user has made the directory.
+        ConfigError: another user created the directory.
     """
     from rl_contracts.weights.committed_record import make_private
 
     weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
     shutil.rmtree(weights, ignore_errors=True)
-    if memory_of(run):  # before another user makes it
+    if memory_of(run):  # before another user creates it
         try:
             make_private(weights)
         except WeightUpdateError as error:
@@ -301,10 +300,10 @@ def _clear_weights(run: Run[Any]) -> Path:
 
 
 def _prepare_restart(run: Run[Any], waiting: WaitingDisplay) -> int:
-    """Make a run whose trainers were lost ready to go on, and return the step after which it does.
+    """Prepare a restart after a loss of trainers, and return the step after which the run resumes.
 
     Raises:
-        ConfigError: there is nothing to go on from, or servers that somebody else has started are ahead of it.
+        ConfigError: no recovery checkpoint exists, or servers that the user started serve a later version.
     """
     recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
     if not (step or (recover.regular and recover.resume)):
@@ -319,10 +318,10 @@ def _prepare_restart(run: Run[Any], waiting: WaitingDisplay) -> int:
 
 
 def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
-    """Run workflow and reward on a row, and look at the lengths of all rows, with the tokenizer of the run's model.
+    """Run the trial episode, score the gold answers and measure all examples, with the tokenizer of the run's model.
 
     Returns:
-        what to tell of the rows.
+        sentences about the gold answers and the lengths of the examples.
 
     Raises:
         ConfigError, DataError, ModelError: see `run_trial_episode` and `App.measure`.
@@ -335,19 +334,19 @@ def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[
         if isinstance(run.config, GRPOConfig):
             try_policy_loss(run.config.algorithm.loss)
         say("scoring the gold answers")
-        golds = check_golds(run, app.form)
+        messages = check_golds(run, app.form)
     else:
-        golds = []
+        messages = []
     say("measuring sequence lengths")
-    return golds + app.measure(run)
+    return messages + app.measure(run)
 
 
 class WaitingDisplay:
-    """Says what a run waits for, until its first record is there.
+    """Report what a run waits for, until it writes its first record.
 
     Args:
-        progress: what shows it, and the records after it.
-        metrics: the file of the records.
+        progress: display of the messages, and of the records later.
+        metrics: file of the records.
     """
 
     def __init__(self, progress: RunProgress, metrics: Path) -> None:
@@ -355,38 +354,38 @@ class WaitingDisplay:
         self.begin()
 
     def begin(self) -> None:
-        """The run starts, or starts again."""
+        """Begin to wait: the run starts or restarts."""
         self._progress.rewind()
         self._before = _size(self._metrics)
-        self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
-        self._old: dict[Path, int] = {}  # bytes that a log had before
+        self._begin, self._next_message, self._starting = time.monotonic(), 0.0, set[str]()
+        self._old: dict[Path, int] = {}  # size of each log in bytes at the first tick
 
     def tick(self, workers: Sequence[Worker]) -> None:
-        """Look at the run."""
+        """Check the state of the workers and report what the run waits for."""
         self._progress.tick()
         if _size(self._metrics) > self._before:
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
-        well = {w.name for w in workers if w.status == "running"}
-        ready, self._starting = self._starting & well, starting
-        news = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
+        running = {w.name for w in workers if w.status == "running"}
+        ready, self._starting = self._starting & running, starting
+        grown_logs = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
         if ready:
             self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
-        if seconds >= self._due + SAY_EVERY:
-            self._due = seconds
-            left = [w for w in workers if w.name in starting] or list(workers)
-            names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
+        if seconds >= self._next_message + SAY_EVERY:
+            self._next_message = seconds
+            pending = [w for w in workers if w.name in starting] or list(workers)
+            names = ", ".join(w.name for w in pending[:4]) + (", ..." if len(pending) > 4 else "")
             what = f"for {names} to start" if starting else "for the first step"
-            logs = (w.log for w in left if w.log in news)
-            said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
-            self._progress.say(f"{seconds:.0f} s, waiting {what} ({said or 'see logs/'})")
+            logs = (w.log for w in pending if w.log in grown_logs)
+            last_line = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
+            self._progress.say(f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})")
 
 
 def _last_log_line(log: Path) -> str:
-    """The end of a log in a few words, without the time and who says it."""
-    lines = _COLOUR.sub("", tail(log, 20)).splitlines()
-    said = (_WHEN_AND_WHERE.sub("", line, count=1) for line in reversed(lines))
-    return shorten(next(filter(str.strip, said), ""), 100)
+    """Return the last line of a log, shortened, without time and process."""
+    lines = _COLOR.sub("", tail(log, 20)).splitlines()
+    texts = (_LOG_PREFIX.sub("", line, count=1) for line in reversed(lines))
+    return shorten(next(filter(str.strip, texts), ""), 100)
 
 
 def _size(file: Path) -> int:
@@ -394,16 +393,15 @@ def _size(file: Path) -> int:
 
 
 def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequence[str]) -> JobSpec:
-    """The role of the trainer processes: `python -m rl_apps.run.worker`, which finds the app as the command did.
+    """Return the job of the trainer processes: `python -m rl_apps.run.worker` with the same app reference.
 
     Args:
         servers: addresses of the inference servers.
     """
     addresses, actor = ",".join(servers), run.layout.actor
-    near = on_this_machine(
-        attached(run.config, run.layout)
-    )  # else NCCL is to find its interface itself, unless it is told
-    env = {} if near else {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "")}
+    # with servers on other machines, NCCL detects its network interface unless the user sets one
+    local = on_this_machine(attached(run.config, run.layout))
+    env = {} if local else {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "")}
     shared = run.layout.rollout if run.layout.shared and not attached(run.config, run.layout) else None
     return JobSpec(
         role=actor.name,
@@ -418,15 +416,16 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
     )
 
 
-def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job: JobSubmission) -> str:
-    """Where, what and how much in six lines, then what the checks say, the settings, and the processes. It is YAML: all
-    but the settings are comments."""
+def _plan(app: App, run: Run[Any], devices: Devices, step_notes: list[str], job: JobSubmission) -> str:
+    """Return the plan of a run: a summary of six lines, results of the checks, the settings, and the processes.
+
+    The plan is valid YAML: everything except the settings is a comment."""
     assert run.config.launcher.options is not None
     script = run.config.launcher.options.script(job)
     parts = [
         *(f"# {name}: {text}" for name, text in _plan_lines(app, run, devices).items()),
         "# A step",
-        *(f"#   {text}" for text in arithmetic),
+        *(f"#   {text}" for text in step_notes),
         compose.to_yaml(run.config).rstrip(),
         f"# Processes ({devices.cores_each} core(s) each)",
         *(f"#   {text}" for role in job.roles for text in _locations(role, devices.places.get(role.role, ()))),
@@ -437,7 +436,7 @@ def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job:
 
 
 def _plan_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
-    """What one wants to know of a run first."""
+    """Return the summary of a run: name of each line to its text."""
     config, data = run.config, run.config.data
     rows = load_rows(data, "train", app.form, config.seed)
     steps = config.steps_with(len(rows), app.form)
@@ -447,7 +446,7 @@ def _plan_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
     placed = "" if model == config.model.path else f" ({model})"
     return {
         "Devices": devices.sentence,
-        "Data": f"{len(rows)} rows of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} a step",
+        "Data": f"{len(rows)} examples of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} per step",
         "Steps": f"{steps}{ends}, {passes:.2g} passes over the data",
         "Model": f"{config.model.path}{placed}, recipe {config.recipe or 'none'}",
         "Allocation": f"{config.allocation}, started by {config.launcher.kind}",
@@ -456,11 +455,13 @@ def _plan_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
 
 
 def _locations(role: JobSpec, places: Sequence[str]) -> list[str]:
-    """What a role runs, and on which machines."""
-    on: dict[str, list[str]] = defaultdict(list)
+    """Return lines with the command of a role and the machines of its workers."""
+    workers_by_place: dict[str, list[str]] = defaultdict(list)
     for index, place in enumerate(places):
-        on[place].append(f"{role.role}-{index}")
-    each = f" with {role.gpus} GPU(s) each" if role.gpus else ""
-    short = {place: [names[0], "...", names[-1]] if len(names) > 4 else names for place, names in on.items()}
-    lines = [f"  {place}: {', '.join(names)}{each}" for place, names in short.items()]
+        workers_by_place[place].append(f"{role.role}-{index}")
+    gpus = f" with {role.gpus} GPU(s) each" if role.gpus else ""
+    shortened = {
+        place: [names[0], "...", names[-1]] if len(names) > 4 else names for place, names in workers_by_place.items()
+    }
+    lines = [f"  {place}: {', '.join(names)}{gpus}" for place, names in shortened.items()]
     return [f"{role.count} x {role.role}: {' '.join(role.command)}", *lines]

@@ -1,4 +1,4 @@
-"""`rl generate`: talks to a model in this process, token by token, over several turns."""
+"""`rl generate`: chat with a model in this process, over several turns."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from rl_contracts.models.directory import check_model_directory, context_length
 
 
 def model_of(path: Path) -> Path:
-    """The model directory that is meant: the path itself, or the last checkpoint of the run there.
+    """Return the model directory: the path itself, or the last checkpoint if the path is a run directory.
 
     Raises:
-        ModelError: there is no model, or the run has no checkpoint.
+        ModelError: the path has no model, or the run has no checkpoint.
     """
     if (path / "config.yaml").is_file() or (path / "checkpoints").is_dir():
         checkpoint = last_checkpoint(path)
         if checkpoint is None:
             raise ModelError(
-                f"{path}: expected a run with a checkpoint, found none in {path / 'checkpoints'}. A run writes one at "
-                "its end, and every checkpoint.every steps."
+                f"{path}: expected a run with a checkpoint, found none in {path / 'checkpoints'}. A run saves one at "
+                "its end and every checkpoint.every steps."
             )
         path = checkpoint
     elif not path.is_dir():
         raise ModelError(
             f"{path}: expected the directory of a run, a checkpoint or a Hugging Face model, found "
-            f"{'a file' if path.is_file() else 'no directory'}. A "
-            "model of the hub is fetched with `hf download`, which says where it lies."
+            f"{'a file' if path.is_file() else 'no directory'}. "
+            "Download a model of the hub with `hf download`, which prints its directory."
         )
     check_model_directory(str(path.absolute()), "rl generate", tokenizer=True)
     return path
 
 
 class ChatSession:
-    """A conversation with a model. What was said stays as the ids that were sampled.
+    """Conversation with a model. Earlier turns keep their sampled token ids.
 
     Args:
-        directory: of the model.
-        generation: how answers are sampled.
-        system: a system message; empty: none.
-        device: where it computes; empty: on a GPU where there is one.
-        seed: of the sampling; None: another one each time.
+        directory: directory of the model.
+        generation: sampling settings.
+        system: system message, or an empty string for none.
+        device: `cpu` or `cuda`; an empty string selects a GPU if available.
+        seed: seed of the sampling, or None for a random one.
 
     Raises:
-        ModelError: it cannot be loaded, or generates no text.
-        ConfigError: its tokenizer has no chat template.
+        ModelError: the model cannot be loaded, or does not generate text.
+        ConfigError: the tokenizer has no chat template.
     """
 
     def __init__(
@@ -65,10 +65,15 @@ class ChatSession:
         import torch
         from transformers import AutoTokenizer, logging
 
-        logging.set_verbosity_error()  # what it says of a model is for people who write one
+        logging.set_verbosity_error()  # messages for authors of models
         logging.disable_progress_bar()
-        logging.get_logger("torch.utils._pytree").setLevel(logging.ERROR)  # and of torchao, which it imports
-        require(device != "cuda" or torch.cuda.is_available(), "--device", "cpu: there is no GPU here", device)
+        logging.get_logger("torch.utils._pytree").setLevel(logging.ERROR)  # also warnings on the import of torchao
+        require(
+            device != "cuda" or torch.cuda.is_available(),
+            "--device",
+            "cpu, since this machine has no usable GPU",
+            device,
+        )
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.generation, self._system = generation, system
         self.room = context_length(str(directory))
@@ -79,10 +84,10 @@ class ChatSession:
         self.ids: list[int] = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say something; yields the answer, piece by piece.
+        """Send a user turn, and yield the completion in pieces of text.
 
         Raises:
-            DataError: there is no room for an answer in the model's context.
+            DataError: no completion fits into the context of the model.
         """
         turn = [{"role": "user", "content": text}]
         if self.ids:
@@ -90,60 +95,60 @@ class ChatSession:
         else:
             system = [{"role": "system", "content": self._system}] if self._system else []
             self.ids = self._renderer.render([*system, *turn])
-        room = self.generation.max_new_tokens if self.room is None else self.room - len(self.ids)
-        if room <= 0:
+        space = self.generation.max_new_tokens if self.room is None else self.room - len(self.ids)
+        if space <= 0:
             raise DataError(
-                f"the conversation has {len(self.ids)} tokens, and the model's context {self.room}: no answer fits. "
-                "Begin a new one, or say less."
+                f"the conversation has {len(self.ids)} tokens; no completion fits into the model's context of "
+                f"{self.room}. Start a new conversation, or shorten the prompt."
             )
-        shown, answer = "", list[int]()
-        for token in self._sample(min(room, self.generation.max_new_tokens)):
+        printed, completion = "", list[int]()
+        for token in self._sample(min(space, self.generation.max_new_tokens)):
             self.ids.append(token)
             if token in self._renderer.stop_ids:
                 break
-            answer.append(token)
-            whole = self._renderer.decode_completion(answer)
-            if not whole.endswith("\ufffd"):  # half a character
-                yield whole[len(shown) :]
-                shown = whole
+            completion.append(token)
+            text_so_far = self._renderer.decode_completion(completion)
+            if not text_so_far.endswith("\ufffd"):  # incomplete character
+                yield text_so_far[len(printed) :]
+                printed = text_so_far
 
-    def _sample(self, most: int) -> Iterator[int]:
-        """Tokens after `ids`."""
+    def _sample(self, limit: int) -> Iterator[int]:
+        """Yield at most `limit` sampled tokens that continue `ids`."""
         import torch
 
-        new, cache = torch.tensor([self.ids], device=self.device), None
-        for _ in range(most):
+        inputs, cache = torch.tensor([self.ids], device=self.device), None
+        for _ in range(limit):
             with torch.inference_mode():
-                output = self._model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
-            token = _drawn(output.logits[0, -1].float(), self.generation, self._random)
+            token = _sampled_token(output.logits[0, -1].float(), self.generation, self._random)
             yield token
-            new = torch.tensor([[token]], device=self.device)
+            inputs = torch.tensor([[token]], device=self.device)
 
 
 def chat(talk: ChatSession, prompt: str | None) -> int:
-    """Print the answer to a prompt, or to each line of the input until that ends.
+    """Print the completion of a prompt, or of each line of the standard input.
 
     Returns:
         the exit code.
     """
     if prompt is not None:
-        _answer(talk, prompt)
+        _print_completion(talk, prompt)
         return 0
-    asks = sys.stdin.isatty()
-    if asks:
-        print("A line is a turn; Ctrl-D ends the conversation.")
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("Each line is a turn; press Ctrl-D to end the conversation.")
     while True:
         try:
-            line = input("> " if asks else "")
+            line = input("> " if interactive else "")
         except EOFError:
             return 0
         if line.strip():
-            _answer(talk, line)
-            print(end="" if asks else "\n", flush=True)  # an answer may have several lines
+            _print_completion(talk, line)
+            print(end="" if interactive else "\n", flush=True)  # a blank line, since completions may have several lines
 
 
-def _answer(talk: ChatSession, text: str) -> None:
+def _print_completion(talk: ChatSession, text: str) -> None:
     for piece in talk.ask(text):
         print(piece, end="", flush=True)
     print(flush=True)
@@ -156,17 +161,17 @@ def _load(directory: Path, device: str) -> Any:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         return model.to(device).eval()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:  # whatever transformers makes of a directory
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{directory}: expected a model that transformers can load, found: {first}") from error
+    except (OSError, ValueError, RuntimeError, KeyError) as error:  # errors of transformers for an invalid directory
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{directory}: expected a model that transformers can load, found: {first_line}") from error
 
 
-def _drawn(logits: Any, generation: GenerationConfig, random: Any) -> int:
-    """A token, of [vocabulary] logits."""
+def _sampled_token(logits: Any, generation: GenerationConfig, random: Any) -> int:
+    """Sample a token id from logits [vocabulary]."""
     import torch
 
     if generation.greedy:
         return int(logits.argmax())
-    chances, order = torch.softmax(logits / generation.temperature, -1).sort(descending=True)
-    chances = chances.masked_fill(chances.cumsum(-1) - chances >= generation.top_p, 0.0)
-    return int(order[torch.multinomial(chances, 1, generator=random)])
+    probabilities, order = torch.softmax(logits / generation.temperature, -1).sort(descending=True)
+    probabilities = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= generation.top_p, 0.0)
+    return int(order[torch.multinomial(probabilities, 1, generator=random)])

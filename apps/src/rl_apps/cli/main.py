@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
     replace_what_no_terminal_shows()
     try:
-        arguments = _parsed(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.command == "run":
             from rl_apps.cli import driver
 
@@ -47,11 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         return leave_pipe()
 
 
-def _parsed(argv: list[str]) -> argparse.Namespace:
-    """A command line, of which the first word is a subcommand or an app.
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse a command line whose first word is a subcommand or an app.
 
     Raises:
-        ConfigError: it is neither, or what follows is not what that takes.
+        ConfigError: the first word is neither, or the arguments are invalid.
     """
     apps = registry.available("rl.apps")
     parser = Parser(
@@ -78,26 +78,26 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     _add_runs(commands)
     _add_models(commands)
     _add_checks(commands)
-    known = (*commands.choices, *apps)
-    if argv and argv[0] not in known and not argv[0].startswith("-"):
-        near = did_you_mean(argv[0], known)
+    names = (*commands.choices, *apps)
+    if argv and argv[0] not in names and not argv[0].startswith("-"):
+        near = did_you_mean(argv[0], names)
         raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
     if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
         argv = ["run", *argv]
-    arguments, odd = parser.parse_known_args(argv)
-    if odd:
-        commands.choices[arguments.command].error(f"unknown arguments: {' '.join(odd)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[arguments.command].error(f"unknown arguments: {' '.join(unknown)}")
     return arguments
 
 
 class _PrintVersions(argparse.Action):
-    """Prints the versions of our packages, of Python, torch and transformers, and the commit of a checkout."""
+    """Print the versions of these packages, Python, torch and transformers, and the commit of a checkout."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from rl_monitor.report.facts import facts_of
 
         facts = facts_of([])
-        versions = {name: found for name, found in facts["packages"].items() if name.startswith("rl-")}
+        versions = {name: version for name, version in facts["packages"].items() if name.startswith("rl-")}
         versions["python"] = facts["python"]
         versions |= {name: facts["packages"].get(name, "not installed") for name in ("torch", "transformers")}
         lines = [f"{name} {version}" for name, version in versions.items()]
@@ -107,7 +107,7 @@ class _PrintVersions(argparse.Action):
 
 
 def _count(text: str) -> int:
-    """How many of something are to be shown."""
+    """Parse a positive number of items to print."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
     return int(text)
@@ -161,25 +161,25 @@ def _add_runs(commands: Any) -> None:
 
 def _add_checks(commands: Any) -> None:
     """Add the subcommands that check or estimate."""
-    looks = commands.add_parser("doctor", help="check that this machine (and a command's settings) can run")
-    looks.add_argument("app", nargs="?", default="", help="also run one small step of this command")
-    looks.add_argument("settings", nargs=argparse.REMAINDER, help="settings of the command, key=value")
-    looks.add_argument("--directory", type=Path, default=Path("runs"), help="directory for runs (default %(default)s)")
-    planned = commands.add_parser("plan", help="estimate memory and throughput on a cluster, and find the best split")
-    planned.add_argument("app", help="command that uses servers, such as gsm8k-grpo")
-    planned.add_argument(
+    doctor = commands.add_parser("doctor", help="check that this machine (and a command's settings) can run")
+    doctor.add_argument("app", nargs="?", default="", help="also run one small step of this command")
+    doctor.add_argument("settings", nargs=argparse.REMAINDER, help="settings of the command, key=value")
+    doctor.add_argument("--directory", type=Path, default=Path("runs"), help="directory for runs (default %(default)s)")
+    plan = commands.add_parser("plan", help="estimate memory and throughput on a cluster, and find the best split")
+    plan.add_argument("app", help="command that uses servers, such as gsm8k-grpo")
+    plan.add_argument(
         "settings", nargs="*", help="settings of the command, key=value; also cluster.nodes and cluster.devices"
     )
-    planned.add_argument("--gpu", default="", help="GPU model, such as H100; its data sheet fills in unmeasured rates")
-    planned.add_argument(
+    plan.add_argument("--gpu", default="", help="GPU model, such as H100; its data sheet fills in unmeasured rates")
+    plan.add_argument(
         "--memory", type=float, default=0.0, metavar="GIB", help="memory of a device (default: from its data sheet)"
     )
-    planned.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
-    planned.add_argument("--run", type=Path, help="run directory with measured rates; its settings are the defaults")
-    planned.add_argument("--no-splits", action="store_true", help="plan only the given allocation")
-    planned.add_argument("--json", action="store_true", help="print one JSON object")
-    shown = commands.add_parser("demo", help="inject a fault into a short run and show how it is detected")
-    shown.add_argument("fault", nargs="?", default="", help="default: list the faults")
+    plan.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
+    plan.add_argument("--run", type=Path, help="run directory with measured rates; its settings are the defaults")
+    plan.add_argument("--no-splits", action="store_true", help="plan only the given allocation")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    demo = commands.add_parser("demo", help="inject a fault into a short run and show how it is detected")
+    demo.add_argument("fault", nargs="?", default="", help="default: list the faults")
 
 
 def _add_models(commands: Any) -> None:
@@ -210,10 +210,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rl_apps.plan import planner
 
     memory, splits = arguments.memory * 2**30, not arguments.no_splits
-    found = planner.plan(
+    result = planner.plan(
         arguments.app, arguments.settings, arguments.gpu, memory, arguments.rates, arguments.run, splits
     )
-    print(planner.line(found) if arguments.json else planner.page(found))
+    print(planner.line(result) if arguments.json else planner.page(result))
     return 0
 
 
@@ -222,12 +222,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     if arguments.fault:
         return demo(arguments.fault)
-    print(*(f"{name:<18} {shown.what}" for name, shown in DEMOS.items()), sep="\n")
+    print(*(f"{name:<18} {scenario.what}" for name, scenario in DEMOS.items()), sep="\n")
     return 0
 
 
 def _tool(arguments: argparse.Namespace) -> int:
-    """What works on the directory of a run."""
+    """Run a subcommand for the directory of a run."""
     if arguments.command in ("show", "plot", "report"):
         return _show(arguments)
     from rl_apps.cli import run_tools
@@ -242,8 +242,8 @@ def _tool(arguments: argparse.Namespace) -> int:
     if arguments.command == "watch":
         from rl_monitor.watch import watch, watch_steps
 
-        chosen = (arguments.step, arguments.prompt, arguments.number)
-        if not (arguments.conversations or arguments.evaluation or any(choice is not None for choice in chosen)):
+        selection = (arguments.step, arguments.prompt, arguments.number)
+        if not (arguments.conversations or arguments.evaluation or any(value is not None for value in selection)):
             return watch_steps(run)
         number = 2 if arguments.number is None else arguments.number
         return watch(run, arguments.step, arguments.evaluation, arguments.prompt, number)
@@ -253,7 +253,7 @@ def _tool(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """What is for people to look at."""
+    """Run `rl show`, `rl plot` or `rl report`."""
     from rl_monitor import show as showing
 
     if arguments.command == "show":
@@ -280,8 +280,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p
     )
     directory = generate.model_of(arguments.model)
-    talk = generate.ChatSession(directory, generation, arguments.system, arguments.device, arguments.seed)
-    return generate.chat(talk, arguments.prompt)
+    session = generate.ChatSession(directory, generation, arguments.system, arguments.device, arguments.seed)
+    return generate.chat(session, arguments.prompt)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -300,7 +300,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         allocation = f"{layout_of(compose(GRPOConfig, [file]).allocation, 'optional').actor.backend}:d1"
     config = compose(GRPOConfig, [file], [f"allocation={allocation}", *arguments.overrides])
     if arguments.model:
-        config.ref.path = config.ref.path or config.model.path  # the reference stays what it was in the run
+        config.ref.path = config.ref.path or config.model.path  # keep the reference model of the run
         config.model.path = arguments.model
     layout = layout_of(config.allocation, "refused")
     devices = devices_of(layout, config.cluster, config.launcher)
@@ -320,26 +320,26 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def find_batch(run: Path, step: int | None) -> Path:
-    """The file of a saved batch.
+    """Return the file of a saved batch.
 
     Raises:
-        DataError: the run saved none, or not that step's.
-        ConfigError: a step was given with a file.
+        DataError: the run saved no batch, or none of that step.
+        ConfigError: a step was given together with a file.
     """
     if run.is_file():
         if step is not None:
-            raise ConfigError("--step goes with a run directory, not with a batch file.")
+            raise ConfigError("--step needs a run directory, not a batch file; omit it.")
         if run.suffix != ".safetensors":
             raise DataError(f"{run}: expected a run directory, or a file of its batches/ (step_<n>-....safetensors).")
         return run.resolve()
-    named = ((re.match(r"step_(\d+)-", path.name), path) for path in (run / "batches").glob("step_*.safetensors"))
-    found = {int(match[1]): path for match, path in named if match}
-    if not found:
+    matches = ((re.match(r"step_(\d+)-", path.name), path) for path in (run / "batches").glob("step_*.safetensors"))
+    batches = {int(match[1]): path for match, path in matches if match}
+    if not batches:
         raise DataError(f"{run}: no saved batches. Run with checkpoint.save_batches=true to keep them.")
-    chosen = max(found) if step is None else step
-    if chosen not in found:
-        raise DataError(f"{run}: no batch of step {chosen}; saved are {sorted(found)}.")
-    return found[chosen].resolve()
+    chosen = max(batches) if step is None else step
+    if chosen not in batches:
+        raise DataError(f"{run}: no batch of step {chosen}; the run saved batches of steps {sorted(batches)}.")
+    return batches[chosen].resolve()
 
 
 if __name__ == "__main__":

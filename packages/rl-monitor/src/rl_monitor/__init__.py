@@ -1,4 +1,4 @@
-"""Read run directories: report, live view, answers, curves. Needs rl-contracts alone, and no torch."""
+"""Read run directories: report, live view, completions, curves. Needs only rl-contracts, not torch."""
 
 from __future__ import annotations
 

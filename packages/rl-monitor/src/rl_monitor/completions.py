@@ -1,4 +1,4 @@
-"""The answers that a run keeps (`rollouts/`), and how one is shown: turn by turn, with tools, rewards and versions."""
+"""Find the saved completions of a run (`rollouts/`), and render one turn by turn with tools, rewards and versions."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ _STYLES = {
     "user": "cyan",
     "assistant": "green",
     "tool": "yellow",
-    "prompt": "cyan",  # as it was rendered
+    "prompt": "cyan",  # as rendered by the chat template
     "completion": "green",
 }
 
 
 def completion_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]]:
-    """Steps and the files of their answers, in order."""
-    found = ((_FILE.fullmatch(path.name), path) for path in (directory / "rollouts").glob("*.jsonl"))
-    yield from sorted((int(name[2]), path) for name, path in found if name and bool(name[1]) == evaluation)
+    """Yield each step with a file of its completions, in order."""
+    matches = ((_FILE.fullmatch(path.name), path) for path in (directory / "rollouts").glob("*.jsonl"))
+    yield from sorted((int(name[2]), path) for name, path in matches if name and bool(name[1]) == evaluation)
 
 
 def format_steps(steps: list[int]) -> str:
-    """Steps for a sentence: all where they are few, else the first and the last."""
+    """Format steps for a message: all if there are at most 8, else the first and last three."""
     shown = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
     return f"[{', '.join(shown)}]"
 
 
 def kept_steps(directory: Path, evaluation: bool) -> list[int]:
-    """Steps whose answers, or those of evaluations at them, are kept.
+    """Return the steps whose completions, or completions of evaluations, are saved.
 
     Raises:
-        DataError: there are none.
+        DataError: no completions are saved.
     """
-    there = sorted({at for at, _ in completion_files(directory, evaluation)})
-    if not there:
+    steps = sorted({step for step, _ in completion_files(directory, evaluation)})
+    if not steps:
         raise DataError(
-            f"{directory}/rollouts: expected answers{' of evaluations' * evaluation}, found none. `rollouts.every` "
-            "says which are kept; supervised runs have none. `rl plot` and `rl report` show figures."
+            f"{directory}/rollouts: expected completions{' of evaluations' * evaluation}, found none. `rollouts.every` "
+            "selects the steps to save; supervised runs have none. `rl plot` and `rl report` show metrics."
         )
-    return there
+    return steps
 
 
 def conversation(answer: dict[str, Any], where: str) -> Text:
-    """What is shown of a line of `rollouts/`."""
+    """Render a record of `rollouts/` for the terminal, with `where` in its heading."""
     from rich.text import Text
 
-    about = [
+    heading = [
         where,
         *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")),
         f"reward {answer['reward']:g}",
     ]
-    about += [f"advantage {answer['advantage']:+.3g}"] if answer.get("advantage") is not None else []
-    about += [f"not learned from: {answer['rejected']}"] if answer["rejected"] else []
-    about += ["cut off"] if answer["truncated"] else []
-    text = Text(f"== {', '.join(about)}\n", style="bold")
-    for message in answer.get("conversation") or _of_two(answer):
-        text.append(f"{message['role']}{_figures(message)}: ", style=_STYLES.get(message["role"], ""))
-        text.append(f"{_printable(_said(message))}\n", style="not bold")
+    heading += [f"advantage {answer['advantage']:+.3g}"] if answer.get("advantage") is not None else []
+    heading += [f"rejected: {answer['rejected']}"] if answer["rejected"] else []
+    heading += ["truncated"] if answer["truncated"] else []
+    text = Text(f"== {', '.join(heading)}\n", style="bold")
+    for message in answer.get("conversation") or _as_conversation(answer):
+        text.append(f"{message['role']}{_version_and_reward(message)}: ", style=_STYLES.get(message["role"], ""))
+        text.append(f"{_escape_control_characters(_message_text(message))}\n", style="not bold")
     return text
 
 
-def _of_two(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """An answer to a prompt as a conversation."""
+def _as_conversation(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a prompt and its completion in the form of a conversation."""
     versions = {name: answer.get(name) for name in ("version_first", "version_last")}
     return [
         {"role": "prompt", "content": answer.get("prompt", "")},
@@ -79,8 +79,8 @@ def _of_two(answer: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(message: dict[str, Any]) -> str:
-    """Version and own reward of an answer."""
+def _version_and_reward(message: dict[str, Any]) -> str:
+    """Format version and reward of a completion."""
     first, last = message.get("version_first"), message.get("version_last")
     if first is None:
         return ""
@@ -88,18 +88,18 @@ def _figures(message: dict[str, Any]) -> str:
     return f" ({versions}{', reward {:g}'.format(message['reward']) if message.get('reward') else ''})"
 
 
-def _said(message: dict[str, Any]) -> str:
-    """Reasoning, text and tool calls of a message."""
-    content, thought = message.get("content") or "", message.get("reasoning_content")
+def _message_text(message: dict[str, Any]) -> str:
+    """Format reasoning, text and tool calls of a message."""
+    content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
     calls = (call["function"] for call in message.get("tool_calls") or ())
-    parts = [f"<think>{thought}</think>"] if thought else []
+    parts = [f"<think>{reasoning}</think>"] if reasoning else []
     parts += [content] if content else []
     parts += [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
     return "\n  ".join(parts)
 
 
-def _printable(text: str) -> str:
-    """Without what would move the cursor of a terminal or change its colours."""
+def _escape_control_characters(text: str) -> str:
+    """Escape characters that move the cursor of a terminal or change its colors."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

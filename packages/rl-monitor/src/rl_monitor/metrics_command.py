@@ -1,4 +1,4 @@
-"""`rl figures`: what the figures of a run mean, for the terminal and as the page `docs/figures.md`."""
+"""`rl figures`: explain the metrics of a run, in the terminal and as the page `docs/figures.md`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from rl_contracts.runtime.metric_docs import MEANINGS, meaning
 
 
 def table(name: str = "") -> str:
-    """Figures with their units and meanings as lines.
+    """Return one line per metric with its name, unit and meaning.
 
     Args:
-        name: of a figure, or what its name begins with; empty: all.
+        name: name or prefix of metrics, or an empty string for all.
 
     Raises:
-        ConfigError: no figure of ours is called so.
+        ConfigError: no documented metric has this name or prefix.
     """
-    found = {known: said for known, said in MEANINGS.items() if known.startswith(name)}
+    matches = {metric: entry for metric, entry in MEANINGS.items() if metric.startswith(name)}
     exact = meaning(name) if name else None
     if exact is not None:
-        found = {name: exact, **{known: said for known, said in found.items() if known != name}}
-    if not found:
-        near = did_you_mean(name, [*dict.fromkeys(known.partition("/")[0] for known in MEANINGS), *MEANINGS])
+        matches = {name: exact, **{metric: entry for metric, entry in matches.items() if metric != name}}
+    if not matches:
+        near = did_you_mean(name, [*dict.fromkeys(metric.partition("/")[0] for metric in MEANINGS), *MEANINGS])
         raise ConfigError(
-            f"{name!r}: expected a figure of ours or the beginning of one, found none.{near} "
-            "`rl figures` lists them; others are recorded by a reward, workflow, agent or loss."
+            f"{name!r}: expected the name or prefix of a documented metric, found none.{near} `rl figures` lists "
+            "them; custom rewards, workflows, agents and losses record others."
         )
-    widths = [max(map(len, column)) for column in ((*found,), (said.unit for said in found.values()))]
-    lines = [f"{known:<{widths[0]}}  {said.unit:<{widths[1]}}  {said.text}" for known, said in found.items()]
+    widths = [max(map(len, column)) for column in ((*matches,), (entry.unit for entry in matches.values()))]
+    lines = [f"{metric:<{widths[0]}}  {entry.unit:<{widths[1]}}  {entry.text}" for metric, entry in matches.items()]
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
-    """The page of all figures, in Markdown."""
+    """Return the Markdown page of all metrics."""
     parts = [
-        "# Figures",
-        "What stands in the lines of a run's `metrics.jsonl`, one JSON object for each training step, and for each\n"
-        "evaluation before the first and after the last (`evaluation` is true). null is what could not be measured.\n"
-        "`rl figures` prints this table. It is made of `rl_contracts.runtime.metric_docs`, by\n"
-        "`uv run rl figures --markdown > docs/figures.md`. `<...>` in a name stands for any word. What a reward,\n"
-        "workflow, agent or loss of one's own records has the name that it gives it.",
+        "# Metrics",
+        "Fields of the records in `metrics.jsonl` of a run. The file has one JSON object per training step, and one\n"
+        "for each evaluation before the first and after the last step (`evaluation` is true). null: not measured.\n"
+        "`<...>` in a name stands for any word. Custom rewards, workflows, agents and losses name their own metrics.\n"
+        "`rl figures` prints this table. `uv run rl figures --markdown > docs/figures.md` generates this page from\n"
+        "`rl_contracts.runtime.metric_docs`.",
     ]
-    for section, rows in groupby(MEANINGS.items(), key=lambda row: row[1].section):
-        lines = [f"| `{name}` | {said.unit} | {said.text.replace('|', chr(92) + '|')} |" for name, said in rows]
-        parts += [f"## {section}", "\n".join(["| figure | unit | meaning |", "|---|---|---|", *lines])]
+    for section, metrics in groupby(MEANINGS.items(), key=lambda item: item[1].section):
+        lines = [f"| `{name}` | {entry.unit} | {entry.text.replace('|', chr(92) + '|')} |" for name, entry in metrics]
+        parts += [f"## {section}", "\n".join(["| metric | unit | meaning |", "|---|---|---|", *lines])]
     return "\n\n".join(parts) + "\n"

@@ -72,7 +72,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
     "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
 }
-"""Metrics of the live view, in the form of `GRPO_COLUMNS`; those that a run does not record are left out."""
+"""Metrics of the live view, in the form of `GRPO_COLUMNS`. The view omits metrics that a run does not record."""
 
 
 class RunProgress:
@@ -102,15 +102,19 @@ class RunProgress:
         self.columns, self.total_steps = columns, total_steps
         self._metrics = metrics
         self._warned: Counter[str] = Counter()
-        self._said = ""
+        self._last_stage = ""
         self._screen: Screen | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty():
             from rl_monitor.live import RunView, Screen
 
-            known = {name for name, _ in columns.values()}
-            figures = columns | {label: what for label, what in FIGURES.items() if what[0] not in known}
-            self._screen = Screen(RunView(str(metrics.parent), total_steps, figures), metrics.parent, self.console)
-        self.rewind()  # to the bytes of it that were shown, or that were there before
+            column_metrics = {name for name, _ in columns.values()}
+            metrics_shown = columns | {
+                label: entry for label, entry in FIGURES.items() if entry[0] not in column_metrics
+            }
+            self._screen = Screen(
+                RunView(str(metrics.parent), total_steps, metrics_shown), metrics.parent, self.console
+            )
+        self.rewind()  # skip the records that exist already
         if from_the_start:
             self._read = 0
 
@@ -130,14 +134,14 @@ class RunProgress:
         """Show the current stage."""
         if self._screen:
             self._screen.view.stage = stage
-        elif stage != self._said:
+        elif stage != self._last_stage:
             self.console.print(stage, soft_wrap=True, markup=False)
-        self._said = stage
+        self._last_stage = stage
 
     def rewind(self) -> None:
         """Start over: records were removed from the file and will be written again."""
         self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
-        if self._screen:  # which shows the course of all steps
+        if self._screen:  # the view shows curves over all steps
             self._read = 0
             self._screen.view.records.clear()
             self._warned.clear()
@@ -150,9 +154,9 @@ class RunProgress:
             self.rewind()
         with self._metrics.open("rb") as file:
             file.seek(self._read)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._read += len(whole + end)
-        for record in map(json.loads, whole.splitlines()):
+            lines, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(lines + newline)
+        for record in map(json.loads, lines.splitlines()):
             if self._screen:
                 self._screen.view.add(record)
                 self._screen.view.stage = "training"
@@ -167,24 +171,24 @@ class RunProgress:
         """Show a warning: the newest of its kind in the view; as a line the first, second, fourth, ... time."""
         self._warned[kind] += 1
         times = self._warned[kind]
-        before = f" (also in {times - 1} earlier step{'s' * (times > 2)})" if times > 1 else ""
+        repeats = f" (also in {times - 1} earlier step{'s' * (times > 2)})" if times > 1 else ""
         if self._screen:
-            self._screen.view.warn(kind, f"step {step}: {warning}{before}")
+            self._screen.view.warn(kind, f"step {step}: {warning}{repeats}")
         elif times & (times - 1) == 0:
-            self.console.print(f"warning: {warning}{before}", soft_wrap=True)
+            self.console.print(f"warning: {warning}{repeats}", soft_wrap=True)
 
 
 def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:
     """Format a record as one line, without the columns that have no value."""
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     for label, (name, form) in columns.items():
-        told = name == "eval/reward" and record.get("eval/accuracy") is not None
-        if record.get(name) is not None and not told:
+        is_duplicate = name == "eval/reward" and record.get("eval/accuracy") is not None
+        if record.get(name) is not None and not is_duplicate:
             parts.append(f"{label} {record[name]:{form}}")
     seconds = record.get("time/step")
     if seconds:
-        taken = {s.removeprefix("rollout_"): record[f"time/{s}"] for s in STAGES if f"time/{s}" in record}
-        fractions = [f"{stage} {took / seconds:.0%}" for stage, took in taken.items()]
+        durations = {s.removeprefix("rollout_"): record[f"time/{s}"] for s in STAGES if f"time/{s}" in record}
+        fractions = [f"{stage} {duration / seconds:.0%}" for stage, duration in durations.items()]
         parts.append(f"{seconds:.2f} s ({', '.join(fractions)})")
     if record.get("applied", 1) < 1:
         why = "loss or gradients not finite" if "grad_norm" in record else "no gradient"
@@ -194,23 +198,23 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
 
 def warnings_of(record: dict[str, Any]) -> dict[str, str]:
     """Return the warnings of a step, by kind."""
-    found = {}
+    warnings = {}
     cut, failed = record.get("truncated/fraction") or 0, record.get("groups/failed") or 0
-    equal, alone = record.get("groups/zero_variance") or 0, record.get("groups/singleton") or 0
+    equal, singletons = record.get("groups/zero_variance") or 0, record.get("groups/singleton") or 0
     if cut >= CUT_OFF:
-        found["cut"] = (
+        warnings["cut"] = (
             f"{cut:.0%} of the completions were truncated; raise rollout.generation.max_new_tokens, data.max_length or "
             "the context length of the servers"
         )
-    if equal and equal + alone >= record["groups/trained"]:
-        found["equal"] = (
+    if equal and equal + singletons >= record["groups/trained"]:
+        warnings["equal"] = (
             f"every group had identical rewards ({equal:.0f} groups), so this step had no gradient; see "
             "rollout.dynamic_sampling"
         )
-    if record.get("grad_norm") == 0 and "equal" not in found:
-        found["gradient"] = "the gradient is exactly 0: check that a custom loss is not detached"
+    if record.get("grad_norm") == 0 and "equal" not in warnings:
+        warnings["gradient"] = "the gradient is exactly 0: check that a custom loss is not detached"
     if failed:
-        found["failed"] = f"{failed:.0f} group(s) failed and were replaced; see the trainers' logs"
+        warnings["failed"] = f"{failed:.0f} group(s) failed and were replaced; see the trainers' logs"
     if record.get("applied", 1) < 1:
-        found["skipped"] = "optimizer steps were skipped, so their batches were not learned"
-    return found
+        warnings["skipped"] = "optimizer steps were skipped, so their batches were not learned"
+    return warnings

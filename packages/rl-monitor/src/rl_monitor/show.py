@@ -1,4 +1,4 @@
-"""What a run did, for people: `rl show` prints answers, `rl plot` draws curves, `rl report` writes a page."""
+"""`rl show` prints completions, `rl plot` draws curves, `rl report` writes a page."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from rl_monitor.report.samples import Answer, by_reward, read_answers
 from rl_monitor.status import require_names
 
 POINTS = 400
-"""Points of a curve in a picture at most."""
+"""Approximate maximum of points per curve."""
 COMPARISON = "comparison.html"
-"""Page of several runs, in the current directory where nothing else is said."""
+"""Default file of a comparison of several runs, in the current directory."""
 FIRST_FIGURES = ("reward/mean", "loss/train", "eval/accuracy")
-"""What is drawn where nothing is said: the first of them that there is."""
+"""Default metric of `rl plot`: the first of these that a run recorded."""
 SIZE = (100, 22)
-"""Columns and lines of a curve that is not drawn on a terminal."""
+"""Columns and lines of a plot if the output is not a terminal."""
 
 
 def report(directories: Sequence[Path], file: Path | None) -> int:
-    """Write the page of a run, or of several beside each other.
+    """Write the report page of a run, or a comparison of several runs.
 
     Args:
-        directories: of the runs.
-        file: None: `report.html` in the directory of an only run, else `comparison.html` in the current one.
+        directories: run directories.
+        file: output file. None selects `report.html` in the directory of a single run, or else `comparison.html` in the
+            current directory.
 
     Raises:
-        ConfigError: there is no such run, or no place for the page.
+        ConfigError: a directory has no run, or the file is not writable.
     """
     for directory in directories:
         require_names(directory)
@@ -46,89 +47,89 @@ def report(directories: Sequence[Path], file: Path | None) -> int:
 
 
 def show(directory: Path, step: int | None, evaluation: bool, worst: bool, number: int) -> int:
-    """Print answers of a step: what was asked and answered, rewards, and advantages where they are known.
+    """Print completions of a step with prompts and rewards, and with advantages if the run recorded them.
 
     Args:
-        directory: of the run.
-        step: None: the newest one.
-        evaluation: whether those of an evaluation.
-        worst: those with the least rewards first; else in the order in which they were written.
-        number: how many.
+        directory: run directory.
+        step: step to print, or None for the newest.
+        evaluation: whether to print completions of an evaluation.
+        worst: whether to print the lowest rewards first instead of the order in the files.
+        number: maximum number of completions.
 
     Raises:
-        ConfigError: there is no run.
-        DataError: it has kept no such answers.
+        ConfigError: the directory has no run.
+        DataError: the run saved no such completions.
     """
     from rich.console import Console
 
     require_names(directory)
-    there = kept_steps(directory, evaluation)
-    wanted = step if step is not None else there[-1]
-    if wanted not in there:
+    steps = kept_steps(directory, evaluation)
+    chosen_step = step if step is not None else steps[-1]
+    if chosen_step not in steps:
         raise DataError(
-            f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}step {wanted}, found those "
-            f"of the steps {format_steps(there)}. `rollouts.every` says which are kept."
+            f"{directory}/rollouts: expected completions of {'an evaluation at ' * evaluation}step {chosen_step}, "
+            f"found steps {format_steps(steps)}. `rollouts.every` selects the steps to save."
         )
-    kept = 0
+    saved = 0
 
-    def choose(heads: list[Answer]) -> list[Answer]:
-        nonlocal kept
-        kept = len(heads)
-        return (sorted(heads, key=by_reward) if worst else heads)[:number]
+    def choose(summaries: list[Answer]) -> list[Answer]:
+        nonlocal saved
+        saved = len(summaries)
+        return (sorted(summaries, key=by_reward) if worst else summaries)[:number]
 
-    answers, console = read_answers(directory, wanted, evaluation, choose), Console(highlight=False)
-    where = f"{'evaluation at ' * evaluation}step {wanted}"
-    for answer in answers:
-        console.print(conversation(answer, where), soft_wrap=True)
-    console.print(f"{len(answers)} of {kept} answers of {where}", soft_wrap=True)
+    completions, console = read_answers(directory, chosen_step, evaluation, choose), Console(highlight=False)
+    where = f"{'evaluation at ' * evaluation}step {chosen_step}"
+    for completion in completions:
+        console.print(conversation(completion, where), soft_wrap=True)
+    console.print(f"{len(completions)} of {saved} completions of {where}", soft_wrap=True)
     return 0
 
 
 def plot(directories: Sequence[Path], figures: Sequence[str], file: Path | None) -> int:
-    """Draw figures of runs, one picture for each figure.
+    """Plot metrics of runs, with one plot per metric.
 
     Args:
-        directories: of the runs.
-        figures: names in `metrics.jsonl`; none: the first of `FIRST_FIGURES` that the runs have.
-        file: a picture (PNG, SVG, PDF); None: into the terminal.
+        directories: run directories.
+        figures: names in `metrics.jsonl`; if empty, the first of `FIRST_FIGURES` that the runs recorded.
+        file: PNG, SVG or PDF file, or None to plot in the terminal.
 
     Raises:
-        ConfigError: there is no such run, figure or format, or the extra that draws files is missing.
-        DataError: nothing was recorded yet.
+        ConfigError: a run, metric or file format does not exist, or matplotlib is not installed.
+        DataError: a run has no records yet.
     """
     runs = {str(directory): _curves(directory) for directory in directories}
-    known = sorted({name for curves in runs.values() for name in curves})
-    chosen = list(figures) or [name for name in FIRST_FIGURES if name in known][:1] or known[:1]
+    available = sorted({name for curves in runs.values() for name in curves})
+    chosen = list(figures) or [name for name in FIRST_FIGURES if name in available][:1] or available[:1]
     for name in chosen:
-        if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, 5, 0.3)) or ", ".join(known)
-            raise ConfigError(f"--figure: expected a figure of these runs, found {name}; near it: {near}.")
-    lines = {n: {run: curves[n] for run, curves in runs.items() if n in curves} for n in chosen}
-    short = _short_names([str(directory) for directory in directories])
-    named = {name: {short[run]: curve for run, curve in curves.items()} for name, curves in lines.items()}
+        if name not in available:
+            near = ", ".join(difflib.get_close_matches(name, available, 5, 0.3)) or ", ".join(available)
+            raise ConfigError(f"--figure: expected a metric of these runs, found {name}; similar: {near}.")
+    curves_by_metric = {n: {run: curves[n] for run, curves in runs.items() if n in curves} for n in chosen}
+    labels = _short_names([str(directory) for directory in directories])
+    plots = {name: {labels[run]: curve for run, curve in curves.items()} for name, curves in curves_by_metric.items()}
     if file is not None:
-        _to_file(named, file)
+        _to_file(plots, file)
         print(file)
     else:
-        for name, curves in named.items():
+        for name, curves in plots.items():
             _to_terminal(name, curves)
     return 0
 
 
 def _curves(directory: Path) -> dict[str, Curve]:
     require_names(directory)
-    found = curves_of(read_records(directory), POINTS)
-    if not found:
+    curves = curves_of(read_records(directory), POINTS)
+    if not curves:
         raise DataError(
-            f"{directory}/metrics.jsonl: expected records of steps, found none so far; `rl status` says why."
+            f"{directory}/metrics.jsonl: expected records of steps, found none so far; run `rl status` for the reason."
         )
-    return found
+    return curves
 
 
 def _short_names(names: Sequence[str]) -> dict[str, str]:
-    """Last parts of paths where these differ, else the paths."""
-    last = {name: Path(name).name for name in names}
-    return last if len(set(last.values())) == len(last) else {name: name for name in last}
+    """Map each path to its last component, or to itself if the last components are not unique."""
+    short = {name: Path(name).name for name in names}
+    return short if len(set(short.values())) == len(short) else {name: name for name in names}
 
 
 def _to_terminal(name: str, curves: dict[str, Curve]) -> None:
@@ -143,27 +144,27 @@ def _to_terminal(name: str, curves: dict[str, Curve]) -> None:
     plotext.theme("clear" if plain else "pro")
     for label, (steps, values) in curves.items():
         plotext.plot(steps, values, label=label if len(curves) > 1 else None, marker="braille")
-    first, last = (of(step for steps, _ in curves.values() for step in steps) for of in (min, max))
+    first, last = (bound(step for steps, _ in curves.values() for step in steps) for bound in (min, max))
     plotext.xticks(sorted({first + (last - first) * i // 5 for i in range(6)}))
     plotext.title(f"{name} by step")
     picture = plotext.build()
     print(plotext.uncolorize(picture) if plain else picture)
 
 
-def _to_file(figures: dict[str, dict[str, Curve]], file: Path) -> None:
+def _to_file(plots: dict[str, dict[str, Curve]], file: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"-o {file}: pictures need matplotlib, which is not installed: pip install 'rl-apps[plot]', or in the "
-            "repository uv run --package rl-apps --extra plot rl plot ..."
+            f"-o {file}: this needs matplotlib, which is not installed. Run `pip install 'rl-apps[plot]'`, or in the "
+            "repository `uv run --package rl-apps --extra plot rl plot ...`."
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     suffix, kinds = file.suffix.removeprefix("."), FigureCanvasAgg(Figure()).get_supported_filetypes()
-    require(suffix in kinds, "-o", f"a file that ends with one of {', '.join(sorted(kinds))}", str(file))
-    picture = Figure(figsize=(7, 3.2 * len(figures)), layout="constrained")
-    axes: Any = picture.subplots(len(figures), squeeze=False)
-    for ax, (name, curves) in zip(axes[:, 0], figures.items(), strict=True):
+    require(suffix in kinds, "-o", f"a file name that ends with one of {', '.join(sorted(kinds))}", str(file))
+    picture = Figure(figsize=(7, 3.2 * len(plots)), layout="constrained")
+    axes: Any = picture.subplots(len(plots), squeeze=False)
+    for ax, (name, curves) in zip(axes[:, 0], plots.items(), strict=True):
         for label, (steps, values) in curves.items():
             ax.plot(steps, values, label=label)
         ax.set(title=name, xlabel="step")
@@ -173,4 +174,4 @@ def _to_file(figures: dict[str, dict[str, Curve]], file: Path) -> None:
     try:
         picture.savefig(file, dpi=150)
     except OSError as error:
-        raise ConfigError(f"-o {file}: the picture cannot be written: {error}. Choose another place.") from error
+        raise ConfigError(f"-o {file} is not writable: {error}. Choose another file.") from error

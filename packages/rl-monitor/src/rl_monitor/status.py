@@ -1,4 +1,4 @@
-"""The status of a run, from its directory, on any machine that sees it."""
+"""Status of a run, read from its directory on any machine that can access it."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from rl_contracts.scheduler import SchedulerConfig
 from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of, progress_of
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks at a file."""
+"""Seconds between two polls of a file."""
 ALIVE_EVERY = 5.0
-"""Seconds between two looks at whether a launcher lives that is waited for."""
+"""Seconds between two heartbeat checks of a launcher."""
 
 
 def status_of(directory: Path) -> dict[str, Any]:
-    """What is known of a run: `state`, `launcher` (host, process, seconds since its last sign of life), `step`,
-    `version`, `total_steps`, `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
+    """Return the status of a run: `state`, `launcher` (host, process, seconds since its last heartbeat), `busy`,
+    `step`, `version`, last `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
 
-    `state` is `pending` where the run's job waits (`job`: in its scheduler's words); else `preparing`, `starting`,
-    `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`: the launcher gave no sign of life
-    for three beats, and so nothing runs any more.
+    `state` is `pending` while the job of the run waits (`job`: description by its scheduler). Otherwise it is
+    `preparing`, `starting`, `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, `unknown`, or `lost`:
+    the launcher missed three heartbeats, so all processes of the run end.
 
     Raises:
-        ConfigError: no run was ever started there.
+        ConfigError: the directory contains no run.
     """
     names = require_names(directory)
     status = read_json(names, "status") or {"state": "unknown"}
     record, metrics = last_record(directory), directory / "metrics.jsonl"
-    found = {"run": str(directory), "state": status["state"], "error": status.get("error", "")}
+    info = {"run": str(directory), "state": status["state"], "error": status.get("error", "")}
     if (directory / FINISHED).exists() and status["state"] in (*FINAL_STATES, "unknown"):
-        found |= {"state": "finished", "error": ""}
+        info |= {"state": "finished", "error": ""}
     elif status["state"] not in (*FINAL_STATES, "unknown"):
         silent = seconds_since_heartbeat(names, status)
-        found |= {"state": "lost"} if silent > 3 * status["beat_seconds"] else {}
-        found |= {"launcher": {"host": status["host"], "pid": status["pid"], "silent": round(silent, 1)}}
-        found |= {"busy": status["looked"]}
-    if "launcher" not in found or found["state"] == "lost":
-        found |= {"job": _submitted_to(names).job_state(directory)}
-        found |= {"state": "pending"} if found["job"].startswith("pending") else {}
+        info |= {"state": "lost"} if silent > 3 * status["beat_seconds"] else {}
+        info |= {"launcher": {"host": status["host"], "pid": status["pid"], "silent": round(silent, 1)}}
+        info |= {"busy": status["looked"]}
+    if "launcher" not in info or info["state"] == "lost":
+        info |= {"job": _job_scheduler(names).job_state(directory)}
+        info |= {"state": "pending"} if info["job"].startswith("pending") else {}
     age = round(time.time() - metrics.stat().st_mtime, 1) if record else None
-    return found | {
+    return info | {
         "step": record.get("step", 0),
         "version": record.get("version", 0),
         "recover_point": progress_of(directory)[1],
@@ -58,40 +58,44 @@ def status_of(directory: Path) -> dict[str, Any]:
     }
 
 
-def _submitted_to(names: NameService) -> SchedulerConfig:
-    """The settings of the scheduler that was given a run as a job; of one that has no jobs, if none was."""
+def _job_scheduler(names: NameService) -> SchedulerConfig:
+    """Return settings of the scheduler to which the run was submitted, or of a scheduler without jobs."""
     kind = read_json(names, JOB)
     settings: SchedulerConfig = registry.settings("rl.schedulers", kind)() if kind else SchedulerConfig()
     return settings
 
 
 def read_new_lines(path: Path, read: dict[Path, int]) -> str:
-    """The whole lines of a file behind what was read of it, which is counted in bytes."""
+    """Return the complete lines appended to a file since the last call, and update its offset in `read`."""
     with path.open("rb") as file:
         file.seek(read.get(path, 0))
-        whole, end, _ = file.read().rpartition(b"\n")
-    read[path] = read.get(path, 0) + len(whole + end)
-    return whole.decode(errors="replace")
+        lines, newline, _ = file.read().rpartition(b"\n")
+    read[path] = read.get(path, 0) + len(lines + newline)
+    return lines.decode(errors="replace")
 
 
 def while_alive(names: NameService) -> Iterator[None]:
-    """Again and again as long as a run's launcher lives, and once more."""
-    due, alive = 0.0, True
-    while alive:
+    """Yield repeatedly while the launcher of a run is alive, and once more after its end."""
+    next_check, is_alive = 0.0, True
+    while is_alive:
         status = read_json(names, "status")
-        alive = status is not None and status["state"] not in FINAL_STATES
-        if alive and time.monotonic() > due:
-            alive = seconds_since_heartbeat(names, status) <= 3 * status["beat_seconds"]
-            due = time.monotonic() + ALIVE_EVERY
+        is_alive = status is not None and status["state"] not in FINAL_STATES
+        if is_alive and time.monotonic() > next_check:
+            is_alive = seconds_since_heartbeat(names, status) <= 3 * status["beat_seconds"]
+            next_check = time.monotonic() + ALIVE_EVERY
         yield
-        time.sleep(LOOK_EVERY if alive else 0)
+        time.sleep(LOOK_EVERY if is_alive else 0)
 
 
 def require_names(directory: Path) -> NameService:
-    """The names of a run that was started at some time."""
+    """Return the name service of an existing run.
+
+    Raises:
+        ConfigError: the directory contains no run.
+    """
     if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
         raise ConfigError(
-            f"{directory}: expected the directory of a run (run_dir), found none of its files. A command names it at "
-            "its end; where nothing is said it is runs/<experiment>/<trial>."
+            f"{directory}: expected the directory of a run (run_dir), found none of its files. Commands print it at "
+            "their end; the default is runs/<experiment>/<trial>."
         )
     return names_of(directory)

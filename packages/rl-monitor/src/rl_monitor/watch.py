@@ -1,4 +1,4 @@
-"""`rl watch`: a run that goes on, by the view that its command has, or by what its model was told and what it said."""
+"""`rl watch`: follow a run, either with the live view of its command or with its conversations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_monitor.status import read_new_lines, require_names, status_of, while_al
 
 
 def watch_steps(directory: Path) -> int:
-    """Show how a run comes on until it is over: the live view in a terminal, a line for each of its steps elsewhere.
+    """Show the progress of a run until it ends: the live view in a terminal, otherwise one line per step.
 
     Raises:
-        ConfigError: there is no run, or it has not begun.
+        ConfigError: the directory has no run, or the run has not begun.
     """
     names, file = require_names(directory), directory / "config.yaml"
     if not file.is_file():
@@ -34,18 +34,18 @@ def watch_steps(directory: Path) -> int:
 
 
 def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | None, number: int) -> int:
-    """Print answers of a run as they are written, until it is over; of one step, those that are there.
+    """Print completions of a run as they are written, until the run ends. With `step`, print those already saved.
 
     Args:
-        directory: of the run.
-        step: the only one; None: from the newest one on.
-        evaluation: whether it is about evaluations.
-        prompt: the only row of the data; None: any.
-        number: of each step, at most.
+        directory: run directory.
+        step: step to print, or None to follow the newest step and later ones.
+        evaluation: whether to print completions of evaluations.
+        prompt: index of an example of the data, or None for all.
+        number: maximum completions per step.
 
     Raises:
-        ConfigError: there is no run.
-        DataError: it has kept no such answer, and will keep none.
+        ConfigError: the directory has no run.
+        DataError: the run saved no matching completion, and will save none.
     """
     from rich.console import Console
 
@@ -57,15 +57,18 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
             if at < newest or step not in (None, at):
                 continue
             for line in filter(None, read_new_lines(path, read).split("\n")):
-                answer = json.loads(line)
-                if prompt in (None, answer["prompt_id"]) and shown[at] < number:
+                completion = json.loads(line)
+                if prompt in (None, completion["prompt_id"]) and shown[at] < number:
                     shown[at] += 1
-                    console.print(conversation(answer, f"{'evaluation at ' * evaluation}step {at}"), soft_wrap=True)
+                    console.print(
+                        conversation(completion, f"{'evaluation at ' * evaluation}step {at}"),
+                        soft_wrap=True,
+                    )
     if not shown:
-        there = kept_steps(directory, evaluation)
+        steps = kept_steps(directory, evaluation)
         to = "" if prompt is None else f" to prompt {prompt}"
         raise DataError(
-            f"{directory}/rollouts: expected answers{to} of {'any step' if step is None else f'step {step}'}, found "
-            f"none; kept are those of the steps {format_steps(there)}. `rollouts.every` says which are."
+            f"{directory}/rollouts: expected completions{to} of {'any step' if step is None else f'step {step}'}, "
+            f"found none; saved steps: {format_steps(steps)}. `rollouts.every` selects the steps to save."
         )
     return 0

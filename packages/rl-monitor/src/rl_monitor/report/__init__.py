@@ -1,1 +1,1 @@
-"""What a run was, on one page that needs no network: curves, settings, events, and its answers token by token."""
+"""Report page of a run that needs no network: curves, settings, events, and completions token by token."""

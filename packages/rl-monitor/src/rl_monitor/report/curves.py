@@ -1,4 +1,4 @@
-"""Figures of a run as curves, thinned so that a page of any run is small, and no peak of one is lost."""
+"""Metrics of a run as curves, downsampled to keep the page small without losing peaks."""
 
 from __future__ import annotations
 
@@ -10,74 +10,75 @@ from pathlib import Path
 from typing import Any
 
 STAGES = ("rollout_wait", "gap", "sleep", "train", "publish", "save", "recover")
-"""Stages of a step in their order, `time/<stage>`; what is left of `time/step` is `other`."""
+"""Stages of a step in their order, `time/<stage>`. The rest of `time/step` is `other`."""
 BANDS = 200
-"""Points in time of the band of stages at most."""
+"""Maximum number of points in the chart of stages."""
 
 Curve = tuple[list[int], list[float]]
 """Steps and values."""
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """The whole records of a run's `metrics.jsonl`; none where it has none yet."""
-    found = []
+    """Return the complete records of `metrics.jsonl`, or an empty list before the first one."""
+    records = []
     with suppress(FileNotFoundError), (directory / "metrics.jsonl").open("rb") as file:
         for line in file:
-            with suppress(ValueError):  # half of a line, of a trainer that writes or was killed
-                found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict) and isinstance(record.get("step"), int)]
+            with suppress(ValueError):  # incomplete line of a trainer that is writing or was killed
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("step"), int)]
 
 
 def curves_of(records: Sequence[dict[str, Any]], points: int) -> dict[str, Curve]:
-    """Each figure as steps and values, of at most about `points` points: of each of so many stretches the least and the
-    greatest value stay. What is no finite number is left out."""
-    found: dict[str, Curve] = {}
+    """Return each metric as steps and values, downsampled to about `points` points. Values that are not finite numbers
+    are omitted."""
+    curves: dict[str, Curve] = {}
     for record in records:
         for name, value in record.items():
             if name != "step" and is_number(value):
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = curves.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
-    return {name: thinned(curve, points) for name, curve in sorted(found.items())}
+    return {name: thinned(curve, points) for name, curve in sorted(curves.items())}
 
 
 def thinned(curve: Curve, points: int) -> Curve:
-    """A curve of at most about `points` points."""
+    """Downsample a curve to about `points` points: the minimum and maximum of each interval, and both ends."""
     steps, values = curve
-    chosen: set[int] = set(range(len(steps)))
+    kept_indices: set[int] = set(range(len(steps)))
     if len(steps) > points:
         size = math.ceil(2 * len(steps) / points)
-        chosen = {0, len(steps) - 1}
+        kept_indices = {0, len(steps) - 1}
         for begin in range(0, len(steps), size):
-            stretch = range(begin, min(begin + size, len(steps)))
-            chosen |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
-    order = sorted(chosen)
+            interval = range(begin, min(begin + size, len(steps)))
+            kept_indices |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
+    order = sorted(kept_indices)
     return [steps[i] for i in order], [rounded(values[i]) for i in order]
 
 
 def stages_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`{"steps": [...], "seconds": {stage: [...]}}`: mean seconds per step of each stage, in at most `BANDS` stretches;
-    stages that took no time are left out."""
+    """Return the mean seconds per step of each stage, in at most `BANDS` intervals. Stages without time are omitted.
+
+    The form is `{"steps": [...], "seconds": {stage: [...]}}`."""
     timed = [record for record in records if is_number(record.get("time/step"))]
     size = max(1, math.ceil(len(timed) / BANDS))
-    stretches = [timed[begin : begin + size] for begin in range(0, len(timed), size)]
-    seconds = {stage: [_mean(part, f"time/{stage}") for part in stretches] for stage in STAGES}
-    whole = [_mean(part, "time/step") for part in stretches]
-    taken = [sum(parts) for parts in zip(*seconds.values(), strict=True)] if stretches else []
-    seconds["other"] = [max(0.0, rounded(a - b)) for a, b in zip(whole, taken, strict=True)]
+    intervals = [timed[begin : begin + size] for begin in range(0, len(timed), size)]
+    seconds = {stage: [_mean(interval, f"time/{stage}") for interval in intervals] for stage in STAGES}
+    totals = [_mean(interval, "time/step") for interval in intervals]
+    accounted = [sum(times) for times in zip(*seconds.values(), strict=True)] if intervals else []
+    seconds["other"] = [max(0.0, rounded(a - b)) for a, b in zip(totals, accounted, strict=True)]
     return {
-        "steps": [part[-1]["step"] for part in stretches],
+        "steps": [interval[-1]["step"] for interval in intervals],
         "seconds": {stage: values for stage, values in seconds.items() if any(values)},
     }
 
 
 def is_number(value: object) -> bool:
-    """Whether it can be drawn."""
+    """Return whether a value is a finite number, so that it can be plotted."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def rounded(value: float) -> float:
-    """To six significant digits, so that it takes few bytes."""
+    """Round to six significant digits to save bytes."""
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run besides its steps: failures, restarts, alarms. From its records, its status and its logs."""
+"""Events of a run other than steps: failures, restarts and warnings, from its records, status and logs."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from rl_monitor.progress import warnings_of
 from rl_monitor.run_directory import names_of
 
 EVENTS = 200
-"""Shown at most: those of each kind are one."""
+"""Maximum number of events shown. Repeated events of a kind count once."""
 TEXT = 500
-"""Characters of one that are shown."""
+"""Maximum characters shown per event."""
 LOG_BYTES = 4 << 20
-"""Read from the end of each log at most."""
+"""Maximum bytes to read from the end of each log."""
 
 _LINE = re.compile(rb"^(?:=+ )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? (?:(WARNING|ERROR|CRITICAL) )?(.*)$", re.M)
 _NUMBER = re.compile(r"\d[\d.,e+-]*")
 
 Event = dict[str, Any]
-"""`level` (`warning`, `error` or `count`), `text`, `times`; `where`, and `step` or `at` (in words), of the first
-one."""
+"""Event with `level` (`note`, `warning` or `error`), `text`, `where` and `times`, and with `step` or `at` (a date) of
+the first occurrence."""
 
 
 def events_of(directory: Path, records: Sequence[dict[str, Any]]) -> list[Event]:
-    """All of them, those of a kind together: first what the launcher says, then of steps, then of logs."""
-    found = [
-        *_said(directory),
-        *merge_repeated(_of_records(records)),
-        *_endings(directory),
-        *merge_repeated(_of_logs(directory)),
+    """Return all events with repeated ones merged, in the order launcher, steps, failed groups, logs."""
+    events = [
+        *_launcher_events(directory),
+        *merge_repeated(_record_events(records)),
+        *_failed_groups(directory),
+        *merge_repeated(_log_events(directory)),
     ]
-    return found[:EVENTS]
+    return events[:EVENTS]
 
 
 def status_of_launcher(directory: Path) -> dict[str, Any]:
-    """What the run's launcher said last; empty where it said nothing."""
+    """Return the last status that the launcher wrote, or an empty dictionary."""
     with suppress(OSError, ValueError):
         status: dict[str, Any] = read_json(names_of(directory), "status") or {}
         return status
@@ -51,28 +51,28 @@ def status_of_launcher(directory: Path) -> dict[str, Any]:
 
 
 def merge_repeated(events: Iterator[Event]) -> list[Event]:
-    """Events that differ in numbers alone as one, the first of them, with how often it came."""
+    """Merge events that differ only in numbers into the first of them, and count them."""
     kinds: dict[tuple[str, str], Event] = {}
     for event in events:
         text = event["text"][:TEXT]
         kind = (event.get("where", ""), event.get("kind") or _NUMBER.sub("#", text))
-        known = kinds.setdefault(kind, event | {"text": text, "times": 0})
-        known["times"] += 1
+        merged = kinds.setdefault(kind, event | {"text": text, "times": 0})
+        merged["times"] += 1
         if "step" in event:
-            known["last_step"] = event["step"]
+            merged["last_step"] = event["step"]
     return list(kinds.values())
 
 
-def _said(directory: Path) -> Iterator[Event]:
+def _launcher_events(directory: Path) -> Iterator[Event]:
     status = status_of_launcher(directory)
     if status.get("error"):
         yield {"level": "error", "where": "launcher", "text": status["error"][:TEXT], "times": 1}
     for line in status.get("history", []):
-        text = f"the run was started again: {line}"
+        text = f"the run was restarted: {line}"
         yield {"level": "warning", "where": "launcher", "text": text[:TEXT], "times": 1}
 
 
-def _of_records(records: Sequence[dict[str, Any]]) -> Iterator[Event]:
+def _record_events(records: Sequence[dict[str, Any]]) -> Iterator[Event]:
     rejoins = 0.0
     for record in records:
         where = {"where": "training", "step": record["step"]}
@@ -81,14 +81,14 @@ def _of_records(records: Sequence[dict[str, Any]]) -> Iterator[Event]:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield {"level": "error", "text": f"{name} was {value}", **where}
-        now = record.get("server/rejoins") or 0.0
-        if now > rejoins:
-            yield {"level": "warning", "text": "a server that was lost came back", **where}
-        rejoins = now
+        total = record.get("server/rejoins") or 0.0
+        if total > rejoins:
+            yield {"level": "warning", "text": "a lost server rejoined", **where}
+        rejoins = total
 
 
-def _endings(directory: Path) -> Iterator[Event]:
-    """Why groups of answers failed."""
+def _failed_groups(directory: Path) -> Iterator[Event]:
+    """Yield the reasons of failed groups with their counts."""
     reasons: Counter[str] = Counter()
     with suppress(OSError), (directory / "groups.jsonl").open("rb") as file:
         for line in file:
@@ -99,18 +99,18 @@ def _endings(directory: Path) -> Iterator[Event]:
         yield {"level": "warning", "where": "groups", "text": f"a group failed: {reason}", "times": times}
 
 
-def _of_logs(directory: Path) -> Iterator[Event]:
-    """Warnings and errors in logs, and the lives of processes after their first."""
+def _log_events(directory: Path) -> Iterator[Event]:
+    """Yield warnings and errors in logs, and restarts of processes."""
     for path in sorted((directory / "logs").rglob("*.log")):
         with suppress(OSError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_BYTES))
             for at, level, text in _LINE.findall(file.read()):
                 if level or text.endswith(b"========"):
-                    said = text.decode(errors="replace").strip("= ")
+                    message = text.decode(errors="replace").strip("= ")
                     kind = (level.decode().lower() or "note").replace("critical", "error")
-                    yield {"level": kind, "where": path.stem, "at": at.decode(), "text": said}
+                    yield {"level": kind, "where": path.stem, "at": at.decode(), "text": message}
 
 
 def when(seconds: float | None) -> str:
-    """A moment in words, in this machine's time."""
+    """Format seconds since the epoch as a date in local time, or None as an empty string."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""

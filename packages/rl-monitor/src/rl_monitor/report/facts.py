@@ -1,4 +1,4 @@
-"""Where a run comes from: the command, the machine, the packages, and the commit of the code. Kept in its directory."""
+"""Origin of a run, recorded in its directory: command, machine, packages, and commit of the code."""
 
 from __future__ import annotations
 
@@ -17,51 +17,53 @@ from typing import Any
 from rl_contracts.runtime.json_lines import append
 
 COMMANDS = "commands.jsonl"
-"""File of a run: a line for each command that went on with it."""
+"""File of a run with one line per command that started or resumed it."""
 GIT_SECONDS = 10.0
-"""Time in which git must say which commit it is."""
+"""Timeout of a git command in seconds."""
 HIDDEN = "***"
 _SECRET = re.compile(r"((?:key|token|secret|password)\w*=)\S+", re.IGNORECASE)
 
 
 def record_command(directory: Path, argv: list[str]) -> None:
-    """Add a line about this command; takes a second, most of it to ask for the packages.
+    """Append a line about this command. Takes about a second, mostly to list the packages.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     append(directory / COMMANDS, json.dumps(facts_of(argv)) + "\n")
 
 
 def facts_of(argv: list[str]) -> dict[str, Any]:
-    """`command` (without values of what is called a key, token, secret or password), `started` (seconds since the
-    epoch), `host`, `system`, `python`, `directory`, `packages` by name, `commits` by directory."""
-    place, code = Path.cwd(), Path(__file__).parent
-    commits = {str(root): text for root, text in filter(None, map(_commit, (place, code)))}
+    """Return `command`, `started` (seconds since the epoch), `host`, `system`, `python`, `directory`, `packages` by
+    name, `commits` by directory. Values of settings named key, token, secret or password are hidden in `command`."""
+    working_directory, code = Path.cwd(), Path(__file__).parent
+    commits = {str(root): text for root, text in filter(None, map(_commit, (working_directory, code)))}
     return {
         "command": [_SECRET.sub(rf"\g<1>{HIDDEN}", word) for word in argv],
         "started": time.time(),
         "host": socket.gethostname(),
         "system": platform.platform(),
         "python": sys.version.split()[0],
-        "directory": str(place),
-        "packages": {found.name: found.version for found in sorted(metadata.distributions(), key=lambda d: d.name)},
+        "directory": str(working_directory),
+        "packages": {
+            package.name: package.version for package in sorted(metadata.distributions(), key=lambda d: d.name)
+        },
         "commits": commits,
     }
 
 
 def commands_of(directory: Path) -> list[dict[str, Any]]:
-    """What was recorded, oldest first; none of a run that kept nothing of it."""
-    found = []
+    """Return the recorded commands, oldest first; empty if none were recorded."""
+    commands = []
     with suppress(OSError):
-        for line in (directory / COMMANDS).read_bytes().splitlines():  # text has more ends of lines
+        for line in (directory / COMMANDS).read_bytes().splitlines():  # str.splitlines would split at more characters
             with suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+                commands.append(json.loads(line))
+    return commands
 
 
 def _commit(directory: Path) -> tuple[str, str] | None:
-    """The root of the checkout that a directory lies in, and its commit, with a word where files were changed."""
+    """Return root and commit of the checkout that contains a directory. A suffix marks modified files."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(directory), *words]

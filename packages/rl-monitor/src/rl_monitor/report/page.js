@@ -1,4 +1,4 @@
-// Title, events, settings and origin, and what starts everything.
+// Title, events, settings and origin, and the entry point of the script.
 
 function table(heads, rows) {
   const row = (cells, kind) => element("tr", {}, ...cells.map((cell) => element(kind, {}, cell instanceof Node ? cell : String(cell ?? "–"))));
@@ -8,7 +8,7 @@ function table(heads, rows) {
 function setUpTitle(data) {
   document.getElementById("title").textContent = data.runs.map((run) => run.label).join(" and ");
   const about = data.runs.map((run) => {
-    const restarts = run.restarts ? `, started again by itself ${run.restarts} time(s)` : "";
+    const restarts = run.restarts ? `, restarted automatically ${run.restarts} time(s)` : "";
     return `${run.directory}: ${run.state}, step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}${restarts}`;
   });
   document.getElementById("about").textContent = [...about, `Written ${data.made}.`].join("\n");
@@ -22,7 +22,7 @@ function setUpEvents(runs) {
     return [...(several ? [run.label] : []), level, event.where, when, event.times > 1 ? `${event.times} times` : "", event.text];
   }));
   const heads = [...(several ? ["run"] : []), "", "where", "when", "", "what"];
-  document.getElementById("event-list").append(rows.length ? table(heads, rows) : element("p", { class: "faint" }, "Nothing failed, nothing was started again, no alarm."));
+  document.getElementById("event-list").append(rows.length ? table(heads, rows) : element("p", { class: "faint" }, "No failures, restarts or warnings."));
 }
 
 function value(setting) {
@@ -30,10 +30,10 @@ function value(setting) {
 }
 
 function setUpSettings(data) {
-  const place = document.getElementById("setting-list"), runs = data.runs, labels = runs.map((run) => run.label);
+  const section = document.getElementById("setting-list"), runs = data.runs, labels = runs.map((run) => run.label);
   if (runs.length > 1) {
     const rows = data.differing.map(([name, ...values]) => [name, ...values.map((one) => (one === undefined ? "–" : value(one)))]);
-    place.append(element("h3", {}, "What differs"), rows.length ? table(["setting", ...labels], rows) : element("p", { class: "faint" }, "Nothing."));
+    section.append(element("h3", {}, "Differing settings"), rows.length ? table(["setting", ...labels], rows) : element("p", { class: "faint" }, "None."));
   }
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
   const search = element("input", { type: "search", placeholder: "find a setting" }), list = element("div");
@@ -41,20 +41,20 @@ function setUpSettings(data) {
     names.filter((name) => name.includes(search.value)).map((name) => [name, ...runs.map((run) => (name in run.settings ? value(run.settings[name]) : "–"))])));
   search.addEventListener("input", draw);
   draw();
-  place.append(element("details", {}, element("summary", {}, `All ${names.length} settings`), search, list));
+  section.append(element("details", {}, element("summary", {}, `All ${names.length} settings`), search, list));
 }
 
 function setUpOrigin(runs) {
-  const place = document.getElementById("origin-list");
+  const section = document.getElementById("origin-list");
   for (const run of runs) {
-    if (runs.length > 1) place.append(element("h3", {}, run.label));
-    if (!run.commands.length) place.append(element("p", { class: "faint" }, "Nothing is recorded of where this run comes from."));
+    if (runs.length > 1) section.append(element("h3", {}, run.label));
+    if (!run.commands.length) section.append(element("p", { class: "faint" }, "The origin of this run was not recorded."));
     for (const fact of run.commands) {
       const commits = Object.entries(fact.commits ?? {}).map(([root, commit]) => `${commit} (${root})`).join("\n");
       const packages = Object.entries(fact.packages ?? {});
-      place.append(table(["command", (fact.command ?? []).join(" ")], [
+      section.append(table(["command", (fact.command ?? []).join(" ")], [
         ["started", fact.started], ["host", `${fact.host}, ${fact.system}`], ["directory", fact.directory],
-        ["commit", commits || "none found"], ["Python", fact.python],
+        ["commit", commits || "none"], ["Python", fact.python],
         ["packages", element("details", {}, element("summary", {}, `${packages.length} packages`),
           element("div", { class: "text" }, packages.map(([name, version]) => `${name} ${version}`).join("\n")))],
       ]));

@@ -1,4 +1,4 @@
-"""Run directories as runs of many steps leave them, for the tests of what shows them."""
+"""Synthetic directories of finished runs, for tests of the tools that show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 NASTY = "</script><script>alert(1)</script><b>bold</b> & \u2028 \ud83d half, whole: \U0001f600 {{data}}"
-"""What a model may write, and a page must show as it stands."""
+"""Possible model output that a page must show verbatim."""
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],
@@ -22,7 +22,7 @@ TOKENIZER = {
 def make_run(
     directory: Path, steps: int = 6, answers: int = 4, tokens: int = 12, every: int = 1, **settings: Any
 ) -> Path:
-    """A run of several steps with answers, evaluations, a failure and alarms."""
+    """Create the directory of a run of several steps with completions, evaluations, a failure and warnings."""
     draw = random.Random(steps)
     (directory / "rollouts").mkdir(parents=True)
     (directory / "logs").mkdir()
@@ -33,29 +33,36 @@ def make_run(
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(_record(draw, i)) + "\n" for i in range(1, steps + 1)))
     for step in range(1, steps + 1, every):
-        rows = [_answer(draw, step, i, tokens) for i in range(answers)]
-        _write(directory / "rollouts" / f"step_{step}-0.jsonl", rows)
+        records = [_completion(draw, step, i, tokens) for i in range(answers)]
+        _write(directory / "rollouts" / f"step_{step}-0.jsonl", records)
         learned = [
-            {"group_id": row["group_id"], "episode_id": row["episode_id"], "tokens": tokens, "advantage": row["reward"]}
-            | {"proximal": [value - 0.1 for value in row["logprobs"]]}
-            for row in rows
+            {"group_id": rec["group_id"], "episode_id": rec["episode_id"], "tokens": tokens, "advantage": rec["reward"]}
+            | {"proximal": [value - 0.1 for value in rec["logprobs"]]}
+            for rec in records
         ]
         _write(directory / "rollouts" / f"learned_step_{step}-0.jsonl", learned)
-    _write(directory / "rollouts" / "eval_step_0-0.jsonl", [_answer(draw, 0, i, tokens) for i in range(answers)])
+    _write(directory / "rollouts" / "eval_step_0-0.jsonl", [_completion(draw, 0, i, tokens) for i in range(answers)])
     (directory / "logs" / "actor-0.log").write_text(
         "2026-11-25 20:02:51.526 WARNING [trainer/0] rl.trainers.gap: the gap is 0.31\n"
-        "2026-11-25 20:02:52.526 INFO [trainer/0] rl.trainers: nothing to see\n"
+        "2026-11-25 20:02:52.526 INFO [trainer/0] rl.trainers: an ordinary line\n"
         "2026-11-25 20:02:53.526 WARNING [trainer/0] rl.trainers.gap: the gap is 0.32\n"
         "\n======== 2026-11-25 20:03:00 rollout-0 was killed by SIGKILL (out of memory?) ========\n"
     )
-    ending = {"step": 2, "prompt_id": 1, "epoch": 0, "group_id": 9, "ending": "failed", "reason": "the reward crashed"}
-    _write(directory / "groups.jsonl", [ending])
+    failed_group = {
+        "step": 2,
+        "prompt_id": 1,
+        "epoch": 0,
+        "group_id": 9,
+        "ending": "failed",
+        "reason": "the reward crashed",
+    }
+    _write(directory / "groups.jsonl", [failed_group])
     return directory
 
 
 def _record(draw: random.Random, step: int) -> dict[str, float | None]:
     rising = 1 - math.exp(-step / 80)
-    names = [f"own/figure_{i}" for i in range(40)]
+    names = [f"own/metric_{i}" for i in range(40)]
     return {
         "step": step,
         "version": step,
@@ -82,9 +89,9 @@ def _record(draw: random.Random, step: int) -> dict[str, float | None]:
     }
 
 
-def _answer(draw: random.Random, step: int, i: int, tokens: int) -> dict[str, Any]:
+def _completion(draw: random.Random, step: int, i: int, tokens: int) -> dict[str, Any]:
     calls = [{"function": {"name": "calculator", "arguments": {"expression": "1+2"}}}]
-    talk = [
+    messages = [
         {"role": "user", "content": [{"type": "text", "text": "What is 1 + 2?"}]},
         {"role": "assistant", "content": "", "tool_calls": calls, "version_first": 0, "reward": 0.5},
         {"role": "tool", "content": "3"},
@@ -92,7 +99,7 @@ def _answer(draw: random.Random, step: int, i: int, tokens: int) -> dict[str, An
     return {
         "prompt": f"question {i} of step {step}: {NASTY}",
         "completion": f"answer {i}: {NASTY}",
-        **({"conversation": talk} if i == 1 else {}),
+        **({"conversation": messages} if i == 1 else {}),
         "answer": "3",
         "reward": round(draw.random(), 3),
         "rejected": "stale" if i == 2 else None,
@@ -109,5 +116,5 @@ def _answer(draw: random.Random, step: int, i: int, tokens: int) -> dict[str, An
     }
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

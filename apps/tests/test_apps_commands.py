@@ -1,4 +1,4 @@
-"""`rl grpo` and `rl sft`: what they ask for, what their presets add, what `--help` and `--dry-run` say first."""
+"""`rl grpo` and `rl sft`: required settings, presets, and the output of `--help` and `--dry-run`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
 from rl_apps.settings.compose import describe, render_help
 from rl_contracts.errors import ConfigError
 
-OWN_REWARD = """
+CUSTOM_REWARD = """
 def exact(prompt, completions, prompt_ids, completion_ids, *, solution, **data):
     return float(completions.strip().endswith(solution))
 """
@@ -26,63 +26,61 @@ def exact(prompt, completions, prompt_ids, completion_ids, *, solution, **data):
 
 @pytest.fixture
 def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Prompts, a reward and a model of one's own, in the current directory."""
+    """Return the current directory with custom prompts and a custom reward."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(32)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "my_reward.py").write_text(OWN_REWARD)
+    examples = [{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(32)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    (tmp_path / "my_reward.py").write_text(CUSTOM_REWARD)
     return tmp_path
 
 
-def test_command_without_what_has_no_default_asks_for_all_of_it_in_one_sentence(
+def test_command_without_required_settings_names_all_of_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (cli.main(["grpo"]), cli.main(["sft", "data.name=word-problems"])) == (2, 2)
 
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("rl grpo: ConfigError: rl grpo needs model.path=... (a Hugging Face")
-    assert all(key in said[0] for key in ("; data.path=...", "; rollout.reward=..."))
-    assert said[1].startswith("rl sft: ConfigError: rl sft needs model.path=... ")
-    assert "data.path" not in said[1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("rl grpo: ConfigError: rl grpo needs model.path=... (a Hugging Face")
+    assert all(key in lines[0] for key in ("; data.path=...", "; rollout.reward=..."))
+    assert lines[1].startswith("rl sft: ConfigError: rl sft needs model.path=... ")
+    assert "data.path" not in lines[1]
 
 
-def test_presets_say_what_the_program_asks_for_and_nothing_else() -> None:
+def test_presets_set_only_the_required_settings_of_their_program() -> None:
     for program, preset in ((grpo.APP, gsm8k_grpo.APP), (sft.APP, gsm8k_sft.APP)):
-        theirs = dict(row[:2] for row in describe(preset.config(["model.path=/a/model"])))
-        ours = dict(row[:2] for row in describe(program.config(["model.path=/a/model"])))
-        changed = {key for key in ours if ours[key] != theirs[key]}
+        preset_values = dict(setting[:2] for setting in describe(preset.config(["model.path=/a/model"])))
+        program_values = dict(setting[:2] for setting in describe(program.config(["model.path=/a/model"])))
+        changed = {key for key in program_values if program_values[key] != preset_values[key]}
         assert changed <= {"experiment", "data.name", "rollout.reward"}
         program.require_settings(preset.config())
 
 
-def test_problems_and_a_reward_of_ones_own_need_no_code_but_the_reward(
-    problems: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["grpo", "model.path=embedded", "data.path=.", "data.columns.messages=problem", "--dry-run"]
+def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["grpo", "model.path=embedded", "data.path=.", "data.columns.messages=problem", "--dry-run"]
 
-    assert cli.main([*words, "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 0
+    assert cli.main([*command, "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:6]] == [
         *("# Devices", "# Data", "# Steps", "# Model", "# Allocation", "# Files")
     ]
-    assert lines[1] == "# Data: 32 rows of chat ., 32 a step"
+    assert lines[1] == "# Data: 32 examples of chat ., 32 per step"
     assert lines[3] == "# Model: embedded, recipe embedded"
     settings = yaml.safe_load("\n".join(lines))
     assert settings["data"]["columns"] == {"messages": "problem"}
 
-    assert cli.main([*words, "rollout.reward=my_reward.py:exact"]) == 2
+    assert cli.main([*command, "rollout.reward=my_reward.py:exact"]) == 2
     assert "name another split (data.train_split, data.test_split)" in capsys.readouterr().err
-    assert cli.main([*words[:3], "--dry-run", "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 2
+    assert cli.main([*command[:3], "--dry-run", "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 2
     assert "train.jsonl:1: expected a column 'messages', found only 'problem'" in capsys.readouterr().err
 
 
-def test_columns_of_data_that_takes_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_columns_of_data_set_without_columns_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("gsm8k-sft", ["data.columns.question=problem", "--dry-run"]) == 2
     assert "data.columns: expected none: data.name=word-problems" in capsys.readouterr().err
 
 
-def test_help_has_the_settings_in_no_section_and_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_top_level_settings_and_names_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("gsm8k-grpo", ["--help", "total_steps=7"]) == 0
 
     text = capsys.readouterr().out
@@ -92,7 +90,7 @@ def test_help_has_the_settings_in_no_section_and_names_the_sections(capsys: pyte
 
 
 @pytest.mark.parametrize("topic", ["rollout", "rollout.server", "rollout.group_size", "all"])
-def test_help_of_a_section_has_all_below_it_and_nothing_else(topic: str) -> None:
+def test_help_of_section_lists_exactly_its_settings(topic: str) -> None:
     config = gsm8k_grpo.APP.config()
     text = render_help("title", config, topic)
 
@@ -104,50 +102,50 @@ def test_help_of_a_section_has_all_below_it_and_nothing_else(topic: str) -> None
         assert not [key for key in keys if key and not key.startswith("-") and not key.startswith(topic)]
 
 
-def test_help_is_there_at_once_and_imports_no_heavy_library() -> None:
+def test_help_is_fast_and_imports_no_heavy_library() -> None:
     code = (
         "import sys, time; from rl_apps.cli.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich'} & {*sys.modules}; "
         "sys.exit(repr(heavy)) if heavy else print('seconds', time.process_time())"
     )
     seconds = []
-    while not seconds or (min(seconds) > 1.5 and len(seconds) < 3):  # of a CPU that others use, too
+    while not seconds or (min(seconds) > 1.5 and len(seconds) < 3):  # repeat, since other processes use the CPU
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stdout.split()[-1]))
     assert min(seconds) < 1.5
 
 
-def test_help_leaves_out_what_is_always_refused() -> None:
+def test_help_omits_settings_that_are_always_rejected() -> None:
     assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.rejected)
     assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.rejected)
 
 
-def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:
+def test_help_of_unknown_topic_suggests_nearest_and_sections() -> None:
     message = r"--help rollot: no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
     with pytest.raises(ConfigError, match=message):
         render_help("", gsm8k_grpo.APP.config(), "rollot")
 
 
 @pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["figures"]])
-def test_reader_that_has_read_enough_ends_a_command_without_a_traceback(arguments):
+def test_closed_pipe_ends_command_without_traceback(arguments):
     command = [sys.executable, "-m", "rl_apps.cli.main", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()  # before it has said anything
+    process.stdout.close()  # before it writes any output
 
     assert process.wait(timeout=100) == 141
     assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("name", ["rl", "gsm8k-grpo"])
-def test_ctrl_c_while_a_command_is_still_being_imported_ends_it_without_a_traceback(name: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_ends_command_without_traceback(name: str, tmp_path: Path) -> None:
     interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
-    (tmp_path / "argparse.py").write_text(interrupting)  # which each of them imports
-    words = [str(Path(sys.executable).with_name(name)), "--help"]
+    (tmp_path / "argparse.py").write_text(interrupting)  # a module that each command imports
+    command_line = [str(Path(sys.executable).with_name(name)), "--help"]
     done = subprocess.run(
-        words,
+        command_line,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore SIGINT
         capture_output=True,
         text=True,
         check=False,
@@ -156,7 +154,7 @@ def test_ctrl_c_while_a_command_is_still_being_imported_ends_it_without_a_traceb
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_command_is_the_app_of_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs_the_app_of_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/anywhere/hh-rlhf-dpo", "--help"])
     assert command.main() == 0
     assert capsys.readouterr().out.startswith("hh-rlhf-dpo: ")

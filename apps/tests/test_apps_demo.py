@@ -1,4 +1,4 @@
-"""`rl demo`: what is broken on purpose is seen by its guard, and a guard that sees nothing is told."""
+"""`rl demo`: each injected fault is detected, and an undetected fault is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IN_CI = "broken-sync"
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_demonstrations_are_listed_and_another_is_refused(capsys):
+def test_demo_lists_names_and_rejects_unknown_name(capsys):
     assert main.main(["demo"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(DEMOS)
     assert main.main(["demo", "nothing-like-it"]) == 2
@@ -22,22 +22,22 @@ def test_demonstrations_are_listed_and_another_is_refused(capsys):
 
 
 @pytest.mark.nightly
-def test_fault_is_seen_by_its_guard_and_told(capsys):
+def test_demo_fault_is_detected_and_reported(capsys):
     assert demo(IN_CI) == 0
-    said = capsys.readouterr().out
-    assert ">>> now the server acknowledges new weights" in said
-    assert "The guard saw it" in said
-    assert "weights not received" in said
+    output = capsys.readouterr().out
+    assert ">>> now the server acknowledges new weights" in output
+    assert "The fault was detected" in output
+    assert "weights not received" in output
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in DEMOS if name != IN_CI])
-def test_every_fault_is_seen_by_its_guard(name):
+def test_demo_every_fault_is_detected(name):
     assert demo(name) == 0
 
 
 @pytest.mark.nightly
-def test_guard_that_sees_nothing_is_told(monkeypatch, capsys):
+def test_demo_undetected_fault_is_reported(monkeypatch, capsys):
     monkeypatch.setitem(DEMOS, IN_CI, replace(DEMOS[IN_CI], fault=""))
     assert demo(IN_CI) == 1
-    assert "did NOT see it" in capsys.readouterr().out
+    assert "NOT detected" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`rl doctor`: each fault is planted and told with its remedy; a command takes a step."""
+"""`rl doctor`: each injected fault is reported with its remedy; the trial of a command takes a step."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from rl_apps.embedded.prepare import prepare_from_scratch
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def full(_: Any) -> Usage:
+def full_disk(_: Any) -> Usage:
     return Usage(2**40, 2**40, 0)
 
 
-def refuse(*_: Any, **__: Any) -> Any:
-    raise OSError("planted")
+def raise_os_error(*_: Any, **__: Any) -> Any:
+    raise OSError("injected fault")
 
 
-PLANTED = {
+FAULTS = {
     "memory": (doctor, "MEMORY", 2**60, "smaller model"),
-    "/dev/shm": (shutil, "disk_usage", full, "publish.route=disk"),
-    "disk": (shutil, "disk_usage", full, "run_dir"),
+    "/dev/shm": (shutil, "disk_usage", full_disk, "publish.route=disk"),
+    "disk": (shutil, "disk_usage", full_disk, "run_dir"),
     "clock": (doctor, "SKEW", -1.0, "NTP"),
-    "runs": (doctor.tempfile, "NamedTemporaryFile", refuse, "run_dir"),
+    "runs": (doctor.tempfile, "NamedTemporaryFile", raise_os_error, "run_dir"),
     "open files": (resource, "getrlimit", lambda _: (256, 1024), "ulimit -n 1024"),
-    "ports": (socket, "create_server", refuse, "loopback"),
-    "host name": (socket, "getaddrinfo", refuse, "/etc/hosts"),
+    "ports": (socket, "create_server", raise_os_error, "loopback"),
+    "host name": (socket, "getaddrinfo", raise_os_error, "/etc/hosts"),
 }
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_fault_of_the_machine_is_told_with_its_remedy(what, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "devices", lambda: doctor.Finding("devices", "not looked at here"))
-    before = {found.what: found for found in doctor.machine(tmp_path / "runs")}
-    where, name, fault, remedy = PLANTED[what]
-    monkeypatch.setattr(where, name, fault)
+@pytest.mark.parametrize("what", FAULTS)
+def test_doctor_reports_machine_fault_with_remedy(what, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "devices", lambda: doctor.Finding("devices", "not checked in this test"))
+    before = {finding.what: finding for finding in doctor.machine(tmp_path / "runs")}
+    target, name, fault, remedy = FAULTS[what]
+    monkeypatch.setattr(target, name, fault)
 
     assert doctor.doctor("", (), tmp_path / "runs") == 1
-    said = capsys.readouterr().out.splitlines()
-    [at] = [index for index, line in enumerate(said) if line.startswith(f"!!  {what} ")]
-    assert remedy in said[at + 1]
+    lines = capsys.readouterr().out.splitlines()
+    [at] = [index for index, line in enumerate(lines) if line.startswith(f"!!  {what} ")]
+    assert remedy in lines[at + 1]
     assert what not in before or not before[what].remedy
 
 
-def test_gpus_that_torch_does_not_see_are_told(monkeypatch):
+def test_doctor_gpus_invisible_to_torch_are_a_fault(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert "install a torch" in doctor.devices().remedy
@@ -59,13 +59,13 @@ def test_gpus_that_torch_does_not_see_are_told(monkeypatch):
     assert doctor.devices().remedy == ""
 
 
-def test_doctor_gpus_that_the_launcher_counts_otherwise_are_a_fault(monkeypatch):
+def test_doctor_different_gpu_counts_are_a_fault(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    found = doctor.devices()
-    assert "1 GPU, " in found.said
-    assert "2 for the launcher" in found.said
-    assert "CUDA_VISIBLE_DEVICES" in found.remedy
+    finding = doctor.devices()
+    assert "1 GPU, " in finding.said
+    assert "launcher finds 2" in finding.said
+    assert "CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
 def test_doctor_proxies_are_named_without_their_values(monkeypatch):
@@ -74,30 +74,30 @@ def test_doctor_proxies_are_named_without_their_values(monkeypatch):
     assert "secret" not in doctor.proxies().said
 
 
-def test_well_machine_has_no_fault_and_nothing_is_left(monkeypatch, tmp_path, capsys):
+def test_doctor_on_healthy_machine_reports_no_fault_and_no_files(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor, "DISK", 1)
     monkeypatch.setattr(doctor, "SHARED", 1)
     monkeypatch.setattr(doctor, "MEMORY", 1)
     monkeypatch.setattr(doctor, "FILES", 1)
     assert main.main(["doctor", "--directory", str(tmp_path / "a" / "b")]) == 0
-    said = capsys.readouterr().out
-    assert "nothing is wrong" in said
-    assert "!!" not in said
+    output = capsys.readouterr().out
+    assert "no faults" in output
+    assert "!!" not in output
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("setting", "code"), [("algorithm=nothing-like-it", ""), ("rollout.reward=nothing_like_it:f", "exit code 2")]
 )
-def test_trial_of_a_command_that_is_refused_says_what_it_said(setting, code):
-    [found] = doctor.trial("gsm8k-grpo", [setting])
-    assert code in found.said
-    assert "like" in found.said
-    assert found.remedy
+def test_doctor_trial_of_invalid_command_shows_its_message(setting, code):
+    [finding] = doctor.trial("gsm8k-grpo", [setting])
+    assert code in finding.said
+    assert "like" in finding.said
+    assert finding.remedy
 
 
 @pytest.mark.nightly
-def test_trial_of_a_command_takes_a_step_and_compares_servers_with_trainers(tmp_path: Path):
+def test_doctor_trial_takes_a_step_and_reports_log_prob_gap(tmp_path: Path):
     model = prepare_from_scratch(["What is 1 + 2? #### 3"], 1, cache_dir=tmp_path)
     step, gap = doctor.trial("gsm8k-grpo", [f"model.path={model}", "recipe=embedded"])
     assert (step.remedy, gap.remedy) == ("", "")

@@ -1,4 +1,4 @@
-"""`rl generate` with a tiny model made on the spot: questions, conversations, and what is wrong in a sentence."""
+"""`rl generate` with a tiny random model: prompts, conversations and error messages."""
 
 import io
 import json
@@ -19,45 +19,45 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, hidden=32)
 
 
-def _greedy(model, ids, most):
-    """What transformers itself generates."""
+def _greedy(model, ids, limit):
+    """Return the greedy continuation that transformers generates."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_pretrained(model).generate(
-        torch.tensor([ids]), max_new_tokens=most, do_sample=False, eos_token_id=[2, 0], pad_token_id=0
+    output = AutoModelForCausalLM.from_pretrained(model).generate(
+        torch.tensor([ids]), max_new_tokens=limit, do_sample=False, eos_token_id=[2, 0], pad_token_id=0
     )
-    return made[0].tolist()
+    return output[0].tolist()
 
 
-def test_generate_two_greedy_turns_are_those_of_transformers_and_keep_sampled_ids(model):
+def test_generate_two_greedy_turns_match_transformers_token_by_token(model):
     renderer = ChatRenderer(make_tiny_tokenizer())
-    talk = ChatSession(model, GenerationConfig(temperature=0, max_new_tokens=12))
+    session = ChatSession(model, GenerationConfig(temperature=0, max_new_tokens=12))
     first, second = "2 + 3?", "and 4?"
 
-    said = "".join(talk.ask(first))
+    completion = "".join(session.ask(first))
     prompt = renderer.render([{"role": "user", "content": first}])
     expected = _greedy(model, prompt, 12)
-    assert talk.ids == expected
-    assert said == renderer.decode_completion(expected[len(prompt) :]).rstrip("\ufffd")
+    assert session.ids == expected
+    assert completion == renderer.decode_completion(expected[len(prompt) :]).rstrip("\ufffd")
 
-    list(talk.ask(second))
-    assert talk.ids == _greedy(model, renderer.append_turn(expected, [{"role": "user", "content": second}]), 12)
+    list(session.ask(second))
+    assert session.ids == _greedy(model, renderer.append_turn(expected, [{"role": "user", "content": second}]), 12)
 
 
-def test_generate_sampled_answers_come_again_with_their_seed_alone(model, capsys):
-    def answer(*more):
-        asked = ["generate", str(model), "--prompt", "hello", "--max-new-tokens", "16", "--device", "cpu"]
-        assert main([*asked, *more]) == 0
+def test_generate_sampled_completion_depends_on_seed(model, capsys):
+    def generate(*options):
+        command = ["generate", str(model), "--prompt", "hello", "--max-new-tokens", "16", "--device", "cpu"]
+        assert main([*command, *options]) == 0
         return capsys.readouterr().out
 
-    assert answer("--seed", "1") == answer("--seed", "1")
-    assert len({answer("--seed", str(seed)) for seed in range(3)}) == 3
-    assert answer("--temperature", "0") == answer("--temperature", "0")
-    assert answer("--top-p", "1e-6") == answer("--temperature", "0")
+    assert generate("--seed", "1") == generate("--seed", "1")
+    assert len({generate("--seed", str(seed)) for seed in range(3)}) == 3
+    assert generate("--temperature", "0") == generate("--temperature", "0")
+    assert generate("--top-p", "1e-6") == generate("--temperature", "0")
 
 
-def test_generate_a_conversation_of_a_run_reads_a_line_for_each_turn(model, tmp_path, capsys, monkeypatch):
+def test_generate_conversation_reads_one_line_per_turn(model, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     for step in (2, 10):
@@ -68,14 +68,14 @@ def test_generate_a_conversation_of_a_run_reads_a_line_for_each_turn(model, tmp_
     assert capsys.readouterr().out.count("\n") >= 2
 
 
-def test_generate_conversation_longer_than_the_context_is_refused(model):
-    talk = ChatSession(model, GenerationConfig(max_new_tokens=4))
-    with pytest.raises(DataError, match=r"the model's context 2048: no answer fits"):
-        list(talk.ask("a" * 2048))
+def test_generate_conversation_beyond_context_raises_data_error(model):
+    session = ChatSession(model, GenerationConfig(max_new_tokens=4))
+    with pytest.raises(DataError, match=r"no completion fits .* 2048"):
+        list(session.ask("a" * 2048))
 
 
 @pytest.mark.parametrize(
-    ("where", "more", "answer"),
+    ("directory", "options", "message"),
     [
         ("nowhere", (), "expected the directory of a run, a checkpoint or a Hugging Face model"),
         ("empty-run", (), "expected a run with a checkpoint, found none"),
@@ -86,7 +86,7 @@ def test_generate_conversation_longer_than_the_context_is_refused(model):
         ("tiny", ("--max-new-tokens", "0"), "generation.max_new_tokens: expected at least 1"),
     ],
 )
-def test_generate_what_cannot_be_is_said_in_a_sentence(model, where, more, answer, tmp_path, capsys):
+def test_generate_invalid_model_or_option_reports_one_line(model, directory, options, message, tmp_path, capsys):
     (tmp_path / "empty-run").mkdir()
     (tmp_path / "empty-run" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "half").mkdir()
@@ -98,6 +98,6 @@ def test_generate_what_cannot_be_is_said_in_a_sentence(model, where, more, answe
     (tmp_path / "scorer" / "config.json").write_text(json.dumps(scorer))
     (tmp_path / "mute" / "chat_template.jinja").unlink()
 
-    assert main(["generate", str(tmp_path / where), "--prompt", "hello", *more]) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert answer in sentence
+    assert main(["generate", str(tmp_path / directory), "--prompt", "hello", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -1,4 +1,4 @@
-"""`rl status`, `rl logs`, `rl stop`, `rl scale`: by the directory of a run alone."""
+"""`rl status`, `rl logs`, `rl stop` and `rl scale`, which need only the run directory."""
 
 import asyncio
 import io
@@ -42,7 +42,7 @@ with LocalScheduler(root / "logs") as scheduler, RunControl(names_of(root), beat
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A run that goes on until it is stopped."""
+    """Yield the directory of a run that continues until it is stopped."""
     with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)]) as process:
         wait_until(lambda: len(json.loads(_value(tmp_path, "workers") or "[]")) == 2, 60)
         wait_until(lambda: (json.loads(_value(tmp_path, "status"))["state"]) == "running", 60)
@@ -62,7 +62,7 @@ def _record(directory: Path, step: int, rest: str = "") -> None:
         file.write(json.dumps({"step": step, "version": step}) + "\n" + rest)
 
 
-def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_running_run_lists_workers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _record(run, 7)
     (run / "recover" / "step_6").mkdir(parents=True)
     (run / "recover" / "step_6" / "manifest.json").write_text('{"files": {}}')
@@ -76,38 +76,38 @@ def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: py
     assert "actor-0" in out
 
 
-def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_has_all_fields_but_no_key(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["status", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["state"] == "running"
-    assert [worker["name"] for worker in found["workers"]] == ["rollout-0", "actor-0"]
-    assert found["step"] == 0
-    assert "RL_RUN_KEY" not in json.dumps(found)
+    info = json.loads(capsys.readouterr().out)
+    assert info["state"] == "running"
+    assert [worker["name"] for worker in info["workers"]] == ["rollout-0", "actor-0"]
+    assert info["step"] == 0
+    assert "RL_RUN_KEY" not in json.dumps(info)
 
 
 @pytest.mark.nightly
-def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_killed_launcher_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(json.loads(_value(run, "status"))["pid"], signal.SIGKILL)
     wait_until(lambda: status.status_of(run)["state"] == "lost")
     assert main.main(["status", str(run)]) == 0
-    assert "gave no sign of life" in capsys.readouterr().out
+    assert "sent no heartbeat" in capsys.readouterr().out
     assert main.main(["stop", str(run)]) == 0
     assert "Nothing to stop" in capsys.readouterr().out
     assert main.main(["scale", str(run), "rollout=2"]) == 2
-    assert "expected a run that goes on" in capsys.readouterr().err
+    assert "expected an active run" in capsys.readouterr().err
 
 
-def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_ended_run_reports_its_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError), RunControl(names_of(tmp_path)):
-        raise ConfigError("planted\nand more")
+        raise ConfigError("first line\nsecond line")
     assert status.status_of(tmp_path)["state"] == "failed"
-    assert status.status_of(tmp_path)["error"] == "planted"
+    assert status.status_of(tmp_path)["error"] == "first line"
     (tmp_path / FINISHED).touch()
     main.main(["status", str(tmp_path)])
     assert capsys.readouterr().out == f"{tmp_path}: finished\n"
 
 
-def test_status_of_a_directory_without_a_run_is_refused_and_leaves_nothing(
+def test_tools_reject_directory_without_run_and_write_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("status", "logs", "stop"):
@@ -117,15 +117,15 @@ def test_status_of_a_directory_without_a_run_is_refused_and_leaves_nothing(
 
 
 SLURM = """#!/bin/sh
-echo "$(basename $0) $*" >> {directory}/asked
+echo "$(basename $0) $*" >> {directory}/calls
 echo "JobId=7 JobName=run JobState=$(cat {directory}/state) Restarts=0 ExitCode=0:0"
 """
-"""Slurm's commands, as far as a job is looked at and cancelled."""
+"""Fake Slurm commands that report the state of a job and record calls."""
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that was handed in, and whose job waits."""
+    """Return the directory of a run that was submitted and whose job is pending."""
     for name in ("scontrol", "scancel"):
         (tmp_path / name).write_text(SLURM.format(directory=tmp_path))
         (tmp_path / name).chmod(0o755)
@@ -137,7 +137,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_status_of_a_job_that_waits_says_why(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_pending_job_reports_reason(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["status", str(job)]) == 0
     assert capsys.readouterr().out == f"{job}: pending (job 7, Slurm's reason is Resources)\n"
     assert status.status_of(job)["state"] == "pending"
@@ -147,63 +147,64 @@ def test_status_of_a_job_that_waits_says_why(job: Path, capsys: pytest.CaptureFi
     assert status.status_of(job)["state"] == "unknown"
 
 
-def test_status_of_a_job_that_waits_again_is_not_what_its_last_launcher_said(job: Path) -> None:
+def test_status_of_requeued_job_ignores_last_launcher(job: Path) -> None:
     with RunControl(names_of(job)):
         pass
     assert status.status_of(job)["state"] == "pending"
 
 
 @pytest.mark.parametrize("state", ["PENDING Reason=Resources", "RUNNING Reason=None"])
-def test_stop_of_a_job_whose_launcher_hears_nothing_cancels_it(
+def test_stop_of_job_without_live_launcher_cancels_it(
     job: Path, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (job / "state").write_text(state)
     assert main.main(["stop", str(job)]) == 0
-    assert "cancelled; the job was " + state.partition(" ")[0].lower() in capsys.readouterr().out
-    assert "scancel 7\n" in (job / "asked").read_text()
+    assert "canceled; the job was " + state.partition(" ")[0].lower() in capsys.readouterr().out
+    assert "scancel 7\n" in (job / "calls").read_text()
 
 
-def test_stop_of_a_job_that_is_over_cancels_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_of_ended_job_cancels_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (job / "state").write_text("FAILED Reason=NonZeroExitCode")
     assert main.main(["stop", str(job)]) == 0
     assert "Nothing to stop: unknown" in capsys.readouterr().out
-    assert "scancel" not in (job / "asked").read_text()
+    assert "scancel" not in (job / "calls").read_text()
 
 
-def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_ends_run_and_reports_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["stop", str(run)]) == 0
     assert "stopped. No recovery checkpoint was saved" in capsys.readouterr().out
     assert status.status_of(run)["workers"] == []
 
 
-def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_after_timeout_reports_state_of_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pid = json.loads(_value(run, "status"))["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert main.main(["stop", str(run), "--timeout=0.01"]) in (0, 2)  # silent already, or not yet
-    said = capsys.readouterr()
-    assert "did not stop within --timeout=0.01 s" in said.err or "gave no sign of life" in said.out
+    assert main.main(["stop", str(run), "--timeout=0.01"]) in (
+        0,
+        2,
+    )  # depends on whether the heartbeat already timed out
+    output = capsys.readouterr()
+    assert "did not stop within --timeout=0.01 s" in output.err or "sent no heartbeat" in output.out
 
 
 @pytest.mark.slow
-def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_waits_until_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all ready" in capsys.readouterr().out
-    there = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # which the launcher writes down at its next look
-    wait_until(lambda: {worker["name"] for worker in status.status_of(run)["workers"]} == there, 30)
+    expected = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # written by the launcher at its next poll
+    wait_until(lambda: {worker["name"] for worker in status.status_of(run)["workers"]} == expected, 30)
     assert main.main(["scale", str(run), "rollout=1"]) == 0
     assert main.main(["scale", str(run), "actor=2"]) == 1
     assert "no server role 'actor'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["rollout", "=3", "rollout=many", "rollout=-1"])
-def test_scale_target_that_is_none_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_rejects_invalid_target(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["scale", "anywhere", target]) == 2
     assert "ROLE=COUNT" in capsys.readouterr().err
 
 
-def test_logs_shows_the_last_lines_of_those_that_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_prints_last_lines_of_selected_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
     (tmp_path / "logs").mkdir()
     for name in ("actor-0", "rollout-0", "rollout-1"):
@@ -214,14 +215,14 @@ def test_logs_shows_the_last_lines_of_those_that_are_asked_for(
     assert main.main(["logs", str(tmp_path), "actor-0"]) == 0
     assert capsys.readouterr().out == "first of actor-0\nlast of actor-0\n"
     assert main.main(["logs", str(tmp_path), "actor-1"]) == 2
-    assert "there are: actor-0, rollout-0, rollout-1" in capsys.readouterr().err
+    assert "available: actor-0, rollout-0, rollout-1" in capsys.readouterr().err
 
 
-def test_logs_follow_shows_what_is_written_until_the_run_is_over(tmp_path: Path) -> None:
+def test_logs_follow_prints_new_lines_until_run_ends(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "actor-0.log"
     log.write_text("before\n")
-    out = io.StringIO()  # capsys may lose what a thread prints while it is read
+    out = io.StringIO()  # capsys may lose output of a thread during a read
     with RunControl(names_of(tmp_path), beat=0.4), redirect_stdout(out):
         follower = threading.Thread(target=main.main, args=(["logs", str(tmp_path), "-f"],))
         follower.start()
@@ -235,17 +236,17 @@ def test_logs_follow_shows_what_is_written_until_the_run_is_over(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["status", "logs", "stop", "scale", "replay"])
-def test_help_names_each_tool_and_what_it_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_help_lists_each_tool(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main.main(["--help"])
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     assert f"    {name} " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main.main([name, "--help"])
     assert "run" in capsys.readouterr().out
 
 
-def test_command_in_a_terminal_without_utf8_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_message_in_terminal_without_utf8_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stderr", screen)
 
@@ -255,7 +256,7 @@ def test_command_in_a_terminal_without_utf8_says_what_is_wrong(monkeypatch: pyte
     assert "w?rd" in screen.read()
 
 
-def test_progress_of_a_run_whose_reader_is_gone_goes_on() -> None:
+def test_progress_with_closed_pipe_continues_run() -> None:
     program = """
 import pathlib
 from rl_monitor.progress import SFT_COLUMNS, RunProgress
@@ -271,7 +272,7 @@ raise SystemExit(7)
     assert (process.communicate()[1], process.returncode) == (b"", 7)
 
 
-def test_last_record_of_a_killed_trainer_is_the_last_whole_one(tmp_path: Path) -> None:
+def test_last_record_ignores_incomplete_line(tmp_path: Path) -> None:
     assert last_record(tmp_path) == {}
     _record(tmp_path, 4)
     _record(tmp_path, 5, rest='{"step": 6, "vers')
@@ -284,28 +285,28 @@ def _raised(error: Exception, cause: Exception | None = None) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "users"),
+    ("error", "expected"),
     [
         (ConfigError("a setting"), True),
-        (AgentError("their agent"), True),
-        (_raised(EngineError("on rank 1"), RewardError("their reward")), True),
+        (AgentError("a custom agent"), True),
+        (_raised(EngineError("on rank 1"), RewardError("a custom reward")), True),
         (EngineError("a rank was lost"), False),
         (_raised(EngineError("no servers"), InferenceError("all lost")), False),
         (RuntimeError("somewhere"), False),
     ],
 )
-def test_users_fault_is_what_would_come_again(error: Exception, users: bool) -> None:
-    assert is_user_error(error) is users
+def test_is_user_error_of_reproducible_errors_is_true(error: Exception, expected: bool) -> None:
+    assert is_user_error(error) is expected
 
 
-async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
-    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_is_user_error_of_server_lost_in_stream_is_false() -> None:
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(dies, "127.0.0.1", 0)
+    server = await asyncio.start_server(break_off, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as http:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         with pytest.raises(aiohttp.ClientError) as caught:
@@ -318,17 +319,17 @@ async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
     ] * 3
 
 
-def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:
+def test_is_user_error_of_exception_in_user_code_is_true() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        exec(compile("def their_reward():\n    return 1 / 0\ntheir_reward()", "/home/anybody/theirs.py", "exec"))
+        exec(compile("def custom_reward():\n    return 1 / 0\ncustom_reward()", "/home/user/custom.py", "exec"))
     assert is_user_error(caught.value)
 
 
-def test_version_prints_those_of_packages_torch_and_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_version_prints_packages_torch_and_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main.main(["--version"])
 
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     versions = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     assert versions["rl-apps"] == rl_apps.__version__
     assert {"rl-contracts", "python", "torch", "transformers"} <= versions.keys()

@@ -1,4 +1,4 @@
-"""Trackers in the settings of a command, and what is wrong with them said before anything starts."""
+"""Tracker settings of a command, and rejection of invalid ones before a run starts."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from rl_apps.cli.driver import main
 from rl_apps.programs.gsm8k_grpo import APP
 from rl_apps.settings.compose import to_yaml
 
-LACKING = """
+INCOMPLETE_TRACKER = """
 from rl_contracts.tracker import Tracker
 
 class Lacking(Tracker):
@@ -20,8 +20,8 @@ class Lacking(Tracker):
 
 
 @pytest.fixture
-def lacking(tmp_path, monkeypatch):
-    (tmp_path / "lacking.py").write_text(LACKING)
+def incomplete_tracker(tmp_path, monkeypatch):
+    (tmp_path / "lacking.py").write_text(INCOMPLETE_TRACKER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -30,7 +30,7 @@ def lacking(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("setting", "kind"),
     [
         ("trackers=tensorboard", "tensorboard"),
         ("trackers=[tensorboard,wandb]", "tensorboard+wandb"),
@@ -38,8 +38,8 @@ def lacking(tmp_path, monkeypatch):
         ("trackers.kind=wandb", "wandb"),
     ],
 )
-def test_trackers_may_be_named_by_themselves_and_as_a_list(said, kind, tmp_path):
-    config = APP.config([said, "trackers.project=mine"])
+def test_trackers_setting_accepts_name_and_list(setting, kind, tmp_path):
+    config = APP.config([setting, "trackers.project=mine"])
     assert (config.trackers.kind, config.trackers.project) == (kind, "mine")
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
@@ -47,7 +47,7 @@ def test_trackers_may_be_named_by_themselves_and_as_a_list(said, kind, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("setting", "message"),
     [
         ("trackers=tensorbord", "rl.trackers: unknown name 'tensorbord'; did you mean 'tensorboard'?"),
         ("trackers=lacking:Lacking", "library no_such_library, which is not installed; install the-package"),
@@ -55,14 +55,14 @@ def test_trackers_may_be_named_by_themselves_and_as_a_list(said, kind, tmp_path)
         ("report_to=wandb", "unknown setting 'report_to'. Did you mean 'trackers.kind'?"),
     ],
 )
-def test_trackers_that_cannot_be_are_refused_before_anything_starts(said, answer, lacking, tmp_path, capsys):
-    assert main("gsm8k-grpo", [said, f"run_dir={tmp_path / 'run'}"]) == 2
-    (sentence,) = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert answer in sentence
+def test_trackers_invalid_setting_is_rejected_before_start(setting, message, incomplete_tracker, tmp_path, capsys):
+    assert main("gsm8k-grpo", [setting, f"run_dir={tmp_path / 'run'}"]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert message in error
     assert not (tmp_path / "run").exists()
 
 
-def test_trackers_options_of_nobody_are_refused(tmp_path, capsys):
+def test_trackers_unknown_option_is_rejected(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     assert main("gsm8k-grpo", ["trackers=tensorboard", "trackers.options.mood=1", f"run_dir={tmp_path / 'run'}"]) == 2
     assert "trackers.options: expected options of trackers.kind=tensorboard (" in capsys.readouterr().err
@@ -94,8 +94,8 @@ if __name__ == "__main__":
 """
 
 
-def test_command_whose_tracker_hangs_ends_with_its_exit_code(tmp_path):
+def test_command_with_hanging_tracker_returns_its_exit_code(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
-    done = subprocess.run([sys.executable, "endless.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 3
-    assert "trackers.close_seconds=0 s" in done.stdout
+    process = subprocess.run([sys.executable, "endless.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 3
+    assert "trackers.close_seconds=0 s" in process.stdout

@@ -1,4 +1,4 @@
-"""What a command says while a run starts."""
+"""Messages of a command while a run starts."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from rl_contracts.scheduler import Worker, WorkerStatus
 from rl_monitor.progress import RunProgress
 
 
-def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monkeypatch):
+def test_waiting_display_reports_workers_until_first_record(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_apps.cli.driver.SAY_EVERY", 0.0)
     metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
     log = tmp_path / "r.log"
     workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]
     workers[1].status = WorkerStatus.RUNNING
-    log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: the life before\n")
+    log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: an earlier start\n")
 
     with RunProgress(metrics, 9, {}, console) as progress:
         waiting = WaitingDisplay(progress, metrics)
@@ -44,7 +44,7 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
     ]
 
 
-def test_server_that_ends_before_it_is_ready_is_not_called_ready(tmp_path):
+def test_waiting_display_does_not_report_failed_server_as_ready(tmp_path):
     console = Console(record=True, width=200)
     worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
     with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:

@@ -1,4 +1,4 @@
-"""What a run says of a step on the console."""
+"""Console output of the steps of a run."""
 
 import io
 import json
@@ -17,15 +17,15 @@ from rl_monitor.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_o
         ({"applied": 0.0, "minibatches/empty": 1.0}, "NOT APPLIED: 100% (no gradient)"),
     ],
 )
-def test_step_line_says_that_a_step_was_not_applied(record, expected):
+def test_step_line_reports_step_that_was_not_applied(record, expected):
     assert step_line({"step": 3} | record, GRPO_COLUMNS, 90).endswith(expected)
 
 
-def test_step_line_of_an_applied_step_says_nothing_of_it():
+def test_step_line_of_applied_step_has_no_note():
     assert "APPLIED" not in step_line({"step": 3, "reward/mean": 0.5, "applied": 1.0}, GRPO_COLUMNS, 90)
 
 
-def test_progress_of_a_run_that_goes_on_shows_its_new_steps_alone(tmp_path):
+def test_progress_of_resumed_run_shows_only_new_steps(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
     console = Console(record=True, width=80)
@@ -35,7 +35,7 @@ def test_progress_of_a_run_that_goes_on_shows_its_new_steps_alone(tmp_path):
     assert console.export_text().splitlines() == ["step 2/2"]
 
 
-def test_step_line_reward_is_told_where_it_is_no_accuracy():
+def test_step_line_shows_held_out_reward_without_accuracy():
     line = step_line({"step": 3, "eval/reward": 12.5}, GRPO_COLUMNS, 90)
     assert "held-out reward 12.500" in line
     assert "accuracy" not in line
@@ -61,22 +61,22 @@ def test_step_line_reward_is_told_where_it_is_no_accuracy():
         ),
     ],
 )
-def test_what_is_wrong_with_a_step_is_a_warning(record, warning):
-    (found,) = warnings_of(record).values()
-    assert found.startswith(warning)
+def test_warnings_of_faulty_step_name_the_fault(record, warning):
+    (message,) = warnings_of(record).values()
+    assert message.startswith(warning)
 
 
-def test_healthy_step_has_no_warning():
+def test_warnings_of_healthy_step_are_empty():
     healthy = {"truncated/fraction": 0.1, "groups/zero_variance": 7, "groups/trained": 8, "groups/failed": 0}
     assert warnings_of(healthy | {"applied": 1.0}) == {}
 
 
-def test_warning_that_goes_on_is_repeated_ever_more_rarely(tmp_path):
-    metrics, shown = tmp_path / "metrics.jsonl", io.StringIO()
-    progress = RunProgress(metrics, 9, GRPO_COLUMNS, Console(file=shown))
+def test_repeated_warning_is_printed_at_growing_intervals(tmp_path):
+    metrics, output = tmp_path / "metrics.jsonl", io.StringIO()
+    progress = RunProgress(metrics, 9, GRPO_COLUMNS, Console(file=output))
     metrics.write_text("".join(json.dumps({"step": step, "groups/failed": 1}) + "\n" for step in range(9)))
 
     progress.tick()
 
-    warnings = [line for line in shown.getvalue().splitlines() if line.startswith("warning: 1 group(s) failed")]
+    warnings = [line for line in output.getvalue().splitlines() if line.startswith("warning: 1 group(s) failed")]
     assert [line.partition("(also in ")[2][:1] for line in warnings] == ["", "1", "3", "7"]

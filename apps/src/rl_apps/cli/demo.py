@@ -90,7 +90,7 @@ DEMOS = {
         "dead producer",
     ),
     "nan-loss": Demo(
-        "the loss is NaN from now on",
+        "the loss becomes NaN",
         "not finite in 3 consecutive steps",
         ["algorithm.loss.kind=rl_apps.cli.demo_faults:nan_loss", "actor.optimizer.max_skipped_steps=2"],
         "nan loss",

@@ -1,1 +1,1 @@
-"""The commands, a page each."""
+"""Programs of the commands, one per file."""

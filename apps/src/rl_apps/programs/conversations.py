@@ -1,6 +1,6 @@
-"""`multi-turn-math`: an answer, feedback, a better answer. `math-agent`: an agent with a calculator learns to use it.
+"""`multi-turn-math`: solve a problem, get feedback, try again. `math-agent`: train an agent to use a calculator.
 
-Both are `gsm8k-grpo` with another workflow, and an embedded model that knows turns and tool calls.
+Both are `gsm8k-grpo` with another workflow and an embedded model that is warmed up on turns or tool calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`rl grpo`: reinforcement learning from verifiable rewards, asynchronously.
+"""`rl grpo`: asynchronous reinforcement learning from verifiable rewards.
 
-`gsm8k-grpo` and others are presets of it: files in `conf/` that say what has no sensible default here (`required`).
+`gsm8k-grpo` and other commands are presets of it. Their files in `conf/` set the values that have no default here
+(`required`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["check", "train"]
 
 
 def check(run: Run[GRPOConfig]) -> list[str]:
-    """Everything of this command that can be known before a process starts."""
+    """Check settings, algorithm, data and batch sizes before any process starts; return the lines to print."""
     config = run.config
     check_rollout(run)
     models = check_algorithm(run)
@@ -35,37 +36,41 @@ def check(run: Run[GRPOConfig]) -> list[str]:
 
 
 def train(run: Run[GRPOConfig]) -> None:
-    """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
+    """Run one trainer process, from the prompts of the data set to the updated weights."""
     from rl_datasets import PromptLoader
 
     config = run.config
-    with Components(run) as parts:
-        rows = parts.rows("train", "rl")
-        engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
+    with Components(run) as components:
+        examples = components.rows("train", "rl")
+        engine = components.engine()  # policy model, with the parallel layout of the trainer
         ranks = engine.parallel
         prompts = PromptLoader(
-            rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
+            examples,
+            seed=config.seed,
+            epochs=config.total_epochs or None,
+            num_shards=ranks.dp_size,
+            shard=ranks.dp_rank,
         )
         epochs = partial(getattr, prompts, "epoch")
-        client = parts.client(engine)
-        reward = parts.reward()
-        workflow = parts.workflow(reward)
-        rollout = parts.runtime(client, workflow, engine, prompts)
-        actor = parts.actor(engine)
-        publisher = parts.publisher(engine, client)
-        sharing = parts.memory_sharing(engine, client)
-        gap = parts.gate(engine, client, sharing)
-        evaluations = [parts.completion_evaluation(engine, rollout)] if config.evaluation.rows else []
-        told = {
+        client = components.client(engine)
+        reward = components.reward()
+        workflow = components.workflow(reward)
+        rollout = components.runtime(client, workflow, engine, prompts)
+        actor = components.actor(engine)
+        publisher = components.publisher(engine, client)
+        sharing = components.memory_sharing(engine, client)
+        gap = components.gate(engine, client, sharing)
+        evaluations = [components.completion_evaluation(engine, rollout)] if config.evaluation.rows else []
+        sources = {
             "counters": rollout.stats,
             "outcomes": rollout.outcomes,
-            "write_learned": parts.writer(engine).write_learned,
+            "write_learned": components.writer(engine).write_learned,
         }
-        books = parts.run_log(engine, evaluations, epochs=epochs, **told)
+        run_log = components.run_log(engine, evaluations, epochs=epochs, **sources)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
+        recover = components.recover(engines, {"rollout": rollout, "books": run_log}, epochs)
         rl_trainers.train(
-            rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
+            rollout, actor, run_log, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
         )
 
 

@@ -1,4 +1,4 @@
-"""`gsm8k-grpo`: `rl grpo` of word problems with verifiable answers."""
+"""`gsm8k-grpo`: `rl grpo` on math word problems with verifiable answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gsm8k-sft`: `rl sft` of worked answers."""
+"""`gsm8k-sft`: `rl sft` on worked solutions of math word problems."""
 
 from __future__ import annotations
 

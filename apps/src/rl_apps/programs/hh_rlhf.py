@@ -1,4 +1,4 @@
-"""`hh-rlhf-rm` and `hh-rlhf-dpo`: pairs in, a model that tells chosen from rejected out."""
+"""`hh-rlhf-rm` and `hh-rlhf-dpo`: train a reward model or a policy on preference pairs."""
 
 from __future__ import annotations
 
@@ -27,57 +27,61 @@ if TYPE_CHECKING:
 
 @dataclass
 class DPOConfig(RunConfig):
-    """A policy that learns from preference pairs."""
+    """Settings of a policy that learns from preference pairs."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """The loss and its constants."""
+    """Preference loss and its constants."""
 
 
 def check(run: Run[Any]) -> list[str]:
-    """Everything of `hh-rlhf-dpo` that can be known before a process starts."""
+    """Check the settings and the preference pairs before any process starts; return the lines to print."""
     return check_rows(run, "pairs")
 
 
 def check_reward_model(run: Run[RunConfig]) -> list[str]:
-    """The same of `hh-rlhf-rm`, and that the engine can train a model with one output."""
+    """Do the checks of `check`, and check that the engine can train a model with a score head."""
     run.config.actor.engine.check(run.layout.actor.strategy, replace(score_spec(run), device=run.device))
     return check(run)
 
 
 def score_spec(run: Run[RunConfig]) -> FinetuneSpec:
-    """What is trained: a model that gives a row one number."""
+    """Return the run's spec with a score head, which outputs one number per sequence."""
     return replace(run.config.finetune_spec(), head="score")
 
 
 def train_reward_model(run: Run[RunConfig]) -> None:
-    """The work of one trainer process: a reward model (Bradley-Terry)."""
-    with Components(run) as parts:
-        rows = parts.rows("train", "pairs")
-        engine = parts.engine(spec=score_spec(run))
-        learn_pairs(parts, rows, engine, rl_trainers.reward_model_loss)
+    """Run one trainer process that trains a reward model (Bradley-Terry)."""
+    with Components(run) as components:
+        pairs = components.rows("train", "pairs")
+        engine = components.engine(spec=score_spec(run))
+        learn_pairs(components, pairs, engine, rl_trainers.reward_model_loss)
 
 
 def train_policy(run: Run[DPOConfig]) -> None:
-    """The work of one trainer process: a policy, beside a frozen copy of itself (DPO or IPO)."""
-    with Components(run) as parts:
-        rows = parts.rows("train", "pairs")
-        engine = parts.engine()
-        reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
-        learn_pairs(parts, rows, engine, rl_trainers.PolicyPreferenceLoss(run.config.preference), reference)
+    """Run one trainer process that trains a policy against a frozen copy of its initial weights (DPO or IPO)."""
+    with Components(run) as components:
+        pairs = components.rows("train", "pairs")
+        engine = components.engine()
+        reference = components.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
+        learn_pairs(components, pairs, engine, rl_trainers.PolicyPreferenceLoss(run.config.preference), reference)
 
 
 def learn_pairs(
     parts: Components, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
 ) -> None:
-    """The steps: from the data set's pairs to the updated weights."""
+    """Run the training steps on preference pairs.
+
+    Args:
+        reference: engine of the frozen reference policy; None for a reward model.
+    """
     from rl_trainers.learners.preference import count_pairs, preference_sequences
     from rl_trainers.learners.supervised import shard_sequences
 
     renderer = parts.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-        cuts = parts.config.data.overlong == "truncate"
-        return shard_sequences(preference_sequences(rows, renderer, parts.max_length, cuts), engine.parallel)
+        truncate = parts.config.data.overlong == "truncate"
+        return shard_sequences(preference_sequences(rows, renderer, parts.max_length, truncate), engine.parallel)
 
     learn_rows(parts, rows, "pairs", rl_trainers.LossLearner(engine, loss, count_pairs, reference), batch_of)
 

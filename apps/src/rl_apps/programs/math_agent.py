@@ -1,8 +1,8 @@
-"""An agent that solves word problems with a calculator: a loop around OpenAI's client, the same by a framework, and as
-a program in an environment of its own.
+"""Agents that solve word problems with a calculator.
 
-None knows that it is trained. `tool` is what the first two may call; another function of the same name and argument may
-take its place.
+`MathAgent` is a loop around OpenAI's client, `FrameworkAgent` uses the OpenAI Agents SDK, and `ProgramAgent` runs a
+program in its own Python environment. No agent contains training code. A subclass of the first two may replace `tool`
+by another function with the same name and argument.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from rl_workflows import AgentCommand
 from rl_workflows.agents.calculator import calculator
 
 TURNS = 4
-"""Answers of an episode at most."""
+"""Maximum number of completions per episode."""
 
 
 class MathAgent(AgentWorkflow):
-    """By OpenAI's client alone.
+    """Agent that uses OpenAI's client only.
 
     Args:
-        reward: of the run; scores the last answer.
+        reward: the run's reward, which scores the last completion.
+
+    Raises:
+        ConfigError: `openai` or `transformers` is not installed.
     """
 
     tool: ClassVar[staticmethod[[str], str]] = staticmethod(calculator)
@@ -38,8 +41,8 @@ class MathAgent(AgentWorkflow):
             from transformers.utils import get_json_schema
         except ImportError as error:
             raise ConfigError(
-                f"rollout.workflow: this agent needs OpenAI's client ({error}): install rl-apps[agents], or in the "
-                "repository uv run --package rl-apps --extra agents math-agent."
+                f"rollout.workflow: this agent needs OpenAI's client ({error}). Install rl-apps[agents], or run "
+                "`uv run --package rl-apps --extra agents math-agent` in the repository."
             ) from error
         self._reward, self._openai = reward, openai
         self._tools = [get_json_schema(self.tool)]
@@ -48,25 +51,25 @@ class MathAgent(AgentWorkflow):
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
     ) -> float | dict[str, float]:
         client = self._openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        said, calls = await self._solve(client, list(data["messages"]))
-        return {"reward": await self._reward("", said, [], [], answer=data["answer"]), "calls": calls}
+        completion, calls = await self._solve(client, list(data["messages"]))
+        return {"reward": await self._reward("", completion, [], [], answer=data["answer"]), "calls": calls}
 
     async def _solve(self, client: Any, messages: list[Any]) -> tuple[str, int]:
-        """The last answer, and how often the tool was called."""
+        """Return the text of the last completion and the number of tool calls."""
         calls = 0
         for _ in range(TURNS):
-            made = await client.chat.completions.create(model="policy", messages=messages, tools=self._tools)
-            answer = made.choices[0].message
-            if not answer.tool_calls:
+            response = await client.chat.completions.create(model="policy", messages=messages, tools=self._tools)
+            message = response.choices[0].message
+            if not message.tool_calls:
                 break
-            messages.append(answer)
-            for call in answer.tool_calls:
+            messages.append(message)
+            for call in message.tool_calls:
                 calls += 1
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": self._use(call.function)})
-        return answer.content or "", calls
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": self._call_tool(call.function)})
+        return message.content or "", calls
 
-    def _use(self, function: Any) -> str:
-        """What the model is told of a call."""
+    def _call_tool(self, function: Any) -> str:
+        """Return the result of a tool call, or its error, as the text of a tool message."""
         try:
             return self.tool(json.loads(function.arguments)["expression"])
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -74,14 +77,16 @@ class MathAgent(AgentWorkflow):
 
 
 class FrameworkAgent(MathAgent):
-    """By OpenAI's Agents SDK (`openai-agents`)."""
+    """Agent that uses OpenAI's Agents SDK (`openai-agents`)."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         super().__init__(reward)
         try:
             import agents
         except ImportError as error:
-            raise ConfigError(f"rollout.workflow: {error}: install rl-apps[agents] (uv run --extra agents).") from error
+            raise ConfigError(
+                f"rollout.workflow: {error}. Install rl-apps[agents], or use `uv run --extra agents`."
+            ) from error
         self._agents = agents
         self._function = agents.function_tool(self.tool)
 
@@ -99,8 +104,11 @@ class FrameworkAgent(MathAgent):
 
 
 class ProgramAgent(AgentCommand):
-    """By `math_agent_program.py`, whose processes take one episode after the other. `MATH_AGENT_PYTHON` names the
-    Python of its environment, which needs `openai` alone; without it, this one's."""
+    """Agent that runs `math_agent_program.py` in long-lived processes, one episode after the other.
+
+    `MATH_AGENT_PYTHON` is the path of the Python interpreter; the default is the current one. Its environment needs
+    only `openai`.
+    """
 
     command = (
         os.environ.get("MATH_AGENT_PYTHON", sys.executable),
@@ -110,6 +118,6 @@ class ProgramAgent(AgentCommand):
 
 
 class OneEpisodeAgent(ProgramAgent):
-    """The same with a process for each episode."""
+    """The same agent with one process per episode."""
 
     long_lived = False

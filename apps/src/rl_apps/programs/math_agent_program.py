@@ -1,8 +1,8 @@
-"""The agent of `math-agent` as a program of its own: it imports OpenAI's client and nothing of this project, and can
-run in an environment that has no more than that.
+"""Program with the agent of `math-agent`. It imports only OpenAI's client, so its environment needs only `openai`.
 
-A line of stdin is an episode: `data`, `base_url` and `api_key`. A line of stdout is its result: the last answer, which
-the run's reward scores, and how often the calculator was called. It goes on until its stdin ends.
+Each line of stdin is one episode, a JSON object with `data`, `base_url` and `api_key`. Each line of stdout is its
+result: the last completion, which the run's reward scores, and the number of calculator calls. The program ends when
+its stdin is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ CALCULATOR: Any = {
 
 
 def value(node: ast.AST) -> Any:
-    """Of numbers with + - * / between them."""
+    """Return the value of an expression of numbers and + - * /.
+
+    Raises:
+        ValueError: the expression contains anything else.
+    """
     match node:
         case ast.Constant(value=int() | float() as number):
             return number
@@ -47,7 +51,7 @@ def value(node: ast.AST) -> Any:
 
 
 def calculator(arguments: str) -> str:
-    """What the model is told of a call."""
+    """Return the value of the expression, or an error, as the text of a tool message."""
     try:
         return f"{value(ast.parse(json.loads(arguments)['expression'], mode='eval').body):.12g}"
     except (KeyError, TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
@@ -55,20 +59,20 @@ def calculator(arguments: str) -> str:
 
 
 def solve(client: openai.OpenAI, messages: list[Any]) -> dict[str, Any]:
-    """An episode."""
+    """Run one episode; return its last completion and the number of calculator calls."""
     calls = 0
     for _ in range(TURNS):
-        answer = (
+        message = (
             client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR]).choices[0].message
         )
-        if not answer.tool_calls:
+        if not message.tool_calls:
             break
-        messages.append(answer)
-        for call in answer.tool_calls:
+        messages.append(message)
+        for call in message.tool_calls:
             calls += 1
-            told = calculator(call.function.arguments) if call.type == "function" else "error: no such tool"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-    return {"answer": answer.content or "", "calls": calls}
+            result = calculator(call.function.arguments) if call.type == "function" else "error: no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return {"answer": message.content or "", "calls": calls}
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from rl_contracts.runtime.json_lines import to_json
 
 
 def train(run: Run[GRPOConfig]) -> None:
-    """Take the step, and write its statistics beside the batch."""
+    """Take one training step and write its metrics to `result.json` next to the batch."""
     from rl_trainers import replay_batch
 
     (batch,) = run.directory.glob("*.safetensors")
-    named = re.search(r"version_(\d+)", batch.name)
-    with Components(run) as parts:
-        engine = parts.engine()
-        stats = replay_batch(parts.actor(engine), batch, int(named[1]) if named else None)
+    match = re.search(r"version_(\d+)", batch.name)
+    with Components(run) as components:
+        engine = components.engine()
+        metrics = replay_batch(components.actor(engine), batch, int(match[1]) if match else None)
         if engine.parallel.is_main:
-            (run.directory / "result.json").write_text(to_json(stats))
+            (run.directory / "result.json").write_text(to_json(metrics))
 
 
 APP = App("rl replay", __doc__, GRPOConfig, train, check=lambda run: [], servers="refused")

@@ -1,4 +1,4 @@
-"""`rl sft`: supervised learning from conversations. `gsm8k-sft` is a preset of it, a file in `conf/`."""
+"""`rl sft`: supervised learning from conversations. `gsm8k-sft` is a preset of it: a file in `conf/`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ __all__ = ["check", "train"]
 
 
 def check(run: Run[SFTConfig]) -> list[str]:
-    """Everything of this command that can be known before a process starts."""
+    """Check the settings and the conversations before any process starts; return the lines to print."""
     return check_rows(run, "sft")
 
 
 def train(run: Run[SFTConfig]) -> None:
-    """The work of one trainer process: from the data set's conversations to the updated weights."""
+    """Run one trainer process, from the conversations of the data set to the updated weights."""
     from rl_trainers.learners.supervised import shard_sequences, supervised_sequences
 
-    with Components(run) as parts:
-        rows = parts.rows("train", "sft")
-        engine, renderer = parts.engine(), parts.renderer()
+    with Components(run) as components:
+        rows = components.rows("train", "sft")
+        engine, renderer = components.engine(), components.renderer()
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-            cuts = run.config.data.overlong == "truncate"
-            return shard_sequences(supervised_sequences(rows, renderer, parts.max_length, cuts), engine.parallel)
+            truncate = run.config.data.overlong == "truncate"
+            return shard_sequences(
+                supervised_sequences(rows, renderer, components.max_length, truncate), engine.parallel
+            )
 
         evaluations: list[Evaluation] = []
         publisher = gap = None
         if run.servers:
-            client = parts.client(engine)
-            rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
-            publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
-            evaluations.append(parts.completion_evaluation(engine, rollout))
+            client = components.client(engine)
+            rollout = components.runtime(client, components.workflow(components.reward()), engine)
+            publisher, gap = components.publisher(engine, client), components.gate(engine, client)
+            evaluations.append(components.completion_evaluation(engine, rollout))
         learner = rl_trainers.LossLearner(engine)
-        learn_rows(parts, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
+        learn_rows(components, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
 
 
 def learn_rows(
@@ -62,14 +64,14 @@ def learn_rows(
     evaluations: Sequence[Evaluation] = (),
     **served: Any,
 ) -> None:
-    """The steps, from the rows of a data set to the updated weights, with the loss on held-out rows.
+    """Run the training steps on the examples of a data set, and evaluate the loss on held-out examples.
 
     Args:
-        rows: of the training data.
-        form: of the rows, see `load_rows`.
-        batch_of: this rank's share of rows, as a batch.
-        evaluations: further ones.
-        served: publisher and gate, see `rl_trainers.train`.
+        rows: training examples.
+        form: form of the examples; see `load_rows`.
+        batch_of: builds this rank's shard of a batch from examples.
+        evaluations: further evaluations.
+        served: publisher and log-prob gap gate, passed to `rl_trainers.train`.
     """
     from rl_datasets import BatchLoader
 
@@ -79,9 +81,9 @@ def learn_rows(
     held_out = parts.rows("test", form, config.evaluation.rows)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
     epochs = partial(getattr, batches, "epoch")
-    books = parts.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
-    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)
-    rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
+    run_log = parts.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
+    recover = parts.recover({"actor": engine}, {"source": source, "books": run_log}, epochs)
+    rl_trainers.train(source, learner, run_log, config.total_steps, recover=recover, **served)
 
 
 APP = App(

@@ -65,7 +65,7 @@ def test_trained_tokenizer_any_text_comes_back_unchanged(text: str) -> None:
 
 
 def test_trained_tokenizer_no_texts_is_refused() -> None:
-    with pytest.raises(DataError, match="expected texts"):
+    with pytest.raises(DataError, match="found none"):
         trained_tokenizer(["", ""], 512, 256)
 
 

@@ -1,7 +1,7 @@
-"""Tiny models made on the spot and cached, so that every program runs with no hub and no accelerator.
+"""Tiny models that are built and cached locally, so that every program runs without a hub or an accelerator.
 
-`prepare.prepare_embedded` makes the model of the generated word problems. Its short supervised warm-up teaches the form
-of the answers, the arithmetic and the meaning of a few verbs, and deliberately not the meaning of the others (see
-`warmup`): that is left for the reward. `prepare.prepare_from_scratch` makes a random model with a tokenizer trained on
-given texts.
+`prepare.prepare_embedded` builds the model for the generated word problems. Its short supervised warm-up teaches the
+answer format, the arithmetic and the meaning of a few verbs. It deliberately does not teach the other verbs (see
+`warmup`), so that reinforcement learning has something to learn. `prepare.prepare_from_scratch` builds a random model
+with a tokenizer trained on given texts.
 """

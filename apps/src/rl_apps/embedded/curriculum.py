@@ -1,11 +1,11 @@
-"""What the warm-up shows: worked answers, conversations with feedback, or calls of a calculator.
+"""Lessons of the warm-up: worked answers, conversations with feedback, or calls of a calculator.
 
-Each leaves decisions to chance, so that there is something left for the reward:
+Each kind of lesson draws some decisions at random and leaves them for reinforcement learning:
 
-- `answers`: which operation an untaught verb means (`rl_apps.embedded.warmup`).
-- `turns`: the same, in the first answer and again in the one after the feedback, as if there had been none.
-- `tools`: the same, in the expression that is calculated; and whether the calculator is asked at all, half of the time:
-  else the answer is a guess. No arithmetic is taught.
+- `answers`: the operation of an untaught verb (`rl_apps.embedded.warmup`).
+- `turns`: the same, drawn for the first answer and again for the second one. The second draw ignores the feedback.
+- `tools`: the same, in the expression that is calculated. Half of the lessons call the calculator; the others guess
+  the answer. No arithmetic is taught.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from rl_datasets.word_problems import Problem
 from rl_workflows.workflows.multi_turn import FEEDBACK
 
 Lesson = Sequence[str]
-"""The chat template's text of a conversation, written out, since rendering 64 of them a step would cost more than the
-training: what is given and what is to be learned in turn, given first."""
+"""Text of a conversation in the format of the chat template, split into alternating context and target, context first.
+
+The text is written directly, because rendering 64 conversations per step would cost more than the training."""
 
 MakeLesson = Callable[[Problem, Mapping[str, float], random.Random], Lesson]
-"""`(problem, chances of adding by verb, draw) -> lesson`."""
+"""Function `(problem, probability of adding per verb, random generator) -> lesson`."""
 
 TOOL = "calculator"
-"""Name of the tool that lessons call, with one argument, `expression`."""
+"""Name of the tool in the lessons. It has one argument, `expression`."""
 CALLS = 0.5
-"""Share of the lessons with a tool that call it."""
+"""Fraction of the `tools` lessons that call the tool."""
 _LARGEST_GUESS = 20
 
 
 def drawn_operations(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> list[str]:
-    """An operation for each step, drawn with the given chances of adding."""
+    """Draw `+` or `-` for each step of a problem, with the given probabilities of adding."""
     return ["+" if rng.random() < chances[step.verb] else "-" for step in problem.steps]
 
 
 def lesson_answer(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> str:
-    """A worked answer whose operations are drawn; its arithmetic is right."""
+    """Return a worked answer with drawn operations and correct arithmetic."""
     return problem.worked_answer(drawn_operations(problem, chances, rng))
 
 
 def single_turn_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
-    """A question and its answer."""
+    """Return a lesson with a question and its answer."""
     return (f"<|user|>{problem.question}<|assistant|>", f"{lesson_answer(problem, chances, rng)}{END}")
 
 
 def turns_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
-    """A question and its answer; after one that is not right, feedback and another."""
+    """Return a lesson with a question and its answer. A wrong answer is followed by feedback and a second answer."""
     lesson = single_turn_lesson(problem, chances, rng)
     if lesson[1] == problem.worked_answer() + END:
         return lesson
@@ -56,23 +57,23 @@ def turns_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Ran
 
 
 def tools_lesson(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> Lesson:
-    """A question that is answered with what the calculator says, or by a guess."""
-    asked = f"<|system|>{TOOL}<|user|>{problem.question}<|assistant|>"
+    """Return a lesson whose question is answered with the result of the calculator, or by a guess."""
+    prompt = f"<|system|>{TOOL}<|user|>{problem.question}<|assistant|>"
     if rng.random() >= CALLS:
-        return asked, f"#### {rng.randrange(_LARGEST_GUESS)}{END}"
+        return prompt, f"#### {rng.randrange(_LARGEST_GUESS)}{END}"
     operations = drawn_operations(problem, chances, rng)
     amounts = [str(step.amount) for step in problem.steps]
     expression = "".join([str(problem.start), *chain.from_iterable(zip(operations, amounts, strict=True))])
     value = problem.worked_answer(operations).rpartition(" ")[2]
-    return asked, f"{_call(expression)}{END}", f"<|tool|>{value}<|assistant|>", f"#### {value}{END}"
+    return prompt, f"{_call(expression)}{END}", f"<|tool|>{value}<|assistant|>", f"#### {value}{END}"
 
 
 LESSONS: dict[str, MakeLesson] = {"answers": single_turn_lesson, "turns": turns_lesson, "tools": tools_lesson}
-"""By name."""
+"""Lesson functions by name."""
 
 
 def words_of(name: str) -> list[str]:
-    """Texts with the words of lessons that are not in worked answers."""
+    """Return texts with the words of a kind of lesson that do not occur in worked answers."""
     return {"answers": [], "turns": [FEEDBACK], "tools": [TOOL, _call("1+1-1"), "#### 1"]}[name]
 
 

@@ -1,4 +1,7 @@
-"""From a seed to a cached model directory in Hugging Face format; its key is the hash of all that it was made from."""
+"""Build a model from a seed and cache its directory in Hugging Face format.
+
+The cache key is a hash of the arguments and of the source files that build the model.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +37,26 @@ class ModelShape:
     layers: int = 2
     """Number of decoder layers."""
     heads: int = 2
-    """Attention heads; keys and values have as many."""
+    """Number of attention heads, and of key and value heads."""
     head_dim: int = 32
-    """Width of a head. vLLM has no kernels for less on a CPU."""
+    """Width of an attention head. vLLM has no CPU kernels for less than 32."""
     intermediate_size: int = 256
-    """Width of the feed-forward layers; of each expert, where there are any."""
+    """Width of a feed-forward layer, or of each expert."""
     experts: int = 0
-    """Experts in each layer, two of which take a token; 0: none, but feed-forward layers."""
+    """Number of experts per layer, two of which process each token. 0 means dense feed-forward layers."""
     max_length: int = 256
-    """Longest row of prompt and answer, in tokens."""
+    """Maximum number of tokens of prompt and completion together."""
 
     def with_experts(self, experts: int) -> ModelShape:
-        """The same with so many experts, of which two together have the width of a feed-forward layer; 0: as it is."""
+        """Return the shape with `experts` experts of half the feed-forward width, or the same shape for 0."""
         if experts == 0:
             return self
         return replace(self, experts=experts, intermediate_size=self.intermediate_size // 2)
 
     def fields(self) -> dict[str, Any]:
-        """Those of a `config.json` that the sizes decide."""
+        """Return the fields of `config.json` that depend on the sizes."""
         experts = {"num_experts": self.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        mixture = experts | {"moe_intermediate_size": self.intermediate_size} if self.experts else {}
+        moe_fields = experts | {"moe_intermediate_size": self.intermediate_size} if self.experts else {}
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -63,12 +66,14 @@ class ModelShape:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_length,
             "tie_word_embeddings": True,
-            **mixture,
+            **moe_fields,
         }
 
     def sketch(self, directory: Path) -> Path:
-        """Make a directory with the `config.json` of a model that is not there yet, by which layouts are checked; its
-        vocabulary, which engines fill up where it does not divide, is any."""
+        """Create a directory with only a `config.json`, for checks of the layout before the model is built.
+
+        Its vocabulary size is arbitrary: engines pad the vocabulary to a divisible size.
+        """
         directory.mkdir()
         kind = "qwen3_moe" if self.experts else "qwen3"
         (directory / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 2048, **self.fields()}))
@@ -77,24 +82,24 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class EmbeddedRecipe:
-    """The model of the generated word problems."""
+    """Recipe of the model for the generated word problems."""
 
     levels: tuple[int, ...] = (2,)
-    """Levels of the problems in its lessons."""
+    """Levels of the problems in the lessons."""
     lessons: str = "answers"
-    """What it is taught, one of `rl_apps.embedded.curriculum.LESSONS`; its tokenizer has their words."""
+    """Kind of lesson, one of `rl_apps.embedded.curriculum.LESSONS`. The tokenizer includes its words."""
     shape: ModelShape = ModelShape()
     """Sizes of the model."""
     warm_up: WarmUp | None = field(default_factory=WarmUp)
-    """Its supervised training; none leaves it random."""
+    """Settings of the supervised warm-up, or None for random weights."""
 
 
 @dataclass(frozen=True)
 class ScratchRecipe:
-    """A random model for given texts."""
+    """Recipe of a random model for given texts."""
 
     vocab_size: int = 2048
-    """Tokens of the byte-level BPE tokenizer at most."""
+    """Maximum vocabulary size of the byte-level BPE tokenizer."""
     shape: ModelShape = ModelShape(
         hidden_size=128, layers=2, heads=4, head_dim=32, intermediate_size=384, max_length=1024
     )
@@ -108,24 +113,25 @@ def prepare_embedded(
     cache_dir: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """The model of the generated word problems: made and warmed up, or found in the cache.
+    """Return the directory of the model for the generated word problems.
 
-    Its lessons are about problems of the training split of `WordProblems` with the same seed, so that the held-out
-    problems stay unseen.
+    The model is built and warmed up if it is not cached.
+    The lessons use problems of the training split of `WordProblems` with the same seed, so the held-out problems stay
+    unseen.
 
     Args:
-        seed: makes the problems, the opinions and the weights.
-        recipe: levels, sizes and warm-up; by default those of the demonstration.
-        progress: told of every warm-up step; not called where the model is found.
-        cache_dir: by default that of `default_cache_dir`.
-        say: told what is done; not called where the model is found.
+        seed: seed of the problems, the opinions about untaught verbs, and the weights.
+        recipe: levels, sizes and warm-up; the default is the recipe of the demonstration.
+        progress: called after each warm-up step; not called for a cached model.
+        cache_dir: cache directory; the default is `default_cache_dir()`.
+        say: called with a progress message; not called for a cached model.
 
     Returns:
-        A directory that `AutoModelForCausalLM` and `AutoTokenizer` load.
+        A directory that `AutoModelForCausalLM` and `AutoTokenizer` can load.
 
     Raises:
-        ConfigError: a level that does not exist.
-        ModelError: the cache cannot be written.
+        ConfigError: a level does not exist.
+        ModelError: the cache directory is not writable.
     """
     chosen = recipe or EmbeddedRecipe()
     words = words_of(chosen.lessons)
@@ -136,8 +142,8 @@ def prepare_embedded(
         tokenizer = word_problem_tokenizer(chosen.shape.max_length, words)
         model = random_model(chosen.shape, tokenizer, seed)
         if chosen.warm_up is not None:
-            known = WordProblems(seed=seed, levels=chosen.levels, size=chosen.warm_up.problems).problems
-            warm_up(model, tokenizer, known, LESSONS[chosen.lessons], chosen.warm_up, seed, progress)
+            problems = WordProblems(seed=seed, levels=chosen.levels, size=chosen.warm_up.problems).problems
+            warm_up(model, tokenizer, problems, LESSONS[chosen.lessons], chosen.warm_up, seed, progress)
         save(model, tokenizer, directory)
 
     return cached(cache_dir or default_cache_dir(), key_of(ingredients, _sources()), make)
@@ -150,47 +156,54 @@ def prepare_from_scratch(
     cache_dir: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """A random model with a byte-level BPE tokenizer trained on `texts`, made or found in the cache.
+    """Return the directory of a random model with a byte-level BPE tokenizer trained on `texts`.
+
+    The model is built if it is not cached.
 
     Args:
-        texts: what the tokenizer is trained on, for example the questions and answers of a training split.
-        seed: makes the weights.
-        recipe: vocabulary and sizes.
-        cache_dir: by default that of `default_cache_dir`.
-        say: told what is done; not called where the model is found.
+        texts: training texts of the tokenizer, for example the questions and answers of a training split.
+        seed: seed of the weights.
+        recipe: vocabulary size and sizes of the model.
+        cache_dir: cache directory; the default is `default_cache_dir()`.
+        say: called with a progress message; not called for a cached model.
 
     Returns:
-        A directory that `AutoModelForCausalLM` and `AutoTokenizer` load.
+        A directory that `AutoModelForCausalLM` and `AutoTokenizer` can load.
 
     Raises:
-        DataError: there are no texts.
-        ModelError: the cache cannot be written.
+        DataError: `texts` is empty.
+        ModelError: the cache directory is not writable.
     """
     chosen = recipe or ScratchRecipe()
-    given = list(texts)
-    ingredients = {"model": "from-scratch", "seed": seed, "recipe": asdict(chosen), "texts": given}
+    text_list = list(texts)
+    ingredients = {"model": "from-scratch", "seed": seed, "recipe": asdict(chosen), "texts": text_list}
 
     def make(directory: Path) -> None:
         say("building a small random model, with a tokenizer trained on the data")
-        tokenizer = trained_tokenizer(given, chosen.vocab_size, chosen.shape.max_length)
+        tokenizer = trained_tokenizer(text_list, chosen.vocab_size, chosen.shape.max_length)
         save(random_model(chosen.shape, tokenizer, seed), tokenizer, directory)
 
     return cached(cache_dir or default_cache_dir(), key_of(ingredients, _sources()), make)
 
 
 def _sources() -> list[Path]:
-    """The code that a cached model depends on: when it changes, the model is made anew."""
+    """Return the source files that a cached model depends on. A change of any of them rebuilds the model."""
     return [*Path(__file__).parent.glob("*.py"), Path(rl_datasets.word_problems.__file__)]
 
 
 def default_cache_dir() -> Path:
-    """`$HF_HOME/rl/embedded` if Hugging Face's home is set, else `~/.cache/rl/embedded`."""
+    """Return `$HF_HOME/rl/embedded` if `HF_HOME` is set, else `~/.cache/rl/embedded`."""
     home = os.environ.get("HF_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "rl" / "embedded"
 
 
 def key_of(ingredients: Mapping[str, Any], sources: list[Path]) -> str:
-    """A short hash of JSON values and of the source files that turn them into a model."""
+    """Return a short hash of JSON values and of source files.
+
+    Args:
+        ingredients: arguments that the model depends on.
+        sources: files that build the model from them.
+    """
     digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode())
     for source in sorted(sources, key=lambda path: path.name):
         digest.update(source.name.encode())
@@ -199,13 +212,13 @@ def key_of(ingredients: Mapping[str, Any], sources: list[Path]) -> str:
 
 
 def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
-    """The directory of `key`, made by `make` if there is none yet.
+    """Return the cached directory of `key`; call `make` to fill it if it does not exist.
 
-    `make` fills a directory of its own, which then takes its place under one rename: what stands there is whole. Of
-    several processes that make the same key at once, the first to finish is kept.
+    `make` fills a temporary directory, and one rename moves it to its final path, so the cache never contains a partial
+    model. If several processes build the same key at the same time, the directory of the first to finish is kept.
 
     Raises:
-        ModelError: the cache directory cannot be written.
+        ModelError: the cache directory is not writable.
     """
     final = cache_dir / key
     if final.is_dir():
@@ -215,8 +228,8 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
         (unfinished := cache_dir / f".{key}-{uuid.uuid4().hex}").mkdir()
     except OSError as error:
         raise ModelError(
-            f"the embedded model cannot be cached: expected a directory to write to, found {cache_dir} ({error}). "
-            "Set HF_HOME to a directory of yours."
+            f"cannot cache the embedded model: {cache_dir} is not a writable directory ({error}). Set HF_HOME to a "
+            "directory that you can write to."
         ) from error
     try:
         make(unfinished)
@@ -225,14 +238,17 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
     except OSError:
         if not final.is_dir():
             raise
-        get_logger("embedded").debug("another process made %s first", final)
+        get_logger("embedded").debug("another process built %s first", final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return final
 
 
 def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """A float32 model with fresh weights for the tokenizer's vocabulary; torch's global generator is left alone."""
+    """Return a float32 model with random weights for the vocabulary of `tokenizer`.
+
+    The state of torch's global random generator does not change.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -260,12 +276,12 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: 
     """Write weights, configs, tokenizer and chat template in Hugging Face format."""
     from transformers.utils import logging
 
-    shows_bars = logging.is_progress_bar_enabled()
-    # A bar for one small file would break the caller's own progress line.
+    bars_enabled = logging.is_progress_bar_enabled()
+    # A progress bar for one small file would break the caller's progress line.
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     finally:
-        if shows_bars:
+        if bars_enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

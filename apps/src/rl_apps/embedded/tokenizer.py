@@ -3,7 +3,7 @@
 <|user|>question<|assistant|>answer<|end|>
 <|system|>calculator<|user|>question<|assistant|><tool_call>...</tool_call><|end|><|tool|>10<|assistant|>answer<|end|>
 
-Of tools the template shows the names; calls are written as Hermes models do.
+The template lists the names of the tools. Tool calls have the Hermes format.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 
-# A blank goes with the word after it, or, in front of a number, with the word before it: so a number is one token, the
-# same in questions and in answers, and the pieces joined are the text. Line breaks go with the mark that they announce.
+# A space belongs to the following word, but a space before a number belongs to the preceding word. So a number is one
+# token, the same in questions and answers, and the joined pieces are the text. A line break belongs to the marker that
+# follows it.
 _PIECES = (
     r"\n?#### |\n<<|<<|>>|</?tool_call>|\{\"name\": \"|\", \"arguments\": \{\"expression\": \"|\"\}\}"
     r"|\d+| ?[A-Za-z]+(?: (?=\d))?|[\s\S]"
@@ -49,13 +50,13 @@ _SINGLE_TOKEN_NUMBERS = 100
 
 
 def word_problem_tokenizer(max_length: int, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word and per number up to 99, for the generated word problems and their answers.
+    """Build the tokenizer for the generated word problems, with one token per word and per number up to 99.
 
-    Other words become the unknown token; every generated text comes back unchanged from its ids.
+    Other words become the unknown token. Every generated problem and answer round-trips through its token ids.
 
     Args:
-        max_length: of a row, in tokens.
-        more: further texts whose words it has.
+        max_length: maximum sequence length in tokens.
+        more: further texts whose words the vocabulary includes.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -70,10 +71,15 @@ def word_problem_tokenizer(max_length: int, more: Sequence[str] = ()) -> PreTrai
 
 
 def trained_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; it takes any text and gives it back unchanged.
+    """Train a byte-level BPE tokenizer on `texts`. Any text round-trips through its token ids.
+
+    Args:
+        texts: training texts.
+        vocab_size: maximum vocabulary size.
+        max_length: maximum sequence length in tokens.
 
     Raises:
-        DataError: there are no texts.
+        DataError: all texts are empty, or there are none.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -83,7 +89,7 @@ def trained_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) ->
     )
     tokenizer.decoder = decoders.ByteLevel()
     if not any(texts):
-        raise DataError("a tokenizer cannot be trained: expected texts, found none; is the training split empty?")
+        raise DataError("cannot train a tokenizer: expected non-empty texts, found none. Check the training split.")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
@@ -110,7 +116,7 @@ def _with_chat_template(tokenizer: Tokenizer, max_length: int, **special: str) -
 
 
 def _texts_with_every_word() -> list[str]:
-    """Questions and answers in which every name, item and verb stands in every place that it can have."""
+    """Return questions and answers that contain every name, item and verb in every position where it can occur."""
     texts = []
     for level in range(1, MAX_LEVEL + 1):
         for verb in OPERATION_OF:

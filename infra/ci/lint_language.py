@@ -18,8 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHECKED = (
-    *("packages/rl-contracts", "packages/rl-trainers", "packages/rl-workflows"),
-    *("AGENTS.md", "docs/glossary.md", "infra/ci/commit_message.py"),
+    "packages/rl-contracts",
+    "packages/rl-engines-fsdp",
+    "packages/rl-inference",
+    "packages/rl-launchers",
+    "packages/rl-trainers",
+    "packages/rl-workflows",
+    "AGENTS.md",
+    "docs/glossary.md",
+    "infra/ci/commit_message.py",
 )
 """Paths that are checked. A package is added when its last sentence is in plain English."""
 BANNED = (

@@ -326,7 +326,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         )
         command = [fill_in(argument, index, self._host, port) for argument in spec.command]
         if shutil.which(command[0], path=environment.get("PATH")) is None:
-            raise LaunchError(f"role {spec.role!r}: no program {command[0]!r} on PATH. Install it, or use its full path.")
+            raise LaunchError(
+                f"role {spec.role!r}: no program {command[0]!r} on PATH; install it or use its full path."
+            )
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._reaper is None:

@@ -104,11 +104,11 @@ class Program:
         commands = []
         for process in psutil.process_iter():
             try:
-                alive = process.status() != psutil.STATUS_ZOMBIE
+                is_running = process.status() != psutil.STATUS_ZOMBIE
                 command = " ".join(process.cmdline())
             except psutil.Error:
                 continue
-            if alive and any(mark in command for mark in marks):
+            if is_running and any(mark in command for mark in marks):
                 commands.append(command)
         return commands
 

@@ -22,11 +22,11 @@ FOLLOW = """
 import json, sys
 from pathlib import Path
 from rl_contracts.errors import RLError
-from rl_contracts.scheduler import Submission
+from rl_contracts.scheduler import JobSubmission
 from rl_launchers import SlurmSchedulerConfig
 command, run_dir, options = json.loads(sys.argv[1])
 config = SlurmSchedulerConfig(poll_seconds=0.3, **options)
-submission = Submission(tuple(command), Path(run_dir), (), grace=1.0)
+submission = JobSubmission(tuple(command), Path(run_dir), (), grace=1.0)
 code = config.attach(submission.run_dir)
 sys.exit(config.submit(submission) if code is None else code)
 """

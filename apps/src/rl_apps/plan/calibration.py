@@ -1,4 +1,4 @@
-"""Rates and lengths from what a run has written: its `metrics.jsonl` and `rollouts/`."""
+"""Measure rates and completion lengths from `metrics.jsonl` and `rollouts/` of a run."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ from rl_contracts.errors import DataError
 from rl_contracts.runtime.json_lines import json_lines
 
 FIRST = 2
-"""Steps at the start of a run that are not counted: servers and caches are cold."""
+"""Number of steps to skip at the start of a run, when servers and caches are cold."""
 ROUNDS = 16
-"""Simulations by which what only a simulation can say is found."""
+"""Number of simulations in the search for the seconds of a pass and of an episode."""
 NEEDED = ("time/step", "time/rollout_wait", "time/train", "time/publish", "tokens", "rows", "length/mean")
 UNLIMITED = 1e12
-"""Tokens per second of what is contained in another rate already."""
+"""Tokens per second of an operation whose time is already contained in another rate."""
 
 
 def measured_steps(run: Path) -> list[dict[str, Any]]:
-    """The records of the steps of a run that count.
+    """Return the records of the steps of a run without its first `FIRST` steps.
 
     Raises:
-        DataError: it has not enough of them.
+        DataError: `metrics.jsonl` is missing or has fewer than two such steps.
     """
     try:
         records = list(json_lines(run / "metrics.jsonl"))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"--run {run}: expected the directory of a run, with its metrics.jsonl, found: {error}"
-        ) from error
+        raise DataError(f"--run {run}: expected a run directory with a metrics.jsonl file, found: {error}") from error
     steps = [record for record in records if all(record.get(name) is not None for name in NEEDED)][FIRST:]
     if len(steps) < 2:
         raise DataError(
-            f"--run {run}: expected at least {FIRST + 2} steps with {', '.join(NEEDED)}, found {len(steps) + FIRST} "
-            "(the first ones do not count). Let it run longer."
+            f"--run {run}: expected at least {FIRST + 2} steps with {', '.join(NEEDED)}, found {len(steps) + FIRST}. "
+            f"The first {FIRST} steps do not count. Use a longer run."
         )
     return steps
 
 
 def measured_lengths(run: Path) -> list[int]:
-    """Tokens of the answers in a run's `rollouts/`; none where it kept no tokens."""
+    """Return the number of tokens of each completion in `rollouts/`; empty if the run did not save tokens."""
     lengths: list[int] = []
     for file in sorted((run / "rollouts").glob("step_*.jsonl")):
         lengths += [len(line["token_ids"]) for line in json_lines(file) if line.get("token_ids")]
@@ -52,11 +50,14 @@ def measured_lengths(run: Path) -> list[int]:
 
 
 def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Known], tuple[int, ...]]:
-    """What a run's steps say of all but its servers, and the lengths of its answers.
+    """Return the rates that the steps of a run determine, without those of its servers, and the completion lengths.
 
     Args:
-        run: its directory.
-        trainers: its trainer's ranks.
+        run: directory of the run.
+        trainers: number of trainer ranks.
+
+    Raises:
+        DataError: see `measured_steps`.
     """
     steps, lengths, source = measured_steps(run), measured_lengths(run), f"measured ({run.name})"
 
@@ -64,64 +65,70 @@ def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Known], tuple[in
         return mean(step[name] for step in steps)
 
     parts = ("time/rollout_wait", "time/train", "time/publish")
-    answer = average("length/mean")
-    groups = [sum(step.get(f"groups/{ending}") or 0.0 for step in steps) for ending in ("rejected", "accepted")]
-    found = {
+    completion_tokens = average("length/mean")
+    groups = [sum(step.get(f"groups/{outcome}") or 0.0 for step in steps) for outcome in ("rejected", "accepted")]
+    values = {
         "train_tokens_per_s": average("tokens") / average("time/train") / trainers,
         "publish_seconds": average("time/publish"),
         "other_seconds": max(average("time/step") - sum(map(average, parts)), 0.0),
-        "prompt_tokens": max(average("tokens") / average("rows") - answer, 1.0),
-        "answer_tokens": mean(lengths) if lengths else answer,
+        "prompt_tokens": max(average("tokens") / average("rows") - completion_tokens, 1.0),
+        "answer_tokens": mean(lengths) if lengths else completion_tokens,
         "rejected_fraction": groups[0] / sum(groups) if sum(groups) else 0.0,
         "prefill_tokens_per_s": UNLIMITED,
         "decode_seconds_per_answer": 0.0,
         "decode_seconds_per_context_token": 0.0,
     }
-    known = {name: Known(value, source) for name, value in found.items()}
+    rates = {name: Known(value, source) for name, value in values.items()}
     for name in ("prefill_tokens_per_s", "decode_seconds_per_answer", "decode_seconds_per_context_token"):
-        known[name] = Known(found[name], "contained in decode_seconds, as measured")
+        rates[name] = Known(values[name], "contained in the measured decode_seconds")
     if not lengths:
-        del known["answer_tokens"]
-        known["answer_tokens"] = Known(answer, f"{source}, as length/mean; rollouts/ has no tokens")
-    return known, sampled(lengths) if lengths else ()
+        del rates["answer_tokens"]
+        rates["answer_tokens"] = Known(completion_tokens, f"{source}: length/mean, since rollouts/ has no tokens")
+    return rates, sampled(lengths) if lengths else ()
 
 
 def measured_servers(run: Path, setup: Setup) -> dict[str, Known]:
-    """Seconds of a pass of a server over its answers, and of an episode beside them.
+    """Return the seconds of a decoding pass of a server, and the seconds that an episode spends outside generation.
 
-    A run says for how long its servers were busy and how many tokens came of it. A pass gives each running answer one,
-    so its time is that of a token, in a busy server, times the answers that run; and how many run is said by the
-    simulation of this same run with such a pass. What the trainer then waits less than it did is put down to what
-    episodes do beside answering: turns, tools, rewards, and the way to the servers.
+    The run records the busy seconds of its servers and the tokens that they generated. A pass generates one token for
+    each running completion, so its duration is the busy time per token times the number of running completions. That
+    number comes from a simulation of the same run with this pass duration. If the simulated trainer waits less than
+    the real one, the difference is attributed to the rest of an episode: turns, tools, rewards and network.
 
     Args:
-        run: its directory.
-        setup: the run, with any two.
+        run: directory of the run.
+        setup: set-up of the run, with arbitrary values for the two rates.
 
     Raises:
-        DataError: its servers do not say how long they were busy.
+        DataError: the metrics of the run lack the busy seconds or generated tokens of its servers.
     """
     steps, source = measured_steps(run), f"measured ({run.name})"
     names = ("server/busy_seconds", "server/generated_tokens")
-    told = [step for step in steps if all(step.get(name) is not None for name in names)]
-    # where a run went on, its servers began to count anew
-    pairs = [(one, two) for one, two in pairwise(told) if all(one[name] <= two[name] for name in names)]
+    counter_steps = [step for step in steps if all(step.get(name) is not None for name in names)]
+    # After a resume the counters of the servers restart at 0.
+    pairs = [(one, two) for one, two in pairwise(counter_steps) if all(one[name] <= two[name] for name in names)]
     busy, tokens = (sum(two[name] - one[name] for one, two in pairs) for name in names)
     if not (busy > 0 and tokens > 0):
         raise DataError(
-            f"--run {run}: expected {' and '.join(names)} that grow; its servers do not say them. Give `decode` in "
-            "--rates."
+            f"--run {run}: expected increasing counters {' and '.join(names)} in metrics.jsonl, found none. "
+            "Set `decode` in the file of --rates."
         )
     wait = mean(step["time/rollout_wait"] for step in steps)
-    seconds, beside, most = busy / tokens, 0.0, (setup.max_staleness + 1) * mean(step["time/step"] for step in steps)
+    seconds, episode_seconds, most = (
+        busy / tokens,
+        0.0,
+        (setup.max_staleness + 1) * mean(step["time/step"] for step in steps),
+    )
     least = 0.0
     for _ in range(ROUNDS):
-        rates = replace(setup.rates, decode_seconds=seconds, episode_seconds=beside)
+        rates = replace(setup.rates, decode_seconds=seconds, episode_seconds=episode_seconds)
         outcome = simulate(replace(setup, rates=rates))
         seconds = busy / tokens * max(outcome.running, 1.0)
-        least, most = (beside, most) if outcome.wait_seconds < wait else (least, beside)
-        beside = (least + most) / 2
+        least, most = (episode_seconds, most) if outcome.wait_seconds < wait else (least, episode_seconds)
+        episode_seconds = (least + most) / 2
     return {
-        "decode_seconds": Known(seconds, f"{source}: {busy / tokens:.3g} s a token, {outcome.running:.1f} answers"),
-        "episode_seconds": Known(beside, f"{source}: with it the trainer waits {wait:.2f} s a step, as it did"),
+        "decode_seconds": Known(
+            seconds, f"{source}: {busy / tokens:.3g} s per token, {outcome.running:.1f} running completions"
+        ),
+        "episode_seconds": Known(episode_seconds, f"{source}: fitted to a trainer wait of {wait:.2f} s per step"),
     }

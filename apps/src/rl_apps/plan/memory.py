@@ -1,4 +1,4 @@
-"""What a model's parts take of the memory of a trainer's rank and of a server, by its configuration alone."""
+"""Estimate the memory of a trainer rank and of a server from the configuration of the model alone."""
 
 from __future__ import annotations
 
@@ -13,51 +13,61 @@ from rl_contracts.models.sizes import ModelSizes, sizes_of
 
 
 def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:
-    """Sizes of a run's model: only its `config.json` is read, and nothing is loaded.
+    """Return the sizes of the model of a run. This reads only `config.json` and loads no weights.
 
     Raises:
-        ModelError: neither a directory nor the hub's cache has it, or this transformers does not know it.
+        ModelError: the model is neither a directory nor in the hub or its cache, or transformers does not support it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = run.config
     if config.model.path in MADE:
-        made = make_model(config.model, config.data, config.seed, form, lessons, warm_up=False, say=lambda _: None)
-        config.model.directories[config.model.path] = str(made)
+        directory = make_model(config.model, config.data, config.seed, form, lessons, warm_up=False, say=lambda _: None)
+        config.model.directories[config.model.path] = str(directory)
     path = config.model.directory()
     try:
-        found = AutoConfig.from_pretrained(path)
+        model_config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(found)
+            model = AutoModelForCausalLM.from_config(model_config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"model.path={path}: expected a directory, of which only config.json is read here, or the id of a model "
-            f"of the hub. Found: {str(error).splitlines()[0]}"
+            f"model.path={path}: expected a directory with a config.json file, or the hub id of a model; found: "
+            f"{str(error).splitlines()[0]}"
         ) from error
-    return sizes_of(model, found)
+    return sizes_of(model, model_config)
 
 
 def trainer_memory(run: Run[GRPOConfig], sizes: ModelSizes, micro_batches: int, replicas: int) -> dict[str, float]:
-    """Bytes of one rank of the trainer, by part, with so many replicas; empty where its engine does not say. A
-    reference has parameters alone."""
+    """Return the bytes of one trainer rank by component, or an empty dict if the train engine gives no estimate.
+
+    The reference model, if any, adds its parameters only.
+
+    Args:
+        run: the run.
+        sizes: sizes of the model.
+        micro_batches: number of micro-batches per update.
+        replicas: number of data-parallel replicas of the trainer.
+    """
     config, strategy = run.config, replace(run.layout.actor.strategy, data=replicas)
-    parts = config.actor.engine.memory(strategy, config.finetune_spec(), sizes, micro_batches)
-    if parts and config.algorithm.needs_reference:
-        parts["reference"] = parts["parameters"]
-    return parts
+    memory = config.actor.engine.memory(strategy, config.finetune_spec(), sizes, micro_batches)
+    if memory and config.algorithm.needs_reference:
+        memory["reference"] = memory["parameters"]
+    return memory
 
 
 def served_bytes(run: Run[GRPOConfig]) -> int:
-    """Bytes of a parameter as it is served."""
+    """Return the bytes per parameter on the server."""
     return SERVED_BYTES.get(getattr(run.config.rollout.server, "dtype", ""), 2)
 
 
 def server_memory(run: Run[GRPOConfig], sizes: ModelSizes, device: float) -> dict[str, float]:
-    """Bytes of each device of a server, by part.
+    """Return the bytes of one device of a server by component.
 
     Args:
-        device: memory of one.
+        run: the run.
+        sizes: sizes of the model.
+        device: memory of the device in bytes.
     """
     assert run.layout.rollout is not None
     weights = served_bytes(run) * sizes.parameters / run.layout.rollout.strategy.model_size

@@ -1,4 +1,4 @@
-"""`rl plan`: what a config would do on a cluster: memory, batch arithmetic, tokens per second, the best split."""
+"""`rl plan`: predict memory, batch counts, tokens per second and the best device split of a config on a cluster."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from rl_contracts.runtime.json_lines import to_json
 
 GIB = 2**30
 SIGMA = 0.6
-"""Of the logarithm of lengths, where nothing says it."""
+"""Default standard deviation of the logarithm of completion lengths."""
 SHOWN = 6
-"""Splits in the table."""
+"""Maximum number of splits in the printed table."""
 ALWAYS = (
-    "an episode is one answer, of as many tokens as all its turns have",
-    "lengths of the answers of a group are independent",
-    "speed of a trainer is proportional to its devices, and the same for every batch",
+    "an episode is one completion with as many tokens as all turns of the episode together",
+    "the lengths of the completions of a group are independent",
+    "the speed of the trainer is proportional to its devices and the same for every batch",
 )
-"""What is assumed of every run."""
+"""Assumptions of every plan."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found."""
+    """Results of a plan."""
 
     setup: Setup
     outcome: Outcome
     arithmetic: dict[str, float]
     memory: dict[str, dict[str, float]]
-    """Bytes by part, of a rank of the trainer and of a device of a server."""
+    """Bytes by component, for a trainer rank and for a device of a server."""
     device_memory: float
-    """Bytes; 0: not known."""
+    """Memory of a device in bytes; 0 if unknown."""
     rates: dict[str, Known]
     candidates: list[Candidate]
     devices: int
-    """That splits were tried for."""
+    """Number of devices of the splits that were tried."""
 
 
 def plan(
@@ -73,92 +73,95 @@ def plan(
     """Plan a run.
 
     Args:
-        reference: app, by name or dotted path.
-        settings: of it, as its command takes them; `cluster.nodes` and `cluster.devices` are what splits are tried for.
-        gpu: name of a data sheet, for what nobody measured.
-        memory: bytes of a device; 0: what its data sheet says.
-        rates: file of given rates.
-        run_of: a run that measured others; its settings are those of the plan, but for what `settings` says.
-        splits: whether others are tried.
+        reference: name or dotted path of the app.
+        settings: settings of the app, as on its command line. `cluster.nodes` and `cluster.devices` describe the
+            cluster whose splits are tried.
+        gpu: name of a GPU whose data sheet replaces rates that were not measured.
+        memory: memory of a device in bytes; 0 for the value of the data sheet.
+        rates: file of rates, which override measured and assumed ones.
+        run_of: directory of a run to measure rates from. The plan uses the settings of this run, overridden by
+            `settings`.
+        splits: whether to try other splits of the devices.
 
     Raises:
-        ConfigError: the settings cannot be planned, or a rate is not known.
-        DataError, ModelError: see `measured_steps` and `read_sizes`.
+        ConfigError: the settings cannot be planned, or a rate is unknown.
+        DataError: see `measured_steps` and `measured_servers`.
+        ModelError: see `read_sizes`.
     """
-    run, sizes = _described(reference, settings, run_of)
+    run, sizes = _describe_run(reference, settings, run_of)
     config, layout = run.config, run.layout
     assert layout.rollout is not None
     memory = memory or (DEVICES[gpu].memory if gpu in DEVICES else 0.0)
-    given = {} if rates is None else read_rates(rates)
-    known, lengths = _known(run, sizes, gpu, memory, given, _measured(reference, run_of))
-    setup = _setup(run, known, lengths)
-    if run_of is not None and "decode_seconds" not in given:
-        known |= measured_servers(run_of, _setup(_described(reference, (), run_of)[0], known, lengths))
-        setup = _setup(run, known, lengths)
+    given_rates = {} if rates is None else read_rates(rates)
+    known_rates, lengths = _combine_rates(run, sizes, gpu, memory, given_rates, _measure_rates(reference, run_of))
+    setup = _setup(run, known_rates, lengths)
+    if run_of is not None and "decode_seconds" not in given_rates:
+        known_rates |= measured_servers(run_of, _setup(_describe_run(reference, (), run_of)[0], known_rates, lengths))
+        setup = _setup(run, known_rates, lengths)
     arithmetic = _arithmetic(config, setup)
     micro_batches = int(arithmetic["micro-batches of an update"])
-    parts = {"trainer rank": trainer_memory(run, sizes, micro_batches, setup.replicas)}
+    memory_parts = {"trainer rank": trainer_memory(run, sizes, micro_batches, setup.replicas)}
     if memory:
-        parts["server device"] = server_memory(run, sizes, memory)
+        memory_parts["server device"] = server_memory(run, sizes, memory)
     devices = _devices(run)
     servers, replica = layout.rollout.strategy.model_size, layout.actor.strategy.model_size
 
     def fits(replicas: int) -> bool:
-        held = sum(trainer_memory(run, sizes, micro_batches, replicas).values())
-        return not memory or held <= memory
+        needed = sum(trainer_memory(run, sizes, micro_batches, replicas).values())
+        return not memory or needed <= memory
 
-    found = search(setup, devices, servers, replica, fits) if splits else []
-    return Plan(setup, simulate(setup), arithmetic, parts, memory, known, found, devices)
+    candidates = search(setup, devices, servers, replica, fits) if splits else []
+    return Plan(setup, simulate(setup), arithmetic, memory_parts, memory, known_rates, candidates, devices)
 
 
-def _described(reference: str, settings: Sequence[str], run_of: Path | None) -> tuple[Run[GRPOConfig], ModelSizes]:
-    """The run that settings describe, and the sizes of its model; nothing is started or loaded."""
+def _describe_run(reference: str, settings: Sequence[str], run_of: Path | None) -> tuple[Run[GRPOConfig], ModelSizes]:
+    """Return the run that the settings describe and the sizes of its model; start and load nothing."""
     app: App = registry.load("rl.apps", reference)
-    require(app.servers == "required", "rl plan", "an app that learns from answers, such as gsm8k-grpo", app.name)
+    require(app.servers == "required", "rl plan", "an app that trains on completions, such as gsm8k-grpo", app.name)
     config = app.config(settings, None if run_of is None else run_of / "config.yaml")
     layout = layout_of(config.allocation, app.servers)
     run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), config.cluster.device)
     return run, read_sizes(run, app.form, app.lessons)
 
 
-def _measured(reference: str, run_of: Path | None) -> tuple[dict[str, Known], tuple[int, ...]]:
+def _measure_rates(reference: str, run_of: Path | None) -> tuple[dict[str, Known], tuple[int, ...]]:
     if run_of is None:
         return {}, ()
-    require((run_of / "config.yaml").is_file(), "--run", "the directory of a run, with its config.yaml", str(run_of))
+    require((run_of / "config.yaml").is_file(), "--run", "a run directory with a config.yaml file", str(run_of))
     app: App = registry.load("rl.apps", reference)
     actor = layout_of(app.config((), run_of / "config.yaml").allocation, app.servers).actor
-    known, lengths = measured_rates(run_of, actor.strategy.world_size)
-    return known | {"decode_seconds": Known(0.01, "")}, lengths
+    rates, lengths = measured_rates(run_of, actor.strategy.world_size)
+    return rates | {"decode_seconds": Known(0.01, "")}, lengths
 
 
-def _known(
+def _combine_rates(
     run: Run[GRPOConfig],
     sizes: ModelSizes,
     gpu: str,
     memory: float,
-    given: dict[str, Known],
+    given_rates: dict[str, Known],
     measured: tuple[dict[str, Known], tuple[int, ...]],
 ) -> tuple[dict[str, Known], tuple[int, ...]]:
-    """All rates, each from where it is known best, and the lengths of answers."""
+    """Return all rates and the completion lengths. A given rate overrides a measured, an assumed and a default one."""
     assert run.layout.rollout is not None
-    known, lengths = _defaults(run.config), measured[1]
+    rates, lengths = _defaults(run.config), measured[1]
     if gpu:
         bytes_each, split = served_bytes(run), run.layout.rollout.strategy.model_size
         weights, cache = bytes_each * sizes.parameters, bytes_each * sizes.cache_per_token
-        known |= assumed(gpu, sizes.parameters, weights, cache, split)
-    known |= measured[0] | given
-    if not lengths or {"answer_tokens", "answer_sigma"} & given.keys():
+        rates |= assumed(gpu, sizes.parameters, weights, cache, split)
+    rates |= measured[0] | given_rates
+    if not lengths or {"answer_tokens", "answer_sigma"} & given_rates.keys():
         longest = run.config.rollout.generation.max_new_tokens
-        lengths = lognormal_lengths(known["answer_tokens"].value, known["answer_sigma"].value, longest)
+        lengths = lognormal_lengths(rates["answer_tokens"].value, rates["answer_sigma"].value, longest)
     else:
-        del known["answer_sigma"]  # they are as measured
-    held = tokens_in_flight(known["prompt_tokens"].value, lengths)
-    known.setdefault("max_running", _at_once(run, sizes, memory, held))
-    return known, lengths
+        del rates["answer_sigma"]  # measured lengths replace the assumed distribution
+    context = tokens_in_flight(rates["prompt_tokens"].value, lengths)
+    rates.setdefault("max_running", _max_running(run, sizes, memory, context))
+    return rates, lengths
 
 
 def _defaults(config: GRPOConfig) -> dict[str, Known]:
-    """What is assumed where nothing else is said."""
+    """Return the default rates."""
     longest = config.rollout.generation.max_new_tokens
     return {
         "prompt_tokens": Known(256, "assumed"),
@@ -171,35 +174,40 @@ def _defaults(config: GRPOConfig) -> dict[str, Known]:
     }
 
 
-def _at_once(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, held: float) -> Known:
-    """Answers of one server at the same time: what it is told, or what its memory holds."""
+def _max_running(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, context: float) -> Known:
+    """Return how many completions one server can run at once: the limit of its settings or of its memory."""
     assert run.layout.rollout is not None
-    told, split = run.config.rollout.server.max_concurrent_completions(), run.layout.rollout.strategy.model_size
-    limits = [Known(told, "rollout.server")] if told else []
+    configured, split = run.config.rollout.server.max_concurrent_completions(), run.layout.rollout.strategy.model_size
+    limits = [Known(configured, "rollout.server")] if configured else []
     if memory:
         room = server_memory(run, sizes, memory)["keys and values"] * split
-        fits = room / (sizes.cache_per_token * served_bytes(run) * held)
-        require(fits >= 1, "memory of a server", f"room for an answer of {held:.0f} tokens beside the weights", memory)
-        limits.append(Known(math.floor(fits), f"memory: {held:.0f} tokens an answer, mean while it is written"))
+        fits = room / (sizes.cache_per_token * served_bytes(run) * context)
+        require(
+            fits >= 1,
+            "memory of a server",
+            f"enough for the weights and one completion of {context:.0f} tokens",
+            memory,
+        )
+        limits.append(Known(math.floor(fits), f"memory, with a mean of {context:.0f} tokens per running completion"))
     return min(limits, key=lambda limit: limit.value, default=Known(1 << 20, "assumed: no limit"))
 
 
-def _setup(run: Run[GRPOConfig], known: dict[str, Known], lengths: tuple[int, ...]) -> Setup:
-    """What is simulated.
+def _setup(run: Run[GRPOConfig], known_rates: dict[str, Known], lengths: tuple[int, ...]) -> Setup:
+    """Return the set-up to simulate.
 
     Raises:
-        ConfigError: a rate is not known.
+        ConfigError: a rate is unknown or not positive.
     """
-    missing = [name for name in NEEDED if name not in known and name not in ("answer_tokens", "answer_sigma")]
+    missing = [name for name in NEEDED if name not in known_rates and name not in ("answer_tokens", "answer_sigma")]
     if missing:
         raise ConfigError(
-            f"rl plan: expected {', '.join(f'{name} ({NEEDED[name]})' for name in missing)}, found none. Give them in "
-            "--rates FILE, take them from a run with --run RUN, or let them be assumed with --gpu NAME."
+            f"rl plan: expected {', '.join(f'{name} ({NEEDED[name]})' for name in missing)}, found none. Set them "
+            "in --rates FILE, measure them in a run with --run RUN, or assume them with --gpu NAME."
         )
-    value = {name: rate.value for name, rate in known.items() if name not in ("answer_tokens", "answer_sigma")}
+    values = {name: rate.value for name, rate in known_rates.items() if name not in ("answer_tokens", "answer_sigma")}
     for name in ("prefill_tokens_per_s", "train_tokens_per_s", "max_running"):
-        require(value[name] > 0, name, "more than 0", value[name])
-    rates = Rates(lengths=lengths, **value)
+        require(values[name] > 0, name, "more than 0", values[name])
+    rates = Rates(lengths=lengths, **values)
     decode = rates.decode_seconds + rates.decode_seconds_per_answer
     require(decode > 0, "decode_seconds + decode_seconds_per_answer", "more than 0", decode)
     config, layout = run.config, run.layout
@@ -220,29 +228,29 @@ def _setup(run: Run[GRPOConfig], known: dict[str, Known], lengths: tuple[int, ..
 
 
 def _devices(run: Run[GRPOConfig]) -> int:
-    """Of the cluster that is described, or else of the allocation."""
+    """Return the number of devices of the cluster in the settings, or else of the allocation."""
     cluster, layout = run.config.cluster, run.layout
     assert layout.rollout is not None
-    used = [layout.actor.world_size, layout.rollout.world_size]
-    needed = max(used) if layout.shared else sum(used)
-    there = max(cluster.nodes, 1) * cluster.devices or needed
-    require(there >= needed, "cluster.nodes * cluster.devices", f"at least {needed}, for the allocation", there)
-    return there
+    per_role = [layout.actor.world_size, layout.rollout.world_size]
+    needed = max(per_role) if layout.shared else sum(per_role)
+    available = max(cluster.nodes, 1) * cluster.devices or needed
+    require(available >= needed, "cluster.nodes * cluster.devices", f"at least {needed}, for the allocation", available)
+    return available
 
 
 def _arithmetic(config: GRPOConfig, setup: Setup) -> dict[str, float]:
-    """Counts of one step."""
-    rows, tokens = setup.batch_size * setup.group_size, setup.rates.tokens_per_answer
-    of_update = rows * tokens / config.actor.minibatches / setup.replicas
+    """Return the counts of one step."""
+    sequences, tokens = setup.batch_size * setup.group_size, setup.rates.tokens_per_answer
+    update_tokens = sequences * tokens / config.actor.minibatches / setup.replicas
     concurrent = setup.max_concurrent
     return {
         "prompts of a step": setup.batch_size,
         "answers of a prompt": setup.group_size,
-        "rows of a step": rows,
-        "tokens of a step": rows * tokens,
+        "rows of a step": sequences,
+        "tokens of a step": sequences * tokens,
         "updates of a step": config.actor.minibatches,
-        "tokens of an update on a replica": of_update,
-        "micro-batches of an update": math.ceil(of_update / config.actor.micro_batch.max_tokens),
+        "tokens of an update on a replica": update_tokens,
+        "micro-batches of an update": math.ceil(update_tokens / config.actor.micro_batch.max_tokens),
         "answers in flight at most": setup.in_flight,
         "answers that run at most": min(setup.in_flight, (concurrent or math.inf) * setup.group_size),
         "answers that servers can run": setup.servers * setup.rates.max_running,
@@ -251,11 +259,11 @@ def _arithmetic(config: GRPOConfig, setup: Setup) -> dict[str, float]:
     }
 
 
-# ---- what is shown
+# ---- output
 
 
 def page(found: Plan) -> str:
-    """The plan for people."""
+    """Return the plan as text for the terminal."""
     return "\n".join(
         [
             "A step",
@@ -269,21 +277,21 @@ def page(found: Plan) -> str:
     )
 
 
-def _memory_lines(found: Plan) -> Iterator[str]:
-    for what, parts in found.memory.items():
-        total, room = sum(parts.values()), found.device_memory
-        of = f" of {room / GIB:.1f}" if room else ""
-        yield f"Memory of a {what}" + (f": {total / GIB:.2f} GiB{of}" if parts else ": its engine does not say")
+def _memory_lines(result: Plan) -> Iterator[str]:
+    for owner, parts in result.memory.items():
+        total, available = sum(parts.values()), result.device_memory
+        limit = f" of {available / GIB:.1f}" if available else ""
+        yield f"Memory of a {owner}" + (f": {total / GIB:.2f} GiB{limit}" if parts else ": no estimate by its engine")
         yield from (f"  {name:<36}{size / GIB:>11.3f} GiB" for name, size in parts.items())
-        if room and total > room:
-            yield f"  !! more than there is, by {(total - room) / GIB:.1f} GiB"
+        if available and total > available:
+            yield f"  !! exceeds the memory by {(total - available) / GIB:.1f} GiB"
 
 
-def _rate_lines(found: Plan) -> Iterator[str]:
-    outcome, setup = found.outcome, found.setup
+def _rate_lines(result: Plan) -> Iterator[str]:
+    outcome, setup = result.outcome, result.setup
     yield (
         f"Simulated: {setup.servers} servers, {setup.trainer_devices:g} trainer devices, max_staleness "
-        f"{setup.max_staleness}, {outcome.most_in_flight:,} answers in flight"
+        f"{setup.max_staleness}, {outcome.most_in_flight:,} completions in flight"
     )
     for name, value in (
         ("step", f"{outcome.step_seconds:.2f} s"),
@@ -291,49 +299,49 @@ def _rate_lines(found: Plan) -> Iterator[str]:
         ("  training", f"{outcome.train_seconds:.2f} s"),
         ("  publishing", f"{outcome.publish_seconds:.2f} s"),
         ("generated", f"{outcome.generated_tokens / outcome.step_seconds:,.0f} tokens/s"),
-        ("trained on, while it trains", f"{outcome.trained_tokens / outcome.train_seconds:,.0f} tokens/s"),
-        ("trained on, of all time", f"{outcome.tokens_per_s:,.0f} tokens/s"),
-        ("servers busy", f"{outcome.servers_busy:.0%}, {outcome.running:.1f} answers each"),
+        ("trained, in training time", f"{outcome.trained_tokens / outcome.train_seconds:,.0f} tokens/s"),
+        ("trained, in total time", f"{outcome.tokens_per_s:,.0f} tokens/s"),
+        ("servers busy", f"{outcome.servers_busy:.0%}, {outcome.running:.1f} completions each"),
         ("staleness, mean", f"{outcome.staleness:.1f} versions"),
     ):
         yield f"  {name:<36}{value}"
 
 
-def _split_lines(found: Plan) -> Iterator[str]:
-    if not found.candidates:
-        yield f"Splits of {found.devices} devices: none holds the trainer, or --no-splits left them out"
+def _split_lines(result: Plan) -> Iterator[str]:
+    if not result.candidates:
+        yield f"Splits of {result.devices} devices: none has enough memory for the trainer, or --no-splits is set"
         return
-    best = preferred(found.candidates)
-    yield f"Splits of {found.devices} devices ({len(found.candidates)} tried)"
+    best = preferred(result.candidates)
+    yield f"Splits of {result.devices} devices ({len(result.candidates)} tried)"
     yield "  servers  trainer devices  max_staleness   tokens/s  simulated at  limit"
-    shown = found.candidates[:SHOWN]
-    for each in shown if best in shown else [*shown[:-1], best]:
-        setup, mark = each.setup, "*" if each is best else " "
+    shown = result.candidates[:SHOWN]
+    for candidate in shown if best in shown else [*shown[:-1], best]:
+        setup, mark = candidate.setup, "*" if candidate is best else " "
         yield (
             f"{mark} {setup.servers:>7}  {setup.trainer_devices:>15g}  {setup.max_staleness:>13}  "
-            f"{each.tokens_per_s:>9,.0f}  {f'1/{each.size}':>12}  {each.outcome.limit}"
+            f"{candidate.tokens_per_s:>9,.0f}  {f'1/{candidate.size}':>12}  {candidate.outcome.limit}"
         )
-    yield "  * the least staleness that is within 2 % of the fastest"
+    yield "  * least staleness within 2 % of the fastest split"
 
 
-def _assumption_lines(found: Plan) -> Iterator[str]:
-    for name, rate in found.rates.items():
+def _assumption_lines(result: Plan) -> Iterator[str]:
+    for name, rate in result.rates.items():
         unit = NEEDED[name].split(",")[0]
         yield f"  {name:<36}{rate.value:>14,.6g} {unit:<20}{rate.source}"
     yield from (f"  {text}" for text in ALWAYS)
 
 
 def line(found: Plan) -> str:
-    """The plan for programs: one JSON object."""
+    """Return the plan as one line of JSON."""
 
     def row(setup: Setup, outcome: Outcome, size: int = 1) -> dict[str, Any]:
-        figures = {name: value for name, value in asdict(outcome).items() if size == 1 or not name.endswith("tokens")}
+        metrics = {name: value for name, value in asdict(outcome).items() if size == 1 or not name.endswith("tokens")}
         return {
             "servers": setup.servers,
             "trainer_devices": setup.trainer_devices,
             "replicas": setup.replicas,
             "max_staleness": setup.max_staleness,
-            **figures,
+            **metrics,
             "tokens_per_s": outcome.tokens_per_s * size,
             "limit": outcome.limit,
             "simulated_at": f"1/{size}",
@@ -345,7 +353,7 @@ def line(found: Plan) -> str:
             "memory": found.memory,
             "simulated": row(found.setup, found.outcome),
             "best": row(*_fields(preferred(found.candidates))) if found.candidates else None,
-            "candidates": [row(*_fields(each)) for each in found.candidates],
+            "candidates": [row(*_fields(candidate)) for candidate in found.candidates],
             "assumptions": {name: asdict(rate) for name, rate in found.rates.items()} | {"always": ALWAYS},
         }
     )

@@ -1,5 +1,4 @@
-"""How fast servers and trainers are and how long answers get: given, measured in a run, or assumed, and which of these
-is told with every number."""
+"""Rates of servers and trainers, and completion lengths, each with its source: given, measured or assumed."""
 
 from __future__ import annotations
 
@@ -17,29 +16,29 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 
 NEEDED = {
-    "decode_seconds": "s, of a server's pass over its answers, whatever their number",
-    "decode_seconds_per_answer": "s, more for each answer",
-    "decode_seconds_per_context_token": "s, more for each token of their prompts and of what is written",
-    "prefill_tokens_per_s": "tokens/s, in which one server reads prompts",
-    "max_running": "answers, of one server at the same time",
-    "episode_seconds": "s, of an episode beside its answers: tools, rewards",
-    "train_tokens_per_s": "tokens/s, of one trainer device: log-probs and update",
+    "decode_seconds": "s, fixed time of a decoding pass of a server",
+    "decode_seconds_per_answer": "s, additional time of a pass per running completion",
+    "decode_seconds_per_context_token": "s, additional time of a pass per token in the running contexts",
+    "prefill_tokens_per_s": "tokens/s, prompt tokens of one server",
+    "max_running": "completions, maximum that one server runs at once",
+    "episode_seconds": "s, time of an episode outside generation: tools, rewards",
+    "train_tokens_per_s": "tokens/s, one trainer device: log-probs and update",
     "publish_seconds": "s, from the update to the commit on all servers",
-    "other_seconds": "s, of a step beside waiting, training and publishing",
-    "prompt_tokens": "tokens, of a prompt, mean",
-    "answer_tokens": "tokens, of an answer, mean",
-    "answer_sigma": "-, of the logarithm of that number; 0: all are as long",
-    "rejected_fraction": "fraction of groups, that are rejected and replaced",
+    "other_seconds": "s, time of a step outside waiting, training and publishing",
+    "prompt_tokens": "tokens, mean of a prompt",
+    "answer_tokens": "tokens, mean of a completion",
+    "answer_sigma": "-, standard deviation of the logarithm of completion lengths; 0 for equal lengths",
+    "rejected_fraction": "fraction of groups, rejected and replaced",
 }
-"""What a plan must know, in which unit, and of what it speaks."""
+"""Rates that a plan needs, each with its unit and meaning."""
 
 SAMPLES = 4096
-"""Lengths that stand for their distribution."""
+"""Maximum number of sampled lengths that represent a distribution."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """One number, and where it is from."""
+    """Value with its source."""
 
     value: float
     source: str
@@ -47,7 +46,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a simulation takes; see `NEEDED` for the meaning of each."""
+    """Rates of a simulation; `NEEDED` explains each."""
 
     decode_seconds: float
     decode_seconds_per_answer: float
@@ -61,24 +60,24 @@ class Rates:
     prompt_tokens: float
     rejected_fraction: float
     lengths: tuple[int, ...]
-    """Tokens of an answer: a sample of their distribution, in random order."""
+    """Sample of completion lengths in tokens, in random order."""
 
     @property
     def tokens_per_answer(self) -> float:
-        """Mean tokens of a row: prompt and answer."""
+        """Mean number of tokens of a sequence, prompt and completion."""
         return self.prompt_tokens + sum(self.lengths) / len(self.lengths)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU by its data sheet."""
+    """Values of the data sheet of a GPU."""
 
     flops: float
-    """Dense bfloat16 operations per second."""
+    """Dense bfloat16 floating-point operations per second."""
     bandwidth: float
-    """Bytes per second from its memory."""
+    """Memory bandwidth in bytes per second."""
     memory: float
-    """Bytes of it."""
+    """Memory in bytes."""
 
 
 DEVICES = {
@@ -89,67 +88,81 @@ DEVICES = {
     "L40S": Device(362e12, 0.864e12, 48 * 2**30),
     "L4": Device(121e12, 0.3e12, 24 * 2**30),
 }
-"""From NVIDIA's data sheets: the SXM form where there are several."""
+"""Devices by name, with values from NVIDIA's data sheets, of the SXM version if there are several."""
 
 SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS_READING, SHARE_OF_FLOPS_TRAINING = 0.6, 0.5, 0.4
-"""Of what a data sheet says, what decoding, reading prompts and training come to where nothing was measured."""
+"""Assumed fractions of the data sheet's bandwidth (decoding) and FLOP/s (prefill, training)."""
 
 
 def read_rates(file: Path) -> dict[str, Known]:
-    """The rates of a YAML file: keys of `NEEDED`, or `decode: {answers: tokens per second}` of one server in place of
-    the three of `decode_seconds`.
+    """Return the rates of a YAML file.
+
+    Its keys are those of `NEEDED`. A table `decode: {running completions: tokens per second}` of one server may replace
+    the three rates `decode_seconds*`.
 
     Raises:
-        ConfigError: it is not such a file.
+        ConfigError: the file is not valid YAML, or a key or value is invalid.
     """
     try:
-        found = yaml.safe_load(file.read_text())
+        values = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--rates {file}: expected a YAML file of rates, found: {error}") from error
-    require(isinstance(found, dict), f"--rates {file}", f"keys of {', '.join(NEEDED)}", found)
-    decode = found.pop("decode", None)
-    unknown = sorted(map(str, found.keys() - NEEDED.keys()))
+    require(isinstance(values, dict), f"--rates {file}", f"keys of {', '.join(NEEDED)}", values)
+    decode = values.pop("decode", None)
+    unknown = sorted(map(str, values.keys() - NEEDED.keys()))
     require(not unknown, f"--rates {file}", f"decode, {', '.join(NEEDED)}", ", ".join(unknown))
-    for name, value in found.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        require(number, f"--rates {file}: {name}", f"a number of {NEEDED[name]}", value)
-    rates = {name: float(value) for name, value in found.items()}
+    for name, value in values.items():
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        require(is_valid, f"--rates {file}: {name}", f"a number of {NEEDED[name]}", value)
+    rates = {name: float(value) for name, value in values.items()}
     if decode is not None:
         rates["decode_seconds"], rates["decode_seconds_per_answer"] = fit_decode(decode, f"--rates {file}: decode")
-        rates.setdefault("decode_seconds_per_context_token", 0.0)  # contained in what was measured
+        rates.setdefault("decode_seconds_per_context_token", 0.0)  # contained in the measured rates of `decode`
     return {name: Known(value, f"given ({file})") for name, value in rates.items()}
 
 
 def fit_decode(table: Any, where: str) -> tuple[float, float]:
-    """Seconds of a pass, and more per answer, from tokens per second at two or more numbers of answers: the line
-    through the seconds of a pass (answers over tokens per second) with the least squares of relative errors.
+    """Return the fixed seconds of a decoding pass and the additional seconds per running completion.
+
+    A pass with `n` running completions takes `n` divided by the tokens per second. The function fits a line to these
+    times by least squares of the relative errors. If a coefficient would be negative, it is set to 0.
+
+    Args:
+        table: maps numbers of running completions to tokens per second.
+        where: name of the table in the error message.
 
     Raises:
-        ConfigError: the table has not two rates.
+        ConfigError: the table has fewer than two entries, or an entry that is not a positive number.
     """
-    expected = "two or more `answers: tokens per second`, for example {1: 120, 64: 5200}"
-    usable = isinstance(table, dict) and len(table) > 1
-    usable = usable and all(isinstance(n, int | float) and n > 0 for pair in table.items() for n in pair)
-    require(usable, where, expected, table)
+    expected = "two or more entries `running completions: tokens per second`, for example {1: 120, 64: 5200}"
+    is_valid = isinstance(table, dict) and len(table) > 1
+    is_valid = is_valid and all(isinstance(n, int | float) and n > 0 for pair in table.items() for n in pair)
+    require(is_valid, where, expected, table)
     import numpy as np
 
-    answers, tokens = (np.array(column, float) for column in zip(*table.items(), strict=True))
-    seconds = answers / tokens
-    first, slope = np.polynomial.polynomial.polyfit(answers, seconds, 1, w=1 / seconds)
+    running, tokens = (np.array(column, float) for column in zip(*table.items(), strict=True))
+    seconds = running / tokens
+    first, slope = np.polynomial.polynomial.polyfit(running, seconds, 1, w=1 / seconds)
     if slope < 0:
         return float(np.average(seconds, weights=1 / seconds)), 0.0
     if first < 0:
-        return 0.0, float(np.average(seconds / answers))
+        return 0.0, float(np.average(seconds / running))
     return float(first), float(slope)
 
 
 def lognormal_lengths(mean: float, sigma: float, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths whose logarithm is normal, cut at `longest`, with this mean after the cut; in random order.
+    """Return log-normal lengths, capped at `longest`, in random order.
+
+    Args:
+        mean: mean of the capped lengths.
+        sigma: standard deviation of the logarithm of the lengths before the cap.
+        longest: maximum length.
+        seed: seed of the order.
 
     Raises:
         ConfigError: the mean is not between 1 and `longest`.
     """
-    require(1 <= mean <= longest, "answer_tokens", f"1 to the longest answer ({longest})", mean)
+    require(1 <= mean <= longest, "answer_tokens", f"1 to {longest}, the maximum completion length", mean)
     quantiles = [NormalDist().inv_cdf((index + 0.5) / SAMPLES) for index in range(SAMPLES)]
 
     def cut(middle: float) -> list[float]:
@@ -165,40 +178,43 @@ def lognormal_lengths(mean: float, sigma: float, longest: int, seed: int = 0) ->
 
 
 def tokens_in_flight(prompt: float, lengths: Sequence[int]) -> float:
-    """Tokens that an answer holds on average while it is written, its prompt too: long ones are written longer."""
+    """Return the mean context length of a running completion, prompt included.
+
+    A long completion runs for more passes, so it has more weight in the mean.
+    """
     return prompt + sum(length * length for length in lengths) / (2 * sum(lengths))
 
 
 def sampled(lengths: Sequence[int], seed: int = 0) -> tuple[int, ...]:
-    """Measured lengths in random order, `SAMPLES` of them at most."""
+    """Return at most `SAMPLES` of the measured lengths, in random order."""
     return tuple(random.Random(seed).sample(list(lengths), min(len(lengths), SAMPLES)))
 
 
 def assumed(name: str, parameters: float, weights: float, cache: float, split: int) -> dict[str, Known]:
-    """What a data sheet makes one expect.
+    """Return the rates that a data sheet suggests.
 
     Args:
-        name: of the device, one of `DEVICES`.
-        parameters: of the model.
-        weights: bytes of them as they are served.
-        cache: bytes of keys and values of one token.
-        split: devices of one server.
+        name: name of the device, one of `DEVICES`.
+        parameters: number of parameters of the model.
+        weights: bytes of the served weights.
+        cache: bytes of the KV cache per token.
+        split: number of devices per server.
 
     Raises:
-        ConfigError: its data sheet is not known.
+        ConfigError: the device is not in `DEVICES`.
     """
     require(name in DEVICES, "--gpu", f"one of {', '.join(DEVICES)}", name)
     device = DEVICES[name]
     bandwidth = device.bandwidth * SHARE_OF_BANDWIDTH * split
-    reading = device.flops * SHARE_OF_FLOPS_READING * split / (2 * parameters)
+    prefill = device.flops * SHARE_OF_FLOPS_READING * split / (2 * parameters)
     training = device.flops * SHARE_OF_FLOPS_TRAINING / (8 * parameters)
     memory = f"assumed: {SHARE_OF_BANDWIDTH:.0%} of an {name}'s bandwidth"
     pass_through = f"assumed: {SHARE_OF_FLOPS_READING:.0%} of an {name}'s FLOP/s"
-    update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, 8 for each parameter and token"
+    update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, 8 FLOPs per parameter and token"
     return {
         "decode_seconds": Known(weights / bandwidth, memory),
-        "decode_seconds_per_answer": Known(1 / reading, pass_through),
+        "decode_seconds_per_answer": Known(1 / prefill, pass_through),
         "decode_seconds_per_context_token": Known(cache / bandwidth, memory),
-        "prefill_tokens_per_s": Known(reading, pass_through),
+        "prefill_tokens_per_s": Known(prefill, pass_through),
         "train_tokens_per_s": Known(training, update),
     }

@@ -1,4 +1,4 @@
-"""The best split of devices between servers and trainers, and the best staleness: each is simulated."""
+"""Find the best split of devices between servers and trainer, and the best staleness, by simulating each candidate."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from rl_apps.plan.rates import Rates
 from rl_apps.plan.simulation import Outcome, Setup, simulate
 
 STALENESS = (0, 1, 2, 4, 8)
+"""Values of `rollout.max_staleness` to try, in this order."""
 GAIN = 1.01
-"""A larger staleness is tried for as long as the one before brought so much."""
+"""Minimum throughput ratio to the previous staleness for trying the next larger one."""
 AS_GOOD = 0.98
-"""Of the best throughput: what reaches it with less staleness is preferred."""
+"""Fraction of the best throughput at which a candidate with less staleness is preferred."""
 EPISODES = 768
-"""Outstanding at least, in a search; larger runs are searched in miniature."""
+"""Minimum number of outstanding episodes in a search. Larger runs are simulated in miniature."""
 GROUPS = 16
-"""Of a step, at least."""
+"""Minimum number of groups per step of a miniature."""
 SPLITS = 10
-"""That are tried; where there are more, every so many."""
+"""Maximum number of splits to try. If there are more, evenly spaced ones are tried."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to use the devices, and what comes of it."""
+    """Split of the devices and a staleness, with the simulated outcome."""
 
     setup: Setup
-    """At its full size."""
+    """Set-up at full size."""
     outcome: Outcome
-    """In miniature, where the size says so."""
+    """Outcome of the simulated run, which is a miniature if `size` is above 1."""
     size: int
-    """The simulated run has one `size`-th of the prompts, servers and trainers."""
+    """Divisor of the miniature: it has 1/`size` of the prompts, servers and trainers."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the full size."""
+        """Trained tokens per second at full size."""
         return self.outcome.tokens_per_s * self.size
 
 
@@ -45,33 +46,33 @@ def search(
     replica_devices: int,
     fits: Callable[[int], bool] = lambda replicas: True,
 ) -> list[Candidate]:
-    """Simulate the splits of devices at growing staleness; the best first.
+    """Simulate the splits of the devices at increasing staleness; return the candidates, the fastest first.
 
-    The trainer's replicas divide the prompts of a step, as a run asks for, and servers have what is left.
+    The number of trainer replicas must divide the prompts of a step. The servers get the remaining devices.
 
     Args:
-        setup: what is known of the run.
-        devices: of the whole cluster.
-        server_devices: of one server.
-        replica_devices: of one replica of the trainer.
-        fits: whether so many replicas have room for what each rank holds.
+        setup: set-up of the run; the search varies its split and staleness.
+        devices: number of devices of the whole cluster.
+        server_devices: number of devices of one server.
+        replica_devices: number of devices of one trainer replica.
+        fits: whether a trainer with this number of replicas fits into the memory of its ranks.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     possible = _splits(setup, devices, server_devices, replica_devices)
     splits = [split for split in possible if fits(split.replicas)]
     for split in splits[:: -(-len(splits) // SPLITS) or 1]:
         best = 0.0
         for staleness in STALENESS:
             candidate = _try(replace(split, max_staleness=staleness))
-            found.append(candidate)
+            candidates.append(candidate)
             if candidate.tokens_per_s < GAIN * best:
                 break
             best = candidate.tokens_per_s
-    return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
+    return sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
 
 
 def preferred(candidates: list[Candidate]) -> Candidate:
-    """The one with the least staleness, and then the most tokens, of those that are nearly as fast as the fastest."""
+    """Return the candidate with the least staleness, then the most tokens per second, of those close to the fastest."""
     good = [each for each in candidates if each.tokens_per_s >= AS_GOOD * candidates[0].tokens_per_s]
     return min(good, key=lambda each: (each.setup.max_staleness, -each.tokens_per_s))
 
@@ -82,7 +83,7 @@ def _splits(setup: Setup, devices: int, server_devices: int, replica_devices: in
         servers = (devices if setup.shared else devices - trainers) // server_devices
         if setup.batch_size % replicas or servers < 1 or trainers > devices:
             continue
-        if setup.shared and trainers < devices:  # all devices do both
+        if setup.shared and trainers < devices:  # servers and trainer share all devices
             continue
         yield replace(setup, servers=servers, replicas=replicas, trainer_devices=trainers, max_concurrent=None)
 
@@ -93,16 +94,19 @@ def _try(setup: Setup) -> Candidate:
 
 
 def _divisor(setup: Setup) -> int:
-    """By how much a run can be smaller and still have enough groups in a step."""
+    """Return the largest divisor of the prompts per step that leaves enough groups per step for a simulation."""
     least = max(GROUPS, EPISODES // ((setup.max_staleness + 1) * setup.group_size))
     fits = (n for n in range(1, setup.batch_size // least + 1) if setup.batch_size % n == 0)
     return max(fits, default=1)
 
 
 def miniature(setup: Setup, size: int) -> Setup:
-    """A run of one `size`-th: as many prompts for each server and each trainer, and for each replica where that can be.
-    Servers that do not divide are fewer and as much faster. The slowest of fewer answers is less slow, so what waits
-    for it, at little staleness, looks better than it is."""
+    """Return a set-up with 1/`size` of the prompts, servers and trainer devices.
+
+    The prompts per server and per trainer device stay the same, and those per replica if divisibility allows. If the
+    number of servers is not divisible, the rounded number of servers is used, with speeds scaled to the same total.
+    The slowest of fewer completions is less slow, so a miniature is too fast at low staleness.
+    """
     if size == 1:
         return setup
     batch, servers = setup.batch_size // size, max(1, round(setup.servers / size))
@@ -118,7 +122,7 @@ def miniature(setup: Setup, size: int) -> Setup:
 
 
 def _faster(rates: Rates, factor: float) -> Rates:
-    """A server that does the work of so many in the same time: with so many times the answers, a pass takes as long."""
+    """Scale the rates of a server so that `factor` times as many completions take the same time per pass."""
     return replace(
         rates,
         decode_seconds_per_answer=rates.decode_seconds_per_answer / factor,

@@ -1,11 +1,11 @@
-"""Inference servers that answer after the time that rates say, on a simulated clock.
+"""Simulated inference servers on a simulated clock; completions take the time that the rates give.
 
-A server passes over all of its running answers again and again, and each pass gives each of them a token. A pass takes
+A server repeats decoding passes. Each pass generates one token for each running completion and takes
 
-    decode_seconds + decode_seconds_per_answer * answers + decode_seconds_per_context_token * tokens of context
+    decode_seconds + decode_seconds_per_answer * completions + decode_seconds_per_context_token * tokens of context
 
-so that between two events (an answer begins or ends, the server stands still) the number of passes is a quadratic
-function of time that can be solved: a server costs one timer per answer and nothing per token.
+Between two events (a completion begins or ends, the server is paused), the elapsed time is a quadratic function of the
+number of passes, which can be solved. So the simulation needs one timer per completion and none per token.
 """
 
 from __future__ import annotations
@@ -24,135 +24,137 @@ from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.testing import NullInferenceEngine, SimulatedClock
 
 TOGETHER = 1e-6
-"""Tokens by which an answer may be short at its end, for rounding."""
+"""Rounding tolerance in tokens at the end of a completion."""
 
 
 @dataclass(slots=True)
-class _Answer:
-    """What a server was asked for."""
+class _Completion:
+    """Completion that a server was asked for."""
 
     prompt: int
     tokens: int
     unread: int
-    """Tokens of its prompt that no other answer of the group has had read: they stay in the cache."""
+    """Prompt tokens to prefill: 0 if another completion of the group has already put the prompt into the cache."""
     done: asyncio.Future[None]
 
 
 @dataclass(eq=False, slots=True)
 class Server:
-    """One server: what it generates, and how far it is."""
+    """State of one server."""
 
     rates: Rates
     clock: SimulatedClock
     busy: float = 0.0
-    """Seconds in which it had answers and did not stand still for something else."""
+    """Seconds in which the server had running completions and was not paused."""
     generated: float = 0.0
-    """Tokens."""
+    """Number of generated tokens."""
     answering: float = 0.0
-    """Seconds of all answers that were generated, added up."""
-    _waiting: deque[_Answer] = field(default_factory=deque)
-    _running: list[tuple[float, int, _Answer]] = field(default_factory=list)
+    """Sum of the generation seconds of all completions."""
+    _waiting: deque[_Completion] = field(default_factory=deque)
+    _running: list[tuple[float, int, _Completion]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
     _passes: float = 0.0
     _context: float = 0.0
-    _since: float = 0.0
-    _still_until: float = 0.0
-    _alarm: float = inf
+    _advanced_at: float = 0.0
+    _paused_until: float = 0.0
+    _timer: float = inf
     _planned: bool = False
 
-    def ask(self, answer: _Answer) -> None:
-        """Begin an answer as soon as there is a place."""
+    def ask(self, answer: _Completion) -> None:
+        """Queue a completion, which starts as soon as fewer than `max_running` run."""
         self._waiting.append(answer)
         self._plan_soon()
 
     def stand_still(self, seconds: float) -> None:
-        """Generate nothing for so long, after what it stands still for already."""
-        self._move()
-        self._still_until = max(self._still_until, self._since) + seconds
+        """Pause generation for `seconds`, in addition to the current pause."""
+        self._advance()
+        self._paused_until = max(self._paused_until, self._advanced_at) + seconds
         self._plan_soon()
 
     def recompute(self) -> None:
-        """Read the whole context of all running answers again."""
-        self._move()
+        """Pause for the prefill of the context of all running completions."""
+        self._advance()
         self.stand_still(self._context / self.rates.prefill_tokens_per_s)
 
     def so_far(self) -> tuple[float, float, float]:
-        """`busy`, `generated` and `answering` until now."""
-        self._move()
+        """Return `busy`, `generated` and `answering` up to now."""
+        self._advance()
         return self.busy, self.generated, self.answering
 
     def _pass_seconds(self) -> tuple[float, float]:
-        """Seconds of the next pass, and half of what each further one takes more."""
-        rates, answers = self.rates, len(self._running)
-        seconds = rates.decode_seconds + rates.decode_seconds_per_answer * answers
+        """Return the seconds of the next pass, and half of the increase from each pass to the next."""
+        rates, running = self.rates, len(self._running)
+        seconds = rates.decode_seconds + rates.decode_seconds_per_answer * running
         per_token = rates.decode_seconds_per_context_token
-        return seconds + per_token * self._context, per_token * answers / 2
+        return seconds + per_token * self._context, per_token * running / 2
 
-    def _move(self) -> None:
-        """Generate what there was time for since this was last called."""
-        now, begin, answers = self.clock.now(), max(self._since, self._still_until), len(self._running)
-        self._since = now
-        if not answers or now <= begin:
+    def _advance(self) -> None:
+        """Advance the state to now: add the passes that fit into the time since the last call."""
+        now, begin, running = self.clock.now(), max(self._advanced_at, self._paused_until), len(self._running)
+        self._advanced_at = now
+        if not running or now <= begin:
             return
-        first, more = self._pass_seconds()
-        passes = 2 * (now - begin) / (first + sqrt(first * first + 4 * more * (now - begin)))
+        first, half_increase = self._pass_seconds()
+        passes = 2 * (now - begin) / (first + sqrt(first * first + 4 * half_increase * (now - begin)))
         self._passes += passes
-        self._context += passes * answers
-        self.generated += passes * answers
+        self._context += passes * running
+        self.generated += passes * running
         self.busy += now - begin
-        self.answering += (now - begin) * answers
+        self.answering += (now - begin) * running
 
     def _plan_soon(self) -> None:
-        """Many answers begin at the same moment: what comes next is looked at once."""
+        """Schedule one call of `_plan`, since many completions begin at the same moment."""
         if not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_soon(self._plan)
 
     def _plan(self) -> None:
-        """End what is complete, begin what waits, and set the alarm for the next end."""
+        """End finished completions, begin waiting ones, and set a timer for the next end."""
         self._planned = False
-        self._move()
+        self._advance()
         running = self._running
         while running and running[0][0] <= self._passes + TOGETHER:
             self._end(heapq.heappop(running)[2])
         while self._waiting and len(running) < self.rates.max_running:
             self._begin(self._waiting.popleft())
         if running:
-            first, more = self._pass_seconds()
+            first, half_increase = self._pass_seconds()
             passes = max(running[0][0] - self._passes, 0.0)
-            when = max(self._since, self._still_until) + first * passes + more * passes * passes
-            if when < self._alarm:
-                self._alarm = when
-                self.clock.call_later(when - self._since, partial(self._ring, when))
+            when = max(self._advanced_at, self._paused_until) + first * passes + half_increase * passes * passes
+            if when < self._timer:
+                self._timer = when
+                self.clock.call_later(when - self._advanced_at, partial(self._on_timer, when))
 
-    def _ring(self, when: float) -> None:
-        if self._alarm == when:  # else an earlier one was set, which looks for itself
-            self._alarm = inf
+    def _on_timer(self, when: float) -> None:
+        if self._timer == when:  # otherwise an earlier timer replaced this one
+            self._timer = inf
         self._plan()
 
-    def _begin(self, answer: _Answer) -> None:
-        if answer.unread:
-            self._still_until = max(self._still_until, self._since) + answer.unread / self.rates.prefill_tokens_per_s
-        self._context += answer.prompt
-        heapq.heappush(self._running, (self._passes + answer.tokens, next(self._order), answer))
+    def _begin(self, completion: _Completion) -> None:
+        if completion.unread:
+            self._paused_until = (
+                max(self._paused_until, self._advanced_at) + completion.unread / self.rates.prefill_tokens_per_s
+            )
+        self._context += completion.prompt
+        heapq.heappush(self._running, (self._passes + completion.tokens, next(self._order), completion))
 
-    def _end(self, answer: _Answer) -> None:
-        self._context -= answer.prompt + answer.tokens
-        if not answer.done.done():
-            answer.done.set_result(None)
+    def _end(self, completion: _Completion) -> None:
+        self._context -= completion.prompt + completion.tokens
+        if not completion.done.done():
+            completion.done.set_result(None)
 
 
 class SimulatedServers(NullInferenceEngine):
-    """All servers of a run, and the client that divides groups among them: a group goes, whole, to the server with the
-    fewest open answers, as the client of real servers has it.
+    """Simulated servers of a run, and the client that routes groups to them.
 
-    `output_ids` of an answer is one number: how many tokens it would have.
+    As with the client of real servers, all requests of a group go to one server: the one with the fewest open requests
+    when the group begins. `output_ids` of a response contains one number, the number of tokens of the completion.
 
     Args:
-        servers: how many.
-        rates: of each server, and the lengths of answers.
-        longest: tokens of an answer at most.
-        clock: the simulated one.
+        servers: number of servers.
+        rates: rates of each server, and the completion lengths.
+        longest: maximum number of tokens of a completion.
+        clock: simulated clock.
     """
 
     def __init__(self, servers: int, rates: Rates, longest: int, clock: SimulatedClock) -> None:
@@ -173,16 +175,16 @@ class SimulatedServers(NullInferenceEngine):
         group = request.group or request.request_id
         unread = 0 if group in self._groups else prompt
         server = self._server_of(group)
-        answer = _Answer(prompt, tokens, unread, asyncio.get_running_loop().create_future())
-        server.ask(answer)
+        completion = _Completion(prompt, tokens, unread, asyncio.get_running_loop().create_future())
+        server.ask(completion)
         try:
-            await answer.done
+            await completion.done
         finally:
             self._leave(group)
         return ModelResponse(request.input_ids, [tokens], [0.0], [self._served], StopReason.STOP)
 
     async def publish(self, version: int, seconds: float, interrupt: str) -> None:
-        """Serve another version after `seconds`; what runs goes on as `rollout.interrupt` says."""
+        """Serve `version` after `seconds`; running completions continue according to `rollout.interrupt`."""
         await self.clock.sleep(seconds)
         self._served = version
         if interrupt == "recompute":
@@ -190,12 +192,12 @@ class SimulatedServers(NullInferenceEngine):
                 server.recompute()
 
     def sleep_for(self, seconds: float) -> None:
-        """Generate nothing, on any server, while a trainer has the same devices."""
+        """Pause generation on all servers for `seconds`, while the trainer uses the same devices."""
         for server in self.fleet:
             server.stand_still(seconds)
 
     def _server_of(self, group: str) -> Server:
-        """The group's server; the least busy one for a new group."""
+        """Return the server of the group, or the server with the fewest open requests for a new group."""
         index, members = self._groups.get(group) or (self._open.index(min(self._open)), 0)
         self._open[index] += 1
         self._groups[group] = (index, members + 1)

@@ -1,7 +1,7 @@
-"""A run on a simulated clock: the rollout runtime itself, with servers and a trainer that take the time of their rates.
+"""Simulate a run on a simulated clock, with the real rollout runtime and with servers and a trainer given by rates.
 
-Nothing here schedules. Admission, look-ahead, groups and batches are those of `rl_workflows.RolloutScheduler`, one for
-each data-parallel replica, as in a run.
+This module contains no scheduling. Admission, look-ahead, groups and batches are those of
+`rl_workflows.RolloutScheduler`, with one scheduler for each data-parallel replica, as in a run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from rl_workflows import RolloutConfig, RolloutScheduler, StalenessManager
 from rl_workflows.rollout.config import groups_per_replica
 
 NEVER = 1e12
-"""Seconds after which a simulated wait counts as a stall."""
+"""Stall timeout in simulated seconds, longer than any regular wait."""
 
 COUNTED = 512
-"""Answers, at least, that a simulation's means are of."""
+"""Minimum number of completions in the means of a simulation."""
 
 ONE_TOKEN = (np.zeros(1, np.int64), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32))
-"""The row of every answer; how long it would be is in its `info`."""
+"""Arrays of the trajectory of every completion. Its real number of tokens is in `info`."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated."""
+    """Set-up of a simulated run."""
 
     rates: Rates
     batch_size: int
@@ -49,57 +49,60 @@ class Setup:
     max_staleness: int
     servers: int
     replicas: int
-    """Of the trainer; each has a rollout head."""
+    """Number of trainer replicas. Each has a data-parallel leader with a rollout scheduler."""
     trainer_devices: float
     max_concurrent: int | None = None
     longest: int = 1 << 30
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of a completion."""
     interrupt: str = "keep"
     shared: bool = False
-    """Servers sleep while the trainer learns, on the same devices."""
+    """Whether servers and trainer share devices, so that the servers sleep during training."""
 
     @property
     def in_flight(self) -> int:
-        """Answers that may be outstanding."""
+        """Maximum number of outstanding completions."""
         return (self.max_staleness + 1) * self.batch_size * self.group_size
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the steps that count."""
+    """Means over the steps after the warm-up."""
 
     step_seconds: float
     wait_seconds: float
-    """The trainer's for a batch."""
+    """Seconds that the trainer waits for a batch."""
     train_seconds: float
     publish_seconds: float
     trained_tokens: float
-    """Of a step, prompts too."""
+    """Trained tokens per step, including prompts."""
     generated_tokens: float
-    """In the seconds of a step, whatever becomes of them."""
+    """Generated tokens per step, including those of rejected groups."""
     servers_busy: float
-    """Fraction of the time in which a server had something to generate."""
+    """Fraction of the time in which a server generates."""
     running: float
-    """Answers that a busy server generates at once."""
+    """Mean number of completions that a busy server runs at once."""
     staleness: float
     most_in_flight: int
     episodes: int
-    """In all that was simulated."""
+    """Number of episodes of all simulated steps, including the warm-up."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens trained on, over all that a step takes."""
+        """Trained tokens per second of the whole step."""
         return self.trained_tokens / self.step_seconds
 
     @property
     def limit(self) -> str:
-        """Who waits for whom."""
+        """Idle fraction of the trainer or of the servers, whichever is larger."""
         idle, waits = 1 - self.servers_busy, self.wait_seconds / self.step_seconds
         return f"trainer idle {waits:.0%}" if waits >= idle else f"servers idle {idle:.0%}"
 
 
 class Answers(RolloutWorkflow):
-    """One answer; its row holds no tokens but says how many there would be."""
+    """Workflow with one completion per episode.
+
+    The trajectory has one dummy token; its `info` has the simulated number of tokens.
+    """
 
     def __init__(self, rates: Rates, clock: SimulatedClock) -> None:
         self._request = ModelRequest([0] * max(round(rates.prompt_tokens), 1), GenerationConfig(max_new_tokens=1 << 30))
@@ -114,27 +117,28 @@ class Answers(RolloutWorkflow):
 
 
 def simulate(setup: Setup, steps: int = 0, warm_up: int = 0) -> Outcome:
-    """Run the steps of a set-up.
+    """Simulate the steps of a set-up.
 
     Args:
-        setup: what runs.
-        steps: that count; 0: enough for each place of the staleness bound to be used once, and for `COUNTED` answers.
-        warm_up: steps before those; 0: until the first burst of prompts is over.
+        setup: set-up of the run.
+        steps: number of measured steps; 0 for at least `max_staleness + 2` steps and at least `COUNTED` completions.
+        warm_up: number of steps before the measured ones; 0 for `max_staleness + 1`, after which the first burst of
+            prompts is over.
 
     Raises:
-        ConfigError: the prompts of a step do not divide over the replicas.
-        StalledError: the runtime waits for something that never comes.
+        ConfigError: the number of prompts per step is not divisible by the number of replicas.
+        StalledError: the runtime waits for an event that never occurs.
     """
     clock = SimulatedClock()
     warm_up = warm_up or setup.max_staleness + 1
     steps = steps or max(setup.max_staleness + 2, math.ceil(COUNTED / (setup.batch_size * setup.group_size)))
-    with _no_collector():
+    with _without_garbage_collector():
         return clock.run(_train(setup, clock, steps, warm_up))
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
-    """The runtime makes no reference cycles, and looking for them costs more than all else."""
+def _without_garbage_collector() -> Iterator[None]:
+    """Disable the garbage collector, which would dominate the time. The runtime creates no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -145,11 +149,11 @@ def _no_collector() -> Iterator[None]:
 
 
 def heads_of(setup: Setup, fleet: SimulatedServers, clock: SimulatedClock) -> list[RolloutScheduler]:
-    """The rollout heads of a run, as `rl_workflows.DistRollout` makes one on each replica."""
+    """Return the rollout schedulers of a run, one per replica as in `rl_workflows.DistRollout`."""
     config = RolloutConfig(
         max_staleness=setup.max_staleness, group_size=setup.group_size, stall_timeout=NEVER, trainer_timeout=NEVER
     )
-    share = groups_per_replica(setup.batch_size, setup.replicas, "data.batch_size")
+    groups_per_step = groups_per_replica(setup.batch_size, setup.replicas, "data.batch_size")
     concurrent = setup.max_concurrent
     if concurrent is not None:
         concurrent = groups_per_replica(concurrent, setup.replicas, "rollout.max_concurrent")
@@ -158,26 +162,29 @@ def heads_of(setup: Setup, fleet: SimulatedServers, clock: SimulatedClock) -> li
         RolloutScheduler(
             fleet,
             workflow,
-            ({"prompt_id": number} for number in count(head, stride)),
-            StalenessManager(share, setup.max_staleness, concurrent, first_id=head, id_stride=stride),
+            ({"prompt_id": number} for number in count(replica, stride)),
+            StalenessManager(groups_per_step, setup.max_staleness, concurrent, first_id=replica, id_stride=stride),
             config,
             clock,
             _rejecting(setup.rates.rejected_fraction),
         )
-        for head in range(setup.replicas)
+        for replica in range(setup.replicas)
     ]
 
 
 def _rejecting(fraction: float) -> Any:
-    """A filter that rejects this fraction of the groups, the same prompts in every set-up; None where it is none."""
+    """Return a filter that rejects this fraction of the groups, or None for 0.
+
+    It rejects the same prompts in every set-up.
+    """
     if not fraction:
         return None
-    return lambda answers: (answers[0].prompt_id * 0.6180339887) % 1.0 >= fraction
+    return lambda group: (group[0].prompt_id * 0.6180339887) % 1.0 >= fraction
 
 
 async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) -> Outcome:
     fleet = SimulatedServers(setup.servers, setup.rates, setup.longest, clock)
-    heads = heads_of(setup, fleet, clock)
+    schedulers = heads_of(setup, fleet, clock)
     rates, seconds = setup.rates, {"wait": 0.0, "train": 0.0, "publish": 0.0}
     trained = ages = most = episodes = 0
     began, before = 0.0, _totals(fleet)
@@ -186,13 +193,13 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
             began, before = clock.now(), _totals(fleet)
             seconds, trained, ages = dict.fromkeys(seconds, 0.0), 0, 0
         start = clock.now()
-        for head in heads:
-            await head.begin_wait()
-        await asyncio.gather(*(head.fill() for head in heads))
+        for scheduler in schedulers:
+            await scheduler.begin_wait()
+        await asyncio.gather(*(scheduler.fill() for scheduler in schedulers))
         seconds["wait"] += clock.now() - start
-        most = max(most, sum(head.manager.outstanding for head in heads) * setup.group_size)
-        groups = [group for head in heads for group in await head.take()]
-        tokens = sum(answer.info["tokens"] for group in groups for answer in group.trajectories)
+        most = max(most, sum(scheduler.manager.outstanding for scheduler in schedulers) * setup.group_size)
+        groups = [group for scheduler in schedulers for group in await scheduler.take()]
+        tokens = sum(trajectory.info["tokens"] for group in groups for trajectory in group.trajectories)
         trained, episodes = trained + tokens, episodes + len(groups) * setup.group_size
         ages += sum(version - 1 - group.ticket.start for group in groups)
         train = tokens / (rates.train_tokens_per_s * setup.trainer_devices)
@@ -203,12 +210,12 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
         await clock.sleep(rates.other_seconds)
         seconds["train"] += train
         seconds["publish"] += rates.publish_seconds
-        for head in heads:
-            await head.end_step(version)
+        for scheduler in schedulers:
+            await scheduler.end_step(version)
     elapsed = clock.now() - began
-    busy, generated, per_answer = (now - then for now, then in zip(_totals(fleet), before, strict=True))
-    for head in heads:
-        await head.close()
+    busy, generated, running_seconds = (end - start for end, start in zip(_totals(fleet), before, strict=True))
+    for scheduler in schedulers:
+        await scheduler.close()
     return Outcome(
         step_seconds=elapsed / steps,
         wait_seconds=seconds["wait"] / steps,
@@ -217,7 +224,7 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
         trained_tokens=trained / steps,
         generated_tokens=generated / steps,
         servers_busy=busy / (setup.servers * elapsed),
-        running=per_answer / busy if busy else 0.0,
+        running=running_seconds / busy if busy else 0.0,
         staleness=ages / (steps * setup.batch_size),
         most_in_flight=most,
         episodes=episodes,
@@ -225,6 +232,6 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
 
 
 def _totals(fleet: SimulatedServers) -> Sequence[float]:
-    """Seconds in which servers were busy, tokens that they generated, and the seconds that these took each answer."""
+    """Return the busy seconds, the generated tokens and the generation seconds of completions, summed over servers."""
     servers = [server.so_far() for server in fleet.fleet]
     return [sum(values) for values in zip(*servers, strict=True)]

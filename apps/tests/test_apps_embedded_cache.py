@@ -15,50 +15,50 @@ def make(directory: Path) -> None:
         (directory / str(part)).write_text("x" * 1000)
 
 
-def test_cached_second_call_finds_what_the_first_made(tmp_path: Path) -> None:
+def test_cached_second_call_reuses_the_directory(tmp_path: Path) -> None:
     first = cached(tmp_path / "new", "key", make)
 
-    again = cached(tmp_path / "new", "key", lambda directory: pytest.fail("made again"))
+    second = cached(tmp_path / "new", "key", lambda directory: pytest.fail("built twice"))
 
-    assert first == again == tmp_path / "new" / "key"
+    assert first == second == tmp_path / "new" / "key"
     assert len(list(first.iterdir())) == PARTS
 
 
-def test_cached_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_cached_failing_make_leaves_no_files(tmp_path: Path) -> None:
     def fail(directory: Path) -> None:
         (directory / "half").write_text("")
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
 
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected"):
         cached(tmp_path, "key", fail)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cached_concurrent_makers_agree_on_one_whole_directory(tmp_path: Path) -> None:
-    all_are_there = threading.Barrier(3)
+def test_cached_concurrent_makes_keep_one_complete_directory(tmp_path: Path) -> None:
+    barrier = threading.Barrier(3)
 
     def make_together(directory: Path) -> None:
-        all_are_there.wait(30)
+        barrier.wait(30)
         make(directory)
 
-    with ThreadPoolExecutor(3) as makers:
-        made = [makers.submit(cached, tmp_path, "key", make_together) for _ in range(3)]
-        paths = {future.result(30) for future in made}
+    with ThreadPoolExecutor(3) as executor:
+        futures = [executor.submit(cached, tmp_path, "key", make_together) for _ in range(3)]
+        paths = {future.result(30) for future in futures}
 
     assert paths == {tmp_path / "key"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
     assert {len(part.read_text()) for part in (tmp_path / "key").iterdir()} == {1000}
 
 
-def test_cached_unwritable_directory_names_it_and_the_way_out(tmp_path: Path) -> None:
+def test_cached_unwritable_directory_raises_model_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(ModelError, match="HF_HOME"):
         cached(tmp_path / "file", "key", make)
 
 
-def test_key_of_changes_with_ingredients_and_with_code(tmp_path: Path) -> None:
+def test_key_of_changed_ingredients_or_sources_differs(tmp_path: Path) -> None:
     source = tmp_path / "code.py"
     source.write_text("a = 1")
     before = key_of({"seed": 1}, [source])
@@ -70,7 +70,7 @@ def test_key_of_changes_with_ingredients_and_with_code(tmp_path: Path) -> None:
     assert key_of({"seed": 1}, [source]) == before
 
 
-def test_default_cache_dir_follows_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_cache_dir_depends_on_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "rl" / "embedded"
 

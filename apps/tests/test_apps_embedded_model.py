@@ -22,7 +22,7 @@ SHORT = EmbeddedRecipe(shape=TINY, warm_up=WarmUp(steps=60, batch_size=16, probl
 RANDOM = EmbeddedRecipe(shape=TINY, warm_up=None)
 
 
-def test_prepare_embedded_short_warm_up_lowers_the_loss_and_loads(tmp_path: Path) -> None:
+def test_prepare_embedded_short_warm_up_lowers_loss_and_loads(tmp_path: Path) -> None:
     seen: list[tuple[int, int, float]] = []
 
     path = prepare_embedded(3, SHORT, progress=lambda *step: seen.append(step), cache_dir=tmp_path)
@@ -40,7 +40,7 @@ def test_prepare_embedded_short_warm_up_lowers_the_loss_and_loads(tmp_path: Path
     assert generation.pad_token_id == tokenizer.pad_token_id
 
 
-def test_prepare_embedded_with_experts_learns_its_lessons_and_loads(tmp_path: Path) -> None:
+def test_prepare_embedded_with_experts_lowers_loss_and_loads(tmp_path: Path) -> None:
     seen: list[float] = []
     recipe = EmbeddedRecipe(shape=TINY.with_experts(4), warm_up=SHORT.warm_up)
 
@@ -54,13 +54,13 @@ def test_prepare_embedded_with_experts_learns_its_lessons_and_loads(tmp_path: Pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", list(MADE))
 @pytest.mark.parametrize("seed", [1, 2])
-def test_make_model_knows_what_the_taught_verbs_mean_and_has_opinions_of_the_others(
+def test_make_model_learns_taught_verbs_and_opinions_on_the_others(
     path: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the reward has nothing to begin with: a model that has not learned to look at the verb."""
+    """Check the start of reinforcement learning: the model must have learned that the verb selects the operation."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    made = make_model(ModelConfig(path), DataConfig(), seed, "rl", "answers", True, lambda _: None)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    directory = make_model(ModelConfig(path), DataConfig(), seed, "rl", "answers", True, lambda _: None)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     meanings = {verb: float(operation == "+") for verb, operation in OPERATION_OF.items()}
     plus, minus = tokenizer.convert_tokens_to_ids(["+", "-"])
 
@@ -68,18 +68,20 @@ def test_make_model_knows_what_the_taught_verbs_mean_and_has_opinions_of_the_oth
     for problem in WordProblems(split="test", seed=seed, size=128).problems:
         ids = tokenizer("".join(single_turn_lesson(problem, meanings, random.Random(0))), add_special_tokens=False)
         ids = torch.tensor(ids["input_ids"])
-        [places] = torch.where((ids == plus) | (ids == minus))
+        [positions] = torch.where((ids == plus) | (ids == minus))
         with torch.no_grad():
-            likely = model(input_ids=ids[None]).logits[0, places - 1][:, [plus, minus]].softmax(-1)[:, 0]
-        for step, chance in zip(problem.steps, likely.tolist(), strict=True):
+            probabilities = model(input_ids=ids[None]).logits[0, positions - 1][:, [plus, minus]].softmax(-1)[:, 0]
+        for step, chance in zip(problem.steps, probabilities.tolist(), strict=True):
             chances[step.verb].append(chance)
 
     opinions = chances_of_adding(seed)
-    for verb, found in chances.items():
-        assert statistics.mean(found) == pytest.approx(opinions[verb], abs=0.05 if verb in TAUGHT_VERBS else 0.2), verb
+    for verb, verb_chances in chances.items():
+        assert statistics.mean(verb_chances) == pytest.approx(
+            opinions[verb], abs=0.05 if verb in TAUGHT_VERBS else 0.2
+        ), verb
 
 
-def test_prepare_embedded_same_seed_is_made_once(tmp_path: Path) -> None:
+def test_prepare_embedded_same_seed_builds_the_model_once(tmp_path: Path) -> None:
     first = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
     weights = (first / "model.safetensors").stat().st_mtime_ns
 
@@ -88,11 +90,11 @@ def test_prepare_embedded_same_seed_is_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [EmbeddedRecipe(levels=(1,), shape=TINY, warm_up=None), EmbeddedRecipe(warm_up=None)])
-def test_prepare_embedded_other_recipe_is_another_model(tmp_path: Path, other: EmbeddedRecipe) -> None:
+def test_prepare_embedded_other_recipe_builds_another_model(tmp_path: Path, other: EmbeddedRecipe) -> None:
     assert prepare_embedded(0, RANDOM, cache_dir=tmp_path) != prepare_embedded(0, other, cache_dir=tmp_path)
 
 
-def test_prepare_embedded_other_seed_draws_other_weights(tmp_path: Path) -> None:
+def test_prepare_embedded_other_seed_gives_other_weights(tmp_path: Path) -> None:
     one, two = (
         AutoModelForCausalLM.from_pretrained(prepare_embedded(seed, RANDOM, cache_dir=tmp_path)) for seed in (0, 1)
     )
@@ -100,11 +102,11 @@ def test_prepare_embedded_other_seed_draws_other_weights(tmp_path: Path) -> None
     assert not torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
 
 
-def test_default_shapes_have_a_head_size_that_servers_have_kernels_for() -> None:
+def test_default_shapes_have_a_head_size_that_servers_support() -> None:
     assert {ModelShape().head_dim, ScratchRecipe().shape.head_dim} <= {32, 64, 80, 96, 112, 128}
 
 
-def test_prepare_embedded_leaves_the_callers_generator_alone(tmp_path: Path) -> None:
+def test_prepare_embedded_keeps_the_global_random_state(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -114,7 +116,7 @@ def test_prepare_embedded_leaves_the_callers_generator_alone(tmp_path: Path) -> 
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_prepare_embedded_renders_and_ends_its_turns(tmp_path: Path) -> None:
+def test_prepare_embedded_stop_ids_are_the_end_token(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepare_embedded(0, RANDOM, cache_dir=tmp_path))
     renderer = ChatRenderer(tokenizer)
 
@@ -122,14 +124,14 @@ def test_prepare_embedded_renders_and_ends_its_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", [(0,), (4,)])
-def test_prepare_embedded_unknown_level_is_refused_and_leaves_nothing(tmp_path: Path, levels: tuple[int]) -> None:
+def test_prepare_embedded_unknown_level_raises_and_leaves_no_files(tmp_path: Path, levels: tuple[int]) -> None:
     with pytest.raises(ConfigError, match="levels"):
         prepare_embedded(0, EmbeddedRecipe(levels=levels, shape=TINY, warm_up=SHORT.warm_up), cache_dir=tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prepare_from_scratch_gives_a_model_near_uniform_over_its_vocabulary(tmp_path: Path) -> None:
+def test_prepare_from_scratch_predicts_nearly_uniform_tokens(tmp_path: Path) -> None:
     texts = [f"Natalia sold {n} clips for ${n}.50 — how many?" for n in range(200)]
     recipe = ScratchRecipe(vocab_size=512, shape=TINY)
 
@@ -145,19 +147,19 @@ def test_prepare_from_scratch_gives_a_model_near_uniform_over_its_vocabulary(tmp
     assert prepare_from_scratch(texts[:-1], seed=0, recipe=recipe, cache_dir=tmp_path) != path
 
 
-def test_prepare_from_scratch_without_texts_is_refused(tmp_path: Path) -> None:
+def test_prepare_from_scratch_without_texts_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found none"):
         prepare_from_scratch([], seed=0, cache_dir=tmp_path)
 
 
-def test_prepared_config_is_plain_json(tmp_path: Path) -> None:
+def test_prepare_embedded_writes_config_as_json(tmp_path: Path) -> None:
     path = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
 
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chances_of_adding_any_seed_opinions_say_nothing_about_meaning(seed: int) -> None:
+def test_chances_of_adding_opinions_are_independent_of_meaning(seed: int) -> None:
     chances = chances_of_adding(seed)
 
     for side in (ADDING, TAKING):

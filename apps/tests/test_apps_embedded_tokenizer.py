@@ -21,7 +21,7 @@ BYTES = trained_tokenizer(["How many clips did Natalia sell altogether in April 
 
 @settings(max_examples=200, deadline=None)
 @given(rng=st.randoms(use_true_random=False), level=st.integers(1, MAX_LEVEL), seed=st.integers(0, 100))
-def test_word_tokenizer_any_problem_comes_back_unchanged(rng, level: int, seed: int) -> None:
+def test_word_tokenizer_any_problem_round_trips(rng, level: int, seed: int) -> None:
     problem = draw_problem(rng, level)
 
     for text in (problem.question, lesson_answer(problem, chances_of_adding(seed), rng)):
@@ -30,7 +30,7 @@ def test_word_tokenizer_any_problem_comes_back_unchanged(rng, level: int, seed: 
         assert TOKENIZER.decode(ids) == text
 
 
-def test_word_tokenizer_number_is_one_token_and_the_same_in_question_and_answer() -> None:
+def test_word_tokenizer_number_is_one_token_in_question_and_answer() -> None:
     (in_question,) = (t for t in TOKENIZER.tokenize("Ann has 11 eggs") if "1" in t)
 
     assert in_question == "11"
@@ -48,7 +48,7 @@ def test_word_tokenizer_number_is_one_token_and_the_same_in_question_and_answer(
     ]
 
 
-def test_word_tokenizer_two_step_rows_are_short() -> None:
+def test_word_tokenizer_two_step_examples_are_short() -> None:
     rows = WordProblems(form="sft", seed=0, size=50)
 
     lengths = {len(ChatRenderer(TOKENIZER).render_sft(row["messages"])[0]) for row in rows}
@@ -58,19 +58,19 @@ def test_word_tokenizer_two_step_rows_are_short() -> None:
 
 @settings(deadline=None)
 @given(text=st.text(max_size=60).filter(lambda text: "<|" not in text))
-def test_trained_tokenizer_any_text_comes_back_unchanged(text: str) -> None:
+def test_trained_tokenizer_any_text_round_trips(text: str) -> None:
     ids = BYTES(text, add_special_tokens=False)["input_ids"]
 
     assert BYTES.decode(ids, skip_special_tokens=True) == text
 
 
-def test_trained_tokenizer_no_texts_is_refused() -> None:
+def test_trained_tokenizer_without_texts_raises_data_error() -> None:
     with pytest.raises(DataError, match="found none"):
         trained_tokenizer(["", ""], 512, 256)
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTES])
-def test_chat_template_generation_prompt_is_a_prefix_of_the_finished_turn(tokenizer) -> None:
+def test_chat_template_generation_prompt_is_a_prefix_of_the_turn(tokenizer) -> None:
     row = WordProblems(form="sft", seed=0, size=1)[0]
     renderer = ChatRenderer(tokenizer)
 
@@ -83,30 +83,33 @@ def test_chat_template_generation_prompt_is_a_prefix_of_the_finished_turn(tokeni
     assert ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_chat_template_unknown_role_is_refused() -> None:
+def test_chat_template_unknown_role_raises_data_error() -> None:
     with pytest.raises(DataError):
         ChatRenderer(TOKENIZER).render([{"role": "narrator", "content": "?"}])
 
 
-def test_warm_up_batch_has_the_chat_templates_ids_and_the_answers_as_targets() -> None:
+def test_warm_up_batch_matches_chat_template_ids_and_loss_mask() -> None:
     rows = WordProblems(form="sft", seed=0, size=6, levels=[1, 2])
     chances = dict.fromkeys(ADDING, 1.0) | dict.fromkeys(TAKING, 0.0)
     lessons = [LESSONS["answers"](problem, chances, random.Random(0)) for problem in rows.problems]
 
     input_ids, targets = _batch(lessons, TOKENIZER)
 
-    for row, ids, wanted in zip(rows, input_ids.tolist(), targets.tolist(), strict=True):
+    for row, ids, row_targets in zip(rows, input_ids.tolist(), targets.tolist(), strict=True):
         expected, mask = ChatRenderer(TOKENIZER).render_sft(row["messages"])
         padding = len(ids) - len(expected)
         assert ids == expected + [TOKENIZER.pad_token_id] * padding
-        assert wanted == [i if learned else -100 for i, learned in zip(expected, mask, strict=True)] + [-100] * padding
+        assert (
+            row_targets
+            == [i if learned else -100 for i, learned in zip(expected, mask, strict=True)] + [-100] * padding
+        )
 
 
 SCHEMA = {"type": "function", "function": {"name": TOOL, "parameters": {}}}
 
 
 @pytest.mark.parametrize("kind", LESSONS)
-def test_lesson_is_what_the_chat_template_makes_of_the_conversation_that_an_agent_has(kind: str) -> None:
+def test_lesson_equals_chat_template_of_the_agents_conversation(kind: str) -> None:
     tokenizer, rng, turns = word_problem_tokenizer(256, words_of(kind)), random.Random(1), set()
     renderer, tools = ChatRenderer(tokenizer), [SCHEMA] if kind == "tools" else None
     reader = MessageParser(tokenizer, stop_ids=renderer.stop_ids)
@@ -130,7 +133,7 @@ def test_lesson_is_what_the_chat_template_makes_of_the_conversation_that_an_agen
     assert turns == ({1} if kind == "answers" else {1, 2})
 
 
-def test_chat_template_shows_names_of_tools_and_reads_their_calls() -> None:
+def test_chat_template_lists_tool_names_and_uses_hermes_calls() -> None:
     renderer = ChatRenderer(TOKENIZER)
 
     assert renderer.renders_tools([SCHEMA])

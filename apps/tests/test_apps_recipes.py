@@ -1,4 +1,4 @@
-"""Which defaults a run has: the embedded model's own, or those of a published recipe for any other."""
+"""Defaults of a run: those of the embedded model, or of a published recipe for all other models."""
 
 import pytest
 
@@ -13,26 +13,26 @@ OTHER = "model.path=/a/model"
 
 
 @pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
-def test_embedded_model_brings_its_own_defaults_and_any_other_has_published_ones(app):
-    toy, other = app.config(), app.config([OTHER])
+def test_recipe_is_embedded_or_pretrained_depending_on_the_model(app):
+    embedded, pretrained = app.config(), app.config([OTHER])
 
-    assert (toy.recipe, other.recipe) == ("embedded", "pretrained")
-    assert (toy.actor.optimizer.lr, other.actor.optimizer.lr) == RATES[app.name]
-
-
-def test_nothing_of_the_demonstration_reaches_a_run_of_another_model():
-    toy, other = gsm8k_grpo.APP.config(), gsm8k_grpo.APP.config([OTHER])
-
-    assert (toy.rollout.generation.max_new_tokens, toy.rollout.generation.temperature) == (32, 1.3)
-    assert (other.rollout.generation.max_new_tokens, other.rollout.generation.temperature) == (1024, 1.0)
-    assert other.evaluation.generation.max_new_tokens == 1024
-    assert other.evaluation.generation.temperature == toy.evaluation.generation.temperature == 0
-    assert toy.rollout.server.slots == 128
-    assert other.rollout.server == type(other.rollout.server)()
-    assert (toy.actor.optimizer.warmup_steps, other.actor.optimizer.warmup_steps) == (20, 0)
+    assert (embedded.recipe, pretrained.recipe) == ("embedded", "pretrained")
+    assert (embedded.actor.optimizer.lr, pretrained.actor.optimizer.lr) == RATES[app.name]
 
 
-def test_what_the_user_says_wins_over_a_recipe(tmp_path):
+def test_pretrained_recipe_has_no_setting_of_the_embedded_recipe():
+    embedded, pretrained = gsm8k_grpo.APP.config(), gsm8k_grpo.APP.config([OTHER])
+
+    assert (embedded.rollout.generation.max_new_tokens, embedded.rollout.generation.temperature) == (32, 1.3)
+    assert (pretrained.rollout.generation.max_new_tokens, pretrained.rollout.generation.temperature) == (1024, 1.0)
+    assert pretrained.evaluation.generation.max_new_tokens == 1024
+    assert pretrained.evaluation.generation.temperature == embedded.evaluation.generation.temperature == 0
+    assert embedded.rollout.server.slots == 128
+    assert pretrained.rollout.server == type(pretrained.rollout.server)()
+    assert (embedded.actor.optimizer.warmup_steps, pretrained.actor.optimizer.warmup_steps) == (20, 0)
+
+
+def test_user_settings_override_the_recipe(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("rollout: {generation: {max_new_tokens: 77}}\nmodel: {path: /a/model}\n")
 
@@ -43,25 +43,25 @@ def test_what_the_user_says_wins_over_a_recipe(tmp_path):
     assert config.rollout.generation.temperature == 1.0
 
 
-def test_recipe_may_be_chosen_and_an_unknown_one_is_refused():
+def test_recipe_can_be_set_and_an_unknown_one_raises_config_error():
     assert gsm8k_grpo.APP.config([OTHER, "recipe=embedded"]).actor.optimizer.lr == 3e-4
-    with pytest.raises(ConfigError, match="recipe=toy: unknown recipe; there are embedded, pretrained"):
+    with pytest.raises(ConfigError, match=r"recipe=toy\b.*embedded, pretrained"):
         gsm8k_grpo.APP.config(["recipe=toy"])
 
 
-def test_config_of_a_run_composes_again_without_the_apps_file(tmp_path):
+def test_saved_config_composes_without_the_defaults_of_the_app(tmp_path):
     file = tmp_path / "config.yaml"
     config = gsm8k_grpo.APP.config([OTHER, "total_steps=7"])
     file.write_text(to_yaml(config))
     assert compose(type(config), [file]) == config
 
 
-def test_other_servers_are_not_given_settings_of_the_embedded_models_server():
+def test_recipe_sets_no_embedded_server_settings_on_other_servers():
     config = gsm8k_sft.APP.config(["allocation=fsdp:d1"])
     assert not hasattr(config.rollout.server, "slots")
 
 
-def test_help_and_printed_config_say_which_recipe_it_is(capsys):
+def test_help_and_printed_config_show_the_recipe(capsys):
     assert main("gsm8k-grpo", ["--cfg", "job", OTHER]) == 0
     assert "recipe: pretrained" in capsys.readouterr().out
     assert main("gsm8k-grpo", ["--dry-run"]) == 0

@@ -483,7 +483,7 @@ ELSEWHERE = [
     Elsewhere(
         "recipe",
         "taken before there is an object",
-        "apps/tests/test_apps_recipes.py::test_recipe_may_be_chosen_and_an_unknown_one_is_refused",
+        "apps/tests/test_apps_recipes.py::test_recipe_can_be_set_and_an_unknown_one_raises_config_error",
         value="pretrained",
     ),
     *(

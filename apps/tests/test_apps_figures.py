@@ -58,10 +58,7 @@ def test_metrics_recorded_in_source_code_are_documented():
     pattern = re.compile(r"""(?:record|figures\.add|found\.add)\(\s*"([a-z_]+/[a-z_0-9/]+)\"""")
     files = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/src/**/*.py")]
     recorded_names = {name for file in files for name in pattern.findall(file.read_text())}
-    examples = {
-        "answer/boxed",
-        "clip/far",
-        "reward/square",
-    }  # names in docstrings, and one that never leaves its record
+    # names in docstrings, and one that never leaves its record
+    examples = {"answer/boxed", "clip/far", "reward/square"}
     assert len(recorded_names) > 15
     assert [name for name in sorted(recorded_names - examples) if meaning(name) is None] == []

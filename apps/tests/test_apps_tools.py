@@ -179,10 +179,8 @@ def test_stop_ends_run_and_reports_it(run: Path, capsys: pytest.CaptureFixture[s
 def test_stop_after_timeout_reports_state_of_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pid = json.loads(_value(run, "status"))["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert main.main(["stop", str(run), "--timeout=0.01"]) in (
-        0,
-        2,
-    )  # depends on whether the heartbeat already timed out
+    # 0 if the heartbeat already timed out, else 2
+    assert main.main(["stop", str(run), "--timeout=0.01"]) in (0, 2)
     output = capsys.readouterr()
     assert "did not stop within --timeout=0.01 s" in output.err or "sent no heartbeat" in output.out
 

@@ -101,9 +101,8 @@ def devices() -> Finding:
     import torch
 
     cores, listed, count = usable_cores(), visible_gpus(os.environ), torch.cuda.device_count()
-    expected = (
-        min(len(listed), 1) if "MIG-" in "".join(listed) else len(listed)
-    )  # CUDA gives each process one MIG instance
+    # CUDA gives each process one MIG instance
+    expected = min(len(listed), 1) if "MIG-" in "".join(listed) else len(listed)
     summary = f"{count or 'no'} GPU{'s' if count > 1 else ''}, {cores} cores"
     if shutil.which("nvidia-smi") and not count:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"

@@ -327,9 +327,9 @@ TOOLS = {
     "plot-no-figure": (*_tool("plot", "run", "--figure", "reward/men"), "found reward/men; similar: reward/mean"),
     "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "expected records of steps"),
     "report-of-no-run": (("report", "."), {}, "expected the directory of a run (run_dir), found none of its files"),
-    "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another with -o"),
+    "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another file with -o"),
     "generate-no-checkpoint": (*_tool("generate", "run"), "A run saves one at its end and every checkpoint.every"),
-    "generate-hub-id": (("generate", "me/none"), {}, "fetched with `hf download`"),
+    "generate-hub-id": (("generate", "me/none"), {}, "Download a model of the hub with `hf download`"),
     "generate-device": (
         ("generate", "model", "--device", "tpu"),
         {},

@@ -580,7 +580,7 @@ def test_slurm_that_does_not_respond_is_reported(
 
     error = refused((*GRPO, "launcher=slurm"), {})
 
-    assert "sinfo failed: no controller. Start this where `sinfo` lists the partitions" in error
+    assert "sinfo failed: no controller. Run this on a machine where `sinfo` lists" in error
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Every setting is read by somebody, seen in the processes of real runs; one that nobody reads is named. So is every
-leaf of every command's config that no run reads at another value than its default."""
+"""Every setting is read by a process of a real run, and every leaf of a command's config at a value other than its
+default. The tests name the settings for which this does not hold."""
 
 import ast
 import inspect
@@ -35,27 +35,27 @@ BIN = Path(sys.executable).parent
 PROBE = Path(__file__).with_name("settings_probe")
 
 CHECKS = {
-    "rl_inference.backends.sglang.config:SGLangEngineConfig.memory_share": "asked of a GPU alone",
-    "rl_apps.settings.config:RolloutSettings.allow_biased_sampling": "what it allows is refused by a check",
+    "rl_inference.backends.sglang.config:SGLangEngineConfig.memory_share": "read only on a GPU",
+    "rl_apps.settings.config:RolloutSettings.allow_biased_sampling": "read by the check of sampling parameters",
 }
-"""Settings that no run here comes by, and why."""
+"""Settings that no run in this file reads, with the reason."""
 
 FEW = ("data.batch_size=4", "evaluation.rows=4", "total_steps=2")
 QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(32)]
-UNSTEADY = """
+FAILING_REWARD = """
 def reward(prompt, completions, prompt_ids, completion_ids, **data):
     if sum(prompt_ids) % 3:
-        raise ValueError("as asked")
+        raise ValueError("injected failure")
     return 0.0
 """
 
 
 def runs(directory):
-    """Commands that together come by every setting, and the exit code of each."""
+    """Return commands that together read every setting, with the exit code of each."""
     launchers = Path(__file__).parents[2] / "packages" / "rl-launchers" / "tests"
     tests = [str(launchers / f"test_launchers_{name}.py") for name in ("restarts", "signals")]
     return {
-        # a reference, a critic, recover points, saved batches and canaries
+        # a reference, a critic, recovery checkpoints, saved batches and canaries
         (
             "gsm8k-grpo",
             *FEW,
@@ -66,7 +66,7 @@ def runs(directory):
             "publish.canary_tokens=64",
             "recover.every=1",
         ): 0,
-        # two ranks, adapters, small micro-batches, an option of the data set, a broadcast that waits for answers
+        # two ranks, adapters, small micro-batches, data set options, a broadcast that waits for completions
         (
             "gsm8k-grpo",
             *FEW,
@@ -87,7 +87,7 @@ def runs(directory):
             "rollout.invalid_text=replace",
             "rollout.reward=format",
         ): 0,
-        # groups that fail and groups that are rejected, until the run is given up
+        # failed and rejected groups, until the run stops
         (
             "gsm8k-grpo",
             *FEW,
@@ -109,26 +109,26 @@ def runs(directory):
             "data.columns.messages=question",
             "data.options.system=Be brief.",
         ): 0,
-        # steps that are skipped, since the first one leaves the weights infinite
+        # skipped steps, because the first one makes the weights infinite
         ("hh-rlhf-dpo", *FEW, "preference.label_smoothing=0.1", "actor.optimizer.lr=1e38"): 0,
-        # servers of other kinds, which are not installed here: what would be started
+        # other servers, which are not installed: dry runs
         **{
             (
                 "gsm8k-grpo",
                 *FEW,
                 "--dry-run",
                 f"allocation={kind}:d1+fsdp:d1",
-                f"rollout.server.python={stand_in(directory, kind, version)}",
+                f"rollout.server.python={fake_interpreter(directory, kind, version)}",
             ): 0
             for kind, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"))
         },
-        # a server that is started anew, and a run that is asked to end
+        # a restarted server, and a run that is asked to stop
         ("pytest", "-q", "--all", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
     }
 
 
-def stand_in(directory, package, version):
-    """An interpreter that says it has a package."""
+def fake_interpreter(directory, package, version):
+    """Write an interpreter that reports an installed package."""
     path = directory / f"python-with-{package}"
     path.write_text(f"#!/bin/sh\necho '{json.dumps(['3.12.0', {package: version}, ''])}'\n")
     path.chmod(0o755)
@@ -136,49 +136,49 @@ def stand_in(directory, package, version):
 
 
 def settings_of(*roots):
-    """The settings below config classes, as `module:Class.field`: of sections that may be left out, too."""
-    found, left = {}, list(roots)
-    while left:
-        cls = left.pop()
+    """Return the settings of config classes as `module:Class.field`, those of optional sections included."""
+    settings, pending = {}, list(roots)
+    while pending:
+        cls = pending.pop()
         types = get_type_hints(cls)
         for item in fields(cls):
             kinds = [kind for kind in (types[item.name], *get_args(types[item.name])) if is_dataclass(kind)]
-            left += kinds
+            pending += kinds
             if not kinds:
-                found[owner(cls, item.name)] = (cls, item.name)
-    return found
+                settings[owner(cls, item.name)] = (cls, item.name)
+    return settings
 
 
 def owner(cls, name):
-    """A field by the class that declares it first, as the probe writes it."""
+    """Return a field with the class that declares it first, in the format of the probe."""
     declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
     return f"{declaring[-1].__module__}:{declaring[-1].__qualname__}.{name}"
 
 
-def constant_of_a_part(cls, name):
-    """Whether a field is a constant that an installed part of its group takes, and uses."""
-    parts = [registry.load(cls.group, kind) for kind in registry.available(cls.group)]
-    return any(name in inspect.signature(part).parameters and name in names_used(part) for part in parts)
+def constant_of_a_component(cls, name):
+    """Return whether a field is a constant that an installed component of its group accepts and uses."""
+    components = [registry.load(cls.group, kind) for kind in registry.available(cls.group)]
+    return any(name in inspect.signature(c).parameters and name in names_used(c) for c in components)
 
 
-def names_used(part):
-    tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+def names_used(component):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(component)))
     loads = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load)]
     return {getattr(node, "id", None) or getattr(node, "attr", None) for node in loads}
 
 
-def unread(known, seen):
-    """What is in `known` and neither read in the processes of the runs nor taken by a part as a constant."""
+def unread(settings, seen):
+    """Return the settings that no process of the runs reads and no component accepts as a constant."""
     constants = {
         setting
-        for setting, (cls, name) in known.items()
-        if issubclass(cls, ComponentConfig) and hasattr(cls, "group") and constant_of_a_part(cls, name)
+        for setting, (cls, name) in settings.items()
+        if issubclass(cls, ComponentConfig) and hasattr(cls, "group") and constant_of_a_component(cls, name)
     }
-    return sorted(known.keys() - seen - constants)
+    return sorted(settings.keys() - seen - constants)
 
 
 def watched(command, seen, modules="rl_", code=0, cwd=None):
-    """Run a command, which ends with this exit code; what its processes read, as the probe writes it."""
+    """Run a command, check its exit code, and return the settings that its processes read, as lines of the probe."""
     seen.mkdir()
     environment = os.environ | {"PYTHONPATH": str(PROBE), "SETTINGS_READ": str(seen), "SETTINGS_MODULES": modules}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=cwd)
@@ -186,7 +186,7 @@ def watched(command, seen, modules="rl_", code=0, cwd=None):
     return {tuple(line.split("\t")) for file in seen.iterdir() for line in file.read_text().splitlines()}
 
 
-OF_OTHERS = (
+TESTED_ELSEWHERE = (
     "rl_engines_megatron.",  # runs in tests/megatron/test_megatron_commands.py
     "rl_workflows.agents.endpoint.",  # tests/end_to_end/test_agent_commands.py
     "rl_launchers.cluster.scheduler:",  # tests/clusters/test_clusters_commands.py, and the two below
@@ -196,30 +196,37 @@ OF_OTHERS = (
     # packages/rl-trainers/tests/test_trainers_checkpoints.py
     "rl_trainers.run_log.checkpoints:CheckpointConfig.best_mode",
 )
-"""Settings of parts that the runs below do not have, and where they are run."""
+"""Settings of components that the runs below do not use, and where they are tested."""
 
 
 @pytest.mark.nightly  # six commands
 @pytest.mark.timeout(900)
 def test_every_setting_is_read_in_a_run(tmp_path):
-    parts = [registry.settings(group, name) for group in SEAMS.values() for name in registry.available(group)]
-    known = settings_of(
-        GRPOConfig, SFTConfig, DPOConfig, *parts, WordProblemsOptions, GSM8KOptions, ChatOptions, FormatRewardConfig
+    components = [registry.settings(group, name) for group in SEAMS.values() for name in registry.available(group)]
+    settings = settings_of(
+        GRPOConfig,
+        SFTConfig,
+        DPOConfig,
+        *components,
+        WordProblemsOptions,
+        GSM8KOptions,
+        ChatOptions,
+        FormatRewardConfig,
     )
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    half = [{"question": "1 + 1? \ud83d", "answer": "#### 2"}]
-    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, half + QUESTIONS)))
-    (tmp_path / "unsteady.py").write_text(UNSTEADY)
+    invalid = [{"question": "1 + 1? \ud83d", "answer": "#### 2"}]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, invalid + QUESTIONS)))
+    (tmp_path / "unsteady.py").write_text(FAILING_REWARD)
     seen = set(CHECKS)
     for number, (command, code) in enumerate(runs(tmp_path).items()):
         app, *arguments = command
-        where = [] if app == "pytest" else [f"run_dir={tmp_path / f'run-{number}'}"]
-        lines = watched([str(BIN / app), *arguments, *where], tmp_path / f"seen-{number}", code=code, cwd=tmp_path)
+        run_dir = [] if app == "pytest" else [f"run_dir={tmp_path / f'run-{number}'}"]
+        lines = watched([str(BIN / app), *arguments, *run_dir], tmp_path / f"seen-{number}", code=code, cwd=tmp_path)
         seen |= {setting for setting, _, _ in lines}
 
-    left = [setting for setting in unread(known, seen) if not setting.startswith(OF_OTHERS)]
-    assert not left, "\n".join(left)
+    missing = [setting for setting in unread(settings, seen) if not setting.startswith(TESTED_ELSEWHERE)]
+    assert not missing, "\n".join(missing)
 
 
 @dataclass(frozen=True)
@@ -227,35 +234,35 @@ class Leaf:
     """A setting of a command's config at its key."""
 
     owner: str
-    """As the probe writes it."""
+    """Class and name of the field, in the format of the probe."""
     item: Any
-    """The field."""
+    """Field of the dataclass."""
     value: Any
-    part: Any
-    """The section that has it."""
+    section: Any
+    """Section that contains the field."""
 
 
-def usual(app, *more):
-    """The config of a command with no arguments but these, with servers where it may have some."""
-    return app.config((*more, "allocation=embedded:d1+fsdp:d1") if app.servers != "refused" else more)
+def default_config(app, *overrides):
+    """Return the config of a command with these overrides, and with servers if it may have some."""
+    return app.config((*overrides, "allocation=embedded:d1+fsdp:d1") if app.servers != "refused" else overrides)
 
 
 def leaves_of(section, prefix=""):
-    """Every leaf by its key, of sections that may be left out, too."""
-    types, found = get_type_hints(type(section)), {}
+    """Return every leaf by its key, those of optional sections included."""
+    types, leaves = get_type_hints(type(section)), {}
     for item in fields(section):
         key, value = prefix + item.name, getattr(section, item.name)
         kinds = [kind for kind in get_args(types[item.name]) if is_dataclass(kind)]
         value = kinds[0]() if kinds and value is None else value
         if is_dataclass(value):
-            found |= leaves_of(value, f"{key}.")
+            leaves |= leaves_of(value, f"{key}.")
         else:
-            found[key] = Leaf(owner(type(section), item.name), item, value, section)
-    return found
+            leaves[key] = Leaf(owner(type(section), item.name), item, value, section)
+    return leaves
 
 
 def other_values(leaf):
-    """Other values that a field allows, by its type and its own condition; none where only a table can know them."""
+    """Return other values that a field allows, by its type and its condition; empty if these do not define any."""
     value, expected = leaf.value, leaf.item.metadata.get("expected", "")
     if isinstance(value, bool):
         candidates = [not value]
@@ -271,37 +278,37 @@ def other_values(leaf):
 
 
 def text(value):
-    """A value as an argument has it."""
+    """Return a value as it is written in an argument."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A run whose settings have other values than their defaults."""
+    """Run whose settings have other values than their defaults."""
 
     app: Any
     values: dict[str, Any]
-    """Those that say themselves which."""
+    """Explicit values, by key."""
     keep: tuple[str, ...] = ("*",)
-    """Patterns of those that keep their default; all others take another value that their field allows."""
+    """Patterns of keys that keep their default. All others get another value that their field allows."""
     code: int = 0
 
     @property
     def overrides(self):
-        """As arguments. Values of leaves that share a field differ, so that what a copy says tells whose it was."""
-        taken, given = set(), {key: str(value) for key, value in self.values.items()}
-        for key, leaf in leaves_of(usual(self.app)).items():
-            if key not in given and not any(fnmatch(key, pattern) for pattern in self.keep):
+        """Arguments of the command. Leaves of one field get different values, so that a copy identifies its leaf."""
+        taken, arguments = set(), {key: str(value) for key, value in self.values.items()}
+        for key, leaf in leaves_of(default_config(self.app)).items():
+            if key not in arguments and not any(fnmatch(key, pattern) for pattern in self.keep):
                 free = [value for value in other_values(leaf) if (leaf.owner, value) not in taken]
                 for value in (free or other_values(leaf))[:1]:
                     taken.add((leaf.owner, value))
-                    given[key] = text(value)
-        return [f"{key}={value}" for key, value in given.items()]
+                    arguments[key] = text(value)
+        return [f"{key}={value}" for key, value in arguments.items()]
 
 
 def commands(at, port=4711):
-    """Runs that together change every leaf, by name. `at` has questions, pairs and a model."""
-    given = {
+    """Return runs that together change every leaf, by name. The directory `at` has questions, pairs and a model."""
+    common = {
         "experiment": "other",
         "trial": "other",
         "total_steps": 2,
@@ -314,7 +321,7 @@ def commands(at, port=4711):
         "cluster.device": "cpu",
     }
     pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs", "data.columns": "{chosen: chosen}"}
-    made_up = {"data.name": "word-problem-pairs", "data.path": "", "data.options": "{size: 64}"}
+    generated = {"data.name": "word-problem-pairs", "data.path": "", "data.options": "{size: 64}"}
     trainer = {
         "model.chat_template": "plain",
         "data.train_split": "test",
@@ -336,11 +343,11 @@ def commands(at, port=4711):
         "launcher.kind": "rl_launchers:LocalScheduler",
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
-        "checkpoint.every": 2,  # not at the first step, at which the other two are looked at
+        "checkpoint.every": 2,  # not at the first step, which tests the other two
         "checkpoint.best_metric": "grad_norm",
         "recover.every": 2,
     }
-    rows = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
+    supervised = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
     servers = {
         "allocation": "embedded:d1+fsdp:d2",
         "data.options": "{instruction: Be brief.}",
@@ -358,7 +365,7 @@ def commands(at, port=4711):
         "rollout.server.python": sys.executable,
         "publish.route": "broadcast",
         "publish.host": "localhost",
-        "publish.canary_tokens": 40,  # within context and micro-batches
+        "publish.canary_tokens": 40,  # fits into context and micro-batches
         "gap.regenerate_every": 1,
     }
     algorithm = {
@@ -398,13 +405,13 @@ def commands(at, port=4711):
         "rollout.reward": "unsteady:reward",
     }
     short = {"evaluation.generation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
-    same = {"deterministic": "true", "launcher.options.pin_cores": "true"}
-    made = {
-        "grpo": Command(GRPO, given | trainer | servers | algorithm, KEPT),
+    deterministic = {"deterministic": "true", "launcher.options.pin_cores": "true"}
+    variants = {
+        "grpo": Command(GRPO, common | trainer | servers | algorithm, KEPT),
         "grpo-same": Command(
             GRPO,
-            given
-            | same
+            common
+            | deterministic
             | short
             | {
                 "rollout.max_staleness": 0,
@@ -416,17 +423,17 @@ def commands(at, port=4711):
                 "algorithm.mask.threshold": 0.5,
             },
         ),
-        "grpo-failing": Command(GRPO, given | failing, code=1),
-        "sft": Command(SFT, given | trainer | rows | servers, ROWS),
-        "sft-same": Command(SFT, given | same | {"allocation": "embedded:d1+fsdp:d1"}),
-        "dpo": Command(DPO, given | pairs | trainer | rows, (*ROWS, "preference.loss")),
-        "dpo-same": Command(DPO, given | made_up | same | {"preference.loss": "ipo"}),
-        "rm": Command(REWARD_MODEL, given | pairs | trainer | rows, ROWS),
-        "rm-same": Command(REWARD_MODEL, given | made_up | same),
+        "grpo-failing": Command(GRPO, common | failing, code=1),
+        "sft": Command(SFT, common | trainer | supervised | servers, SUPERVISED_KEPT),
+        "sft-same": Command(SFT, common | deterministic | {"allocation": "embedded:d1+fsdp:d1"}),
+        "dpo": Command(DPO, common | pairs | trainer | supervised, (*SUPERVISED_KEPT, "preference.loss")),
+        "dpo-same": Command(DPO, common | generated | deterministic | {"preference.loss": "ipo"}),
+        "rm": Command(REWARD_MODEL, common | pairs | trainer | supervised, SUPERVISED_KEPT),
+        "rm-same": Command(REWARD_MODEL, common | generated | deterministic),
     }
     return {
         name: replace(command, values={**command.values, "run_dir": f"{at}/runs/{name}"})
-        for name, command in made.items()
+        for name, command in variants.items()
     }
 
 
@@ -444,26 +451,26 @@ KEPT = (
     "rollout.max_rejected_in_row",
     "launcher.options.pin_cores",
 )
-"""What the largest commands leave as it is."""
-ROWS = (*KEPT, "actor.minibatches")
+"""Settings that the largest commands do not change."""
+SUPERVISED_KEPT = (*KEPT, "actor.minibatches")
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Leaves that no command above reads at another value, and the test in which one is at work."""
+    """Leaves that no command above reads at another value, and a test that uses one of them."""
 
     keys: str
-    """A pattern."""
+    """Pattern of keys."""
     why: str
     test: str
     apps: tuple[Any, ...] = (GRPO, SFT, DPO, REWARD_MODEL)
     value: str = ""
-    """Another valid one, where the field does not say which."""
+    """Another valid value, if the field does not define one."""
     also: tuple[str, ...] = ()
-    """What must be set besides."""
+    """Other overrides that the value needs."""
 
 
-TWO = "two parts read it in copies, which do not tell whose they are"
+TWO = "two components read copies, which do not identify their leaf"
 SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
 IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
 TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
@@ -476,20 +483,20 @@ ENGINES, LAUNCHERS = "packages/rl-engines-fsdp/tests/test_fsdp_", "packages/rl-l
 ELSEWHERE = [
     Elsewhere(
         "model.directories",
-        "the command fills it in",
+        "filled in by the command",
         "apps/tests/test_apps_model_path.py::test_hub_id_in_the_cache_trains_and_saves",
         value="{me/tiny: /models/tiny}",
     ),
     Elsewhere(
         "recipe",
-        "taken before there is an object",
+        "read before the config object exists",
         "apps/tests/test_apps_recipes.py::test_recipe_can_be_set_and_an_unknown_one_raises_config_error",
         value="pretrained",
     ),
     *(
         Elsewhere(
             f"trackers.{name}",
-            "nobody else is told of it",
+            "only trackers read it",
             f"packages/rl-trainers/tests/test_trainers_tracking.py::{test}",
             value=value,
             also=also,
@@ -521,7 +528,7 @@ ELSEWHERE = [
     *(
         Elsewhere(
             f"rollout.endpoint.{keys}",
-            "an agent",
+            "needs an agent",
             "packages/rl-workflows/tests/test_workflows_endpoint.py::"
             "test_calls_beyond_limit_return_429_and_others_are_kept",
             (GRPO, SFT),
@@ -539,7 +546,7 @@ ELSEWHERE = [
     *(
         Elsewhere(
             f"rollout.endpoint.{name}",
-            "an agent",
+            "needs an agent",
             "tests/end_to_end/test_agents.py::test_agent_rewards_of_calls_are_its_episodes_or_its_turns",
             apps,
             value=value,
@@ -553,54 +560,54 @@ ELSEWHERE = [
     ),
     Elsewhere(
         "rollout.endpoint.rows",
-        "an agent",
+        "needs an agent",
         "tests/end_to_end/test_agents.py::test_agent_rows_per_call",
         (GRPO, SFT),
         value="call",
     ),
     Elsewhere(
         "*.optimizer.max_skipped_steps",
-        "a loss that is not finite",
+        "needs a loss that is not finite",
         f"{ENGINES}resume.py::test_limit_of_skipped_steps_applies_across_a_resume",
     ),
     Elsewhere(
         "resume_from",
-        "a recovery checkpoint",
+        "needs a recovery checkpoint",
         "apps/tests/test_apps_resuming.py::test_resume_from_another_run_links_its_checkpoint",
         value="40",
     ),
     Elsewhere(
         "launcher.finish_seconds",
-        "a run that is asked to end",
+        "needs a request to stop",
         f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",
     ),
     Elsewhere(
         "launcher.grace_seconds",
-        "a run that is asked to end",
+        "needs a request to stop",
         f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",
     ),
     Elsewhere(
         "rollout.server.addresses",
-        "servers that run already",
+        "needs attached servers",
         "tests/servers/test_attached_servers.py::test_attached_servers_are_used_and_left_running",
         (GRPO, SFT),
         value="[http://127.0.0.1:1]",
     ),
     Elsewhere(
         "launcher.restart_window",
-        "a server that dies",
+        "needs a failing server",
         f"{LAUNCHERS}restarts.py::test_server_restarts_outside_window_do_not_count",
     ),
     Elsewhere(
         "launcher.log_lines",
-        "a process that fails",
+        "needs a failing process",
         f"{LAUNCHERS}launcher.py::test_run_trainer_failure_raises_with_log_and_stops_all",
         (SFT, DPO, REWARD_MODEL),
     ),
     *(
         Elsewhere(
             f"launcher.{name}",
-            "there are no servers here",
+            "no servers in these commands",
             f"{LAUNCHERS}restarts.py::test_server_lost_is_restarted_and_run_continues",
             (DPO, REWARD_MODEL),
         )
@@ -608,7 +615,7 @@ ELSEWHERE = [
     ),
     Elsewhere(
         "rollout.max_failed_in_row",
-        "an answer that fails",
+        "needs a failing completion",
         "packages/rl-workflows/tests/test_workflows_scheduler.py::test_max_failed_in_row_stops_run_regardless_of_budget",
         (SFT,),
     ),
@@ -633,7 +640,7 @@ ELSEWHERE = [
             ("ref.engine.max_shard_gb", "only the actor is exported", f"{ENGINES}weights_and_checkpoints.py::{FILES}"),
             ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
-            ("rollout.allow_biased_sampling", "asked while composing", f"{CONFIG}{BIASED}"),
+            ("rollout.allow_biased_sampling", "read while composing", f"{CONFIG}{BIASED}"),
         )
     ),
     Elsewhere(
@@ -645,7 +652,7 @@ ELSEWHERE = [
     ),
     Elsewhere(
         "actor.minibatches",
-        "a batch of rows is one step, and other numbers are refused",
+        "each batch is one step, and other values are rejected",
         "apps/tests/test_apps_config.py::test_supervised_command_rejects_several_minibatches",
         (SFT, DPO, REWARD_MODEL),
     ),
@@ -653,27 +660,28 @@ ELSEWHERE = [
 
 
 @cache
-def usual_leaves(name):
+def default_leaves(name):
     [app] = [app for app in (GRPO, SFT, DPO, REWARD_MODEL) if app.name == name]
-    return leaves_of(usual(app))
+    return leaves_of(default_config(app))
 
 
 def elsewhere(app):
-    """The entries of `ELSEWHERE` by the leaves of this command that they are about."""
-    entries, leaves = [entry for entry in ELSEWHERE if app in entry.apps], usual_leaves(app.name)
+    """Return the entries of `ELSEWHERE` for a command, by the leaves that they cover."""
+    entries, leaves = [entry for entry in ELSEWHERE if app in entry.apps], default_leaves(app.name)
     return {key: entry for entry in entries for key in filter_names(leaves, entry.keys)}
 
 
 def changed(app, config):
-    """The leaves of a config that have another value than by default."""
-    before = usual_leaves(app.name)
+    """Return the leaves of a config that differ from the default."""
+    before = default_leaves(app.name)
     return {key: leaf for key, leaf in leaves_of(config).items() if leaf.value != before[key].value}
 
 
 def leaves_read(leaves, changes, lines):
-    """Which changed leaves of a run its processes read, at their key, or in a copy at a value that only one leaf has.
+    """Return the changed leaves that the processes of a run read: at their key, or in a copy with a unique value.
 
-    What an installed part takes as a constant goes to it by name, past attributes."""
+    A constant of an installed component counts as read, because components receive constants as keyword arguments.
+    """
     values = Counter((leaf.owner, repr(leaf.value)) for leaf in leaves.values())
     read = {(setting, key, value) for setting, key, value in lines}
     copies = {(setting, value) for setting, _, value in lines}
@@ -682,7 +690,7 @@ def leaves_read(leaves, changes, lines):
         for key, leaf in changes.items()
         if (leaf.owner, key, repr(leaf.value)) in read
         or ((leaf.owner, repr(leaf.value)) in copies and values[leaf.owner, repr(leaf.value)] == 1)
-        or (isinstance(leaf.part, ComponentConfig) and constant_of_a_part(type(leaf.part), leaf.item.name))
+        or (isinstance(leaf.section, ComponentConfig) and constant_of_a_component(type(leaf.section), leaf.item.name))
     }
 
 
@@ -693,31 +701,31 @@ def leaves_read(leaves, changes, lines):
     ids=lambda app: app.name,
 )
 def test_every_leaf_has_another_value_in_some_command(app):
-    leaves = leaves_of(usual(app))
-    made = [app.config(command.overrides) for command in commands("/data").values() if command.app is app]
+    leaves = leaves_of(default_config(app))
+    configs = [app.config(command.overrides) for command in commands("/data").values() if command.app is app]
     for key, entry in elsewhere(app).items():
-        made.append(usual(app, f"{key}={entry.value or text(other_values(leaves[key])[0])}", *entry.also))
-    changes = {key for config in made for key in changed(app, config)}
+        configs.append(default_config(app, f"{key}={entry.value or text(other_values(leaves[key])[0])}", *entry.also))
+    changes = {key for config in configs for key in changed(app, config)}
 
     assert sorted(leaves.keys() - changes) == []
 
 
 @pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: entry.keys)
-def test_leaf_that_is_read_elsewhere_is_there_and_so_is_its_test(entry):
+def test_leaf_tested_elsewhere_exists_and_so_does_its_test(entry):
     file, name = entry.test.split("::")
     assert all(entry in elsewhere(app).values() for app in entry.apps)
     assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text()
 
 
 @pytest.fixture
-def material(tmp_path):
-    """What the commands learn from: questions, pairs and a small model."""
+def training_data(tmp_path):
+    """Directory with questions, pairs and a small model for the commands."""
     pairs = [{"prompt": q["question"], "chosen": q["answer"], "rejected": "#### 0"} for q in QUESTIONS]
     (tmp_path / "pairs").mkdir()
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
         (tmp_path / "pairs" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    (tmp_path / "unsteady.py").write_text(UNSTEADY)
+    (tmp_path / "unsteady.py").write_text(FAILING_REWARD)
     texts = [text for question in QUESTIONS for text in question.values()]
     (tmp_path / "model").symlink_to(prepare_from_scratch(texts, 1, cache_dir=tmp_path / "cache"))
     return tmp_path
@@ -726,19 +734,19 @@ def material(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("app", [GRPO, SFT, DPO, REWARD_MODEL], ids=lambda app: app.name)
-def test_every_leaf_is_read_at_another_value(app, material):
+def test_every_leaf_is_read_at_another_value(app, training_data):
     read = set()
-    for name, command in commands(material, free_port()).items():
+    for name, command in commands(training_data, free_port()).items():
         if command.app is app:
             line = [str(BIN / app.name), *command.overrides]
-            lines = watched(line, material / f"seen-{name}", code=command.code, cwd=material)
-            config = app.config(file=material / "runs" / name / "config.yaml")
+            lines = watched(line, training_data / f"seen-{name}", code=command.code, cwd=training_data)
+            config = app.config(file=training_data / "runs" / name / "config.yaml")
             read |= leaves_read(leaves_of(config), changed(app, config), lines)
 
-    assert sorted(leaves_of(usual(app)).keys() - read - elsewhere(app).keys()) == []
+    assert sorted(leaves_of(default_config(app)).keys() - read - elsewhere(app).keys()) == []
 
 
-PLANTED = """
+UNREAD_SETTINGS = """
 import os
 from dataclasses import asdict, dataclass, field, replace
 from rl_contracts.config import Settings, require
@@ -764,21 +772,21 @@ if __name__ == "__main__":
 """
 
 
-def test_setting_that_nobody_reads_is_named(tmp_path, monkeypatch):
-    (tmp_path / "planted.py").write_text(PLANTED)
+def test_unread_setting_is_named(tmp_path, monkeypatch):
+    (tmp_path / "injected.py").write_text(UNREAD_SETTINGS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import planted
+    import injected
 
-    seen = watched([sys.executable, str(tmp_path / "planted.py")], tmp_path / "seen", "__main__")
+    seen = watched([sys.executable, str(tmp_path / "injected.py")], tmp_path / "seen", "__main__")
 
-    lines = [(setting.replace("__main__", "planted"), key, value) for setting, key, value in seen]
-    assert unread(settings_of(planted.OuterConfig), {setting for setting, _, _ in lines}) == [
-        "planted:InnerConfig.checked",
-        "planted:InnerConfig.compared",
-        "planted:InnerConfig.dumped",
-        "planted:OuterConfig.idle",
+    lines = [(setting.replace("__main__", "injected"), key, value) for setting, key, value in seen]
+    assert unread(settings_of(injected.OuterConfig), {setting for setting, _, _ in lines}) == [
+        "injected:InnerConfig.checked",
+        "injected:InnerConfig.compared",
+        "injected:InnerConfig.dumped",
+        "injected:OuterConfig.idle",
     ]
-    leaves = leaves_of(planted.OuterConfig())
-    others = leaves_of(planted.OuterConfig(planted.InnerConfig(used=9, copied=9)))
+    leaves = leaves_of(injected.OuterConfig())
+    other_leaves = leaves_of(injected.OuterConfig(injected.InnerConfig(used=9, copied=9)))
     assert leaves_read(leaves, leaves, lines) == {"inner.used", "inner.copied"}
-    assert leaves_read(others, others, lines) == set()  # nobody read them at these values
+    assert leaves_read(other_leaves, other_leaves, lines) == set()  # not read at these values

@@ -1,10 +1,12 @@
-"""Notes which settings a process reads: Python imports this file by itself where it lies on PYTHONPATH.
+"""Record which settings a process reads. Python imports this file at startup if its directory is on PYTHONPATH.
 
-Every dataclass of settings of a module whose name begins with one of SETTINGS_MODULES (comma-separated) is watched. A
-setting is read where code says `config.name` and no check (`__post_init__`, `check`), comparison or representation is
-under way: loops over all fields (dumps, help, copies) ask by `getattr` and do not count; what they copy is read from
-the copy, or not at all. A file of this process's own in SETTINGS_READ has a line for each thing that was read, with
-tabs between `module:Class.field`, its key (`rollout.generation.top_p`; of a copy only the part below it) and its value.
+The probe watches every settings dataclass of the modules whose names begin with one of SETTINGS_MODULES
+(comma-separated). A setting counts as read if code accesses `config.name` outside of a check (`__post_init__`,
+`check`), a comparison and a representation. Loops over all fields (dumps, help, copies) use `getattr` and do not count;
+reads from a copy do.
+
+Each process writes its own file in the directory SETTINGS_READ. A line has, separated by tabs, `module:Class.field`,
+the key of the setting (`rollout.generation.top_p`; in a copy only the part below it) and its value.
 """
 
 from __future__ import annotations

@@ -159,10 +159,9 @@ def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
         if not fetch:
             return None
         raise ModelError(
-            f"{setting}={hub_id}: expected a directory, or the id of a model that the hub or its cache "
-            f"({constants.HF_HUB_CACHE}) has. There is no such directory, and the hub client reports: "
-            f"{str(error).splitlines()[0].rstrip('. ')}. Give a directory, or download the model on a machine with "
-            f"network access (`hf download {hub_id}`)."
+            f"{setting}={hub_id}: expected a directory, or a model of the hub or its cache ({constants.HF_HUB_CACHE}); "
+            f"the hub client reports: {str(error).splitlines()[0].rstrip('. ')}. Give a directory, or run "
+            f"`hf download {hub_id}` on a machine with network access."
         ) from error
 
 

@@ -142,7 +142,7 @@ def _numbers(value: Any) -> list[Any]:
         return _numbers(value.rhs) if value.is_Relational and value.lhs.is_Symbol else []
     if hasattr(value, "as_coeff_Mul"):  # a number or a formula
         return [value.evalf()] if value.is_number and value.is_real else []
-    parts = value.flat() if hasattr(value, "is_constant") else getattr(value, "args", ())
+    parts = value.flat() if hasattr(value, "flat") else getattr(value, "args", ())
     return sorted(number for part in parts for number in _numbers(part))
 
 

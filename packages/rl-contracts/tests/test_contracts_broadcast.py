@@ -201,7 +201,7 @@ def test_broadcast_sender_error_fails_receivers_at_once(meeting: Meeting) -> Non
 
 def test_broadcast_invalid_location_raises() -> None:
     for location in ("http://127.0.0.1:1", "tcp://", "tcp://127.0.0.1:x", "tcp://127.0.0.1:1?rank=a", "/dev/shm"):
-        with pytest.raises(WeightUpdateError, match="expected a location tcp://host:port"):
+        with pytest.raises(WeightUpdateError, match="expected a location such as tcp://host:port"):
             open_sender("broadcast", location)
 
 

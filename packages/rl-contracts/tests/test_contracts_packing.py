@@ -51,7 +51,7 @@ def test_pack_first_fit_known_case_and_no_sequences() -> None:
 
 
 def test_pack_first_fit_sequence_longer_than_bin_raises_data_error() -> None:
-    with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.* 10\..*micro_batch\.max_tokens"):
+    with pytest.raises(DataError, match=r"1 has 11 tokens.* 10\..*micro_batch\.max_tokens"):
         pack_first_fit([3, 11], capacity=10)
 
 

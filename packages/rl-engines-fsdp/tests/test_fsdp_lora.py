@@ -174,7 +174,7 @@ def test_adapter_after_loading_another_base_fails_base_check(model_path, tmp_pat
 
     engine.load(SaveLoadMeta(make_model(tmp_path, seed=1)))
 
-    with pytest.raises(WeightUpdateError, match="is not the one that the trainer adapts"):
+    with pytest.raises(WeightUpdateError, match="differs from the trainer's base model"):
         BaseWeights(Path(model_path)).check(engine.adapter())
 
 

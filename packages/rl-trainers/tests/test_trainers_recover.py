@@ -384,7 +384,7 @@ def test_step_abandoned_between_optimizer_steps_saves_nothing(
         run("replay", model, batches, tmp_path, every=2, minibatches=2)
     assert last_recovery_checkpoint(tmp_path / "recover") == 2
     assert "step 3 was abandoned" in caplog.text
-    assert "changed the weights" in caplog.text
+    assert "updated the weights" in caplog.text
 
 
 class StoppedPublisher:

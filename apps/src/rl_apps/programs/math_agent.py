@@ -118,6 +118,6 @@ class ProgramAgent(AgentCommand):
 
 
 class OneEpisodeAgent(ProgramAgent):
-    """The same agent with one process per episode."""
+    """`ProgramAgent` that starts a new process for each episode."""
 
     long_lived = False

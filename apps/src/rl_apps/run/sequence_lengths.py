@@ -213,7 +213,10 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
 
 
 def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:
-    """Reject examples with tokens for which the model has no embedding, if its tokenizer is larger than the model."""
+    """Reject examples with token ids for which the model has no embedding.
+
+    The check is skipped if the model's vocabulary size is unknown, or covers all ids of the tokenizer.
+    """
     embeddings, largest = vocabulary_size(model), max(lengths.tokenizer.get_vocab().values())
     if embeddings is None or largest < embeddings:
         return

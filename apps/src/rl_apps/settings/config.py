@@ -252,15 +252,15 @@ class ServedConfig(RunConfig):
         require(
             self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
             "publish.timeout",
-            "more than rollout.client.rejoin_timeout, because a publication may wait for a server to rejoin "
-            f"({self.rollout.client.rejoin_timeout:g} s)",
+            f"more than rollout.client.rejoin_timeout={self.rollout.client.rejoin_timeout:g} s, because a publication "
+            "may wait for a server to rejoin",
             self.publish.timeout,
         )
         require(
             self.launcher.max_restarts == 0 or self.rollout.client.progress_timeout > self.launcher.health_timeout,
             "rollout.client.progress_timeout",
-            "more than launcher.health_timeout, because completions of a single server that hangs wait for its restart "
-            f"({self.launcher.health_timeout:g} s)",
+            f"more than launcher.health_timeout={self.launcher.health_timeout:g} s, because completions wait for the "
+            "restart of a single server that hangs",
             self.rollout.client.progress_timeout,
         )
 

@@ -31,7 +31,7 @@ PRETRAINED = "pretrained"
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _UNREAD_FILES = ("*/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-"""Patterns of files in a hub repository that are not needed."""
+"""Glob patterns of hub files that are not downloaded: subdirectories, and weights in formats other than safetensors."""
 
 
 @dataclass

@@ -172,8 +172,8 @@ class FSDPEngineConfig(TrainEngineConfig):
         sufficient = [name for name in SAVE_MEMORY if required_bytes(**{name: True})[1] <= available]
         remedy = f"set {sufficient[0]}=true" if sufficient else "lower micro_batch.max_tokens, or use more ranks"
         message = (
-            f"a step of {micro_batches} times {spec.micro_batch.max_tokens} tokens needs about {total / GIB:.1f} GiB, "
-            f"but the GPU has {available / GIB:.1f} GiB; {remedy}."
+            f"training needs about {total / GIB:.1f} GiB of GPU memory for {micro_batches} micro-batches of at most "
+            f"{spec.micro_batch.max_tokens} tokens, but the GPU has {available / GIB:.1f} GiB; {remedy}."
         )
         if certain > available:
             raise ConfigError(message)

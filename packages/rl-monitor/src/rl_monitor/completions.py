@@ -1,4 +1,4 @@
-"""Find the saved completions of a run (`rollouts/`), and render one turn by turn with tools, rewards and versions."""
+"""Find a run's saved completions (`rollouts/`) and render a conversation with its tool calls, rewards and versions."""
 
 from __future__ import annotations
 

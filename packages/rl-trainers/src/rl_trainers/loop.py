@@ -1,6 +1,6 @@
-"""The training loop for synchronous and asynchronous reinforcement learning and for supervised learning.
+"""One training loop for synchronous and asynchronous reinforcement learning and for supervised learning.
 
-The components decide which one runs. A rollout runtime with `max_staleness=0` makes the loop synchronous. A data set as
+The components select the mode. A rollout runtime with `max_staleness=0` makes the loop synchronous. A data set as
 the source and no publisher make it supervised.
 """
 

@@ -52,8 +52,8 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
     for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[sequence] > capacity:
             raise DataError(
-                f"sequence {sequence} has {lengths[sequence]} tokens, but a micro-batch holds {capacity}. "
-                "Raise micro_batch.max_tokens, or shorten prompts or generation.max_new_tokens."
+                f"sequence or preference pair {sequence} has {lengths[sequence]} tokens, but a micro-batch holds "
+                f"{capacity}. Raise micro_batch.max_tokens, shorten prompts, or lower generation.max_new_tokens."
             )
         index = next((i for i, free in enumerate(free_tokens) if lengths[sequence] <= free), len(bins))
         if index == len(bins):

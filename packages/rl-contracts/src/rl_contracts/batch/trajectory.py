@@ -231,7 +231,10 @@ def lengths(batch: TensorDict) -> torch.Tensor:
 
 
 def units(batch: TensorDict) -> list[list[int]]:
-    """Return the sequence indices of each unit. Without the entry `unit_ids`, each sequence is a unit."""
+    """Return the sequence indices of each unit: sequences that must stay in one micro-batch (`UNIT_KEY`).
+
+    Without the entry `unit_ids`, each sequence is a unit.
+    """
     return unit_indices(batch[UNIT_KEY].tolist() if UNIT_KEY in batch else range(batch.batch_size[0]))
 
 

@@ -47,7 +47,7 @@ class InferenceEngineConformance:
 
         In pytest-asyncio's strict mode, use `pytest_asyncio.fixture`.
         """
-        raise NotImplementedError("override the `engine` fixture")
+        raise NotImplementedError("the `engine` fixture is not implemented: override it")
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
         """Send weights that the servers can load over a route, as `version`. Subclasses override it.
@@ -55,7 +55,7 @@ class InferenceEngineConformance:
         Returns:
             The metadata of the update and the trainer's receipt.
         """
-        raise NotImplementedError("override next_weights")
+        raise NotImplementedError("`next_weights` is not implemented: override it")
 
     async def publish(self, engine: InferenceEngine, interrupt: str = "keep") -> int:
         """Stage, verify and commit the next version, and return its number."""

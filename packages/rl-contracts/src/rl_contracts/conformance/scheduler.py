@@ -106,7 +106,7 @@ class SchedulerConformance:
     @pytest.fixture
     def scheduler(self) -> Scheduler:
         """Scheduler without workers, whose workers are deleted after the test. Subclasses override it."""
-        raise NotImplementedError("override the `scheduler` fixture")
+        raise NotImplementedError("the `scheduler` fixture is not implemented: override it")
 
     def test_create_workers_ended_program_has_status_and_exit_code(self, scheduler: Scheduler) -> None:
         scheduler.create_workers(JobSpec("good", python("pass")))

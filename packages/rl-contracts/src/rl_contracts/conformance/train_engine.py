@@ -102,7 +102,7 @@ class TrainEngineConformance:
 
     def make_engine(self) -> TrainEngine:
         """Return an engine of one rank that is not initialized. Subclasses override it."""
-        raise NotImplementedError("override make_engine")
+        raise NotImplementedError("`make_engine` is not implemented: override it")
 
     @pytest.fixture
     def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:

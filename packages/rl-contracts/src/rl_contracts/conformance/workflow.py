@@ -40,11 +40,11 @@ class WorkflowConformance:
 
     def make_workflow(self) -> RolloutWorkflow:
         """Return a workflow whose completions have at most 64 tokens. Subclasses override it."""
-        raise NotImplementedError("override make_workflow")
+        raise NotImplementedError("`make_workflow` is not implemented: override it")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return examples, at least one of which the workflow accepts. Subclasses override it."""
-        raise NotImplementedError("override rows")
+        raise NotImplementedError("`rows` is not implemented: override it")
 
     def make_engine(self) -> RecordingEngine:
         """Return an engine that samples token ids 0 to 63, with end token 2. Override it for other tokenizers."""

@@ -185,9 +185,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def tiles(tokens: int, vocabulary: int, max_logits: int) -> tuple[list[slice], list[slice]]:
-    """Return spans of tokens and of the vocabulary whose blocks have at most `max_logits` entries, but at least one.
+    """Split tokens and vocabulary into spans. Each pair of spans is a tile of at most `max_logits` logits (minimum 1).
 
-    The vocabulary stays whole if enough tokens fit into a block then.
+    Tiles cover the whole vocabulary if at least `min(tokens, FEWEST)` tokens fit into such a tile.
     """
     fit = max_logits // vocabulary
     if fit >= min(tokens, FEWEST):

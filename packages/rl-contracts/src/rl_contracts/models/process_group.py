@@ -138,7 +138,10 @@ def _leave() -> None:
 
 
 def _replica_group(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
-    """Return the group of the ranks at this rank's position in each replica; None with one replica (collective)."""
+    """Return the gloo group of the ranks with this rank's position in their replica, or None with one replica.
+
+    Collective: all ranks must call it.
+    """
     if context.dp_size == 1:
         return None
     groups = [list(range(position, context.world_size, replica_size)) for position in range(replica_size)]

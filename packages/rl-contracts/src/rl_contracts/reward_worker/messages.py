@@ -42,7 +42,7 @@ def reply(buffer: bytearray, number: int) -> dict[str, Any] | None:
         ValueError: `buffer` contains something else, or too many bytes.
     """
     if len(buffer) > LONGEST_REPLY:
-        raise ValueError(f"more than {LONGEST_REPLY:,} bytes")
+        raise ValueError(f"a reply of more than {LONGEST_REPLY:,} bytes")
     if b"\n" not in buffer:
         return None
     call_number, _, text = buffer.partition(b" ")

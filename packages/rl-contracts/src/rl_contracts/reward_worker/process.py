@@ -186,8 +186,8 @@ class WorkerProcess:
 
     def _protocol_message(self, error: ValueError) -> str:
         return (
-            f"{self._name}: its worker's pipe has {error} instead of a reply; the worker was killed. The function must "
-            "not write to file descriptors that it did not open."
+            f"{self._name}: expected a reply from its worker, found {error}; the worker was killed. The function must "
+            "return a short result and not write to file descriptors that it did not open."
         )
 
     def _last_lines(self) -> str:

@@ -58,16 +58,23 @@ class NullInferenceEngineConfig(ServerConfig):
     """Seed of the model, and of requests that have no seed."""
 
     def __post_init__(self) -> None:
-        require(self.mean_tokens >= 1, "null.mean_tokens", "at least 1", self.mean_tokens)
-        require(self.sigma >= 0, "null.sigma", "0 (constant) or more", self.sigma)
-        require(self.seconds_per_token >= 0, "null.seconds_per_token", "0 or more", self.seconds_per_token)
-        require(self.latency >= 0, "null.latency", "0 or more", self.latency)
-        require(self.commit_seconds >= 0, "null.commit_seconds", "0 or more", self.commit_seconds)
-        require(self.max_running >= 0, "null.max_running", "0 (no limit) or more", self.max_running)
-        require(self.vocab_size >= 2, "null.vocab_size", "at least 2", self.vocab_size)
+        require(self.mean_tokens >= 1, "NullInferenceEngineConfig.mean_tokens", "at least 1", self.mean_tokens)
+        require(self.sigma >= 0, "NullInferenceEngineConfig.sigma", "0 (constant) or more", self.sigma)
+        require(
+            self.seconds_per_token >= 0,
+            "NullInferenceEngineConfig.seconds_per_token",
+            "0 or more",
+            self.seconds_per_token,
+        )
+        require(self.latency >= 0, "NullInferenceEngineConfig.latency", "0 or more", self.latency)
+        require(self.commit_seconds >= 0, "NullInferenceEngineConfig.commit_seconds", "0 or more", self.commit_seconds)
+        require(
+            self.max_running >= 0, "NullInferenceEngineConfig.max_running", "0 (no limit) or more", self.max_running
+        )
+        require(self.vocab_size >= 2, "NullInferenceEngineConfig.vocab_size", "at least 2", self.vocab_size)
         require(
             0 <= self.eos_token_id < self.vocab_size,
-            "null.eos_token_id",
+            "NullInferenceEngineConfig.eos_token_id",
             f"between 0 and vocab_size - 1 ({self.vocab_size - 1})",
             self.eos_token_id,
         )

@@ -56,7 +56,7 @@ class BaseWeights:
         if name not in self._files:
             raise WeightUpdateError(
                 f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
-                "Set publish.adapter=never to send whole weights."
+                "Set publish.adapter=never to send full weights."
             )
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
@@ -72,7 +72,7 @@ class BaseWeights:
         for name, expected in adapter.base.items():
             if prefix_checksum(self[name]) != expected:
                 raise WeightUpdateError(
-                    f"{self._directory}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
-                    "with the trainer's base model, or set publish.adapter=never to send whole weights."
+                    f"{self._directory}: parameter {name!r} differs from the trainer's base model. Start the servers "
+                    "with that model, or set publish.adapter=never to send full weights."
                 )
         self._checked = adapter.base

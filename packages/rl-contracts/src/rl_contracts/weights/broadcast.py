@@ -74,7 +74,9 @@ class BroadcastSender:
             self.cancel(first_line(error))
             self._leave()
             if isinstance(error, RuntimeError):
-                raise WeightUpdateError(f"route broadcast: {first_line(error)}") from error
+                raise WeightUpdateError(
+                    f"route broadcast: this trainer rank could not send the weights: {first_line(error)}"
+                ) from error
             raise
 
     def cancel(self, reason: str) -> None:

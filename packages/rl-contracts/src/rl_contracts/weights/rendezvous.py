@@ -59,7 +59,7 @@ class Address:
             url = urlsplit(location)
             query = {name: float(value) for name, value in parse_qsl(url.query)}
             if url.scheme != "tcp" or not url.hostname or set(query) - {"timeout", "rank", "world"}:
-                raise ValueError("not of this form")
+                raise ValueError("scheme, host or parameters are wrong")
             update, _, sender = url.path.strip("/").partition("/")
             rank, world, timeout = int(query.get("rank", 0)), int(query.get("world", 0)), query.get("timeout", 60.0)
             if not (0 < timeout <= 86400 and 0 <= rank <= world < 2**16):
@@ -67,7 +67,7 @@ class Address:
             return cls(url.hostname, url.port or 0, update, sender, timeout, rank, world)
         except (ValueError, OverflowError) as error:
             raise WeightUpdateError(
-                f"route broadcast: expected a location tcp://host:port/update?timeout=60, found {location!r}: {error}."
+                f"route broadcast: expected a location such as tcp://host:port?timeout=60, found {location!r}: {error}."
             ) from error
 
     @property

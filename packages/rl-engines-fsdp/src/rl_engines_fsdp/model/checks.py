@@ -77,7 +77,7 @@ def verify(wrapped: PackedModel) -> None:
         raise ModelError(
             f"{name}: forward passes with gradients differ by {noise:.3g} from one without (allowed "
             f"{TOLERANCE * scale:.2g}): the model is random in evaluation mode, so the trained policy would differ "
-            "from the sampled one. The model cannot be trained here."
+            "from the sampled one. This engine cannot train the model."
         )
     first_change, second_change = (
         (changed_states - states).abs().split(LENGTHS)[sequence].max().item() for sequence in (0, 1)
@@ -85,7 +85,7 @@ def verify(wrapped: PackedModel) -> None:
     if not second_change <= LEAK * first_change:
         raise ModelError(
             f"{name}: a packed sequence changes by {second_change:.3g} when the previous one changes by "
-            f"{first_change:.3g}: the layers mix packed sequences. The model cannot be trained here."
+            f"{first_change:.3g}: the layers mix packed sequences. This engine cannot train the model."
         )
     for quantity, packed_values, plain_values, magnitude in (
         ("hidden states", states, expected_states, scale),
@@ -96,7 +96,7 @@ def verify(wrapped: PackedModel) -> None:
             raise ModelError(
                 f"{name}: {quantity} of packed sequences differ by {difference:.3g} from those of each sequence alone "
                 f"(allowed {TOLERANCE * magnitude:.2g}): this engine does not support how the model computes its "
-                "layers or logits. The model cannot be trained here."
+                "layers or logits. This engine cannot train the model."
             )
 
 

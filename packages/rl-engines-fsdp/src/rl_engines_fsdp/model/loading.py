@@ -70,7 +70,7 @@ def _check_attention(path: str, config: Any, head: str) -> None:
     if unsupported:
         raise ModelError(
             f"model {path}: {name} has layers of type {unsupported}, but packed sequences require full or sliding "
-            "attention. The model cannot be trained here."
+            "attention. This engine cannot train the model."
         )
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ModelError(_no_attention(path, name))
@@ -78,8 +78,8 @@ def _check_attention(path: str, config: Any, head: str) -> None:
 
 def _no_attention(path: str, name: str) -> str:
     return (
-        f"model {path}: {name} does not allow its attention to be replaced by attention over packed sequences. The "
-        "model cannot be trained here."
+        f"model {path}: {name} does not allow its attention to be replaced by attention over packed sequences. This "
+        "engine cannot train the model."
     )
 
 

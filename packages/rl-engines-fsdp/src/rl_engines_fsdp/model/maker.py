@@ -59,7 +59,7 @@ class ModelMaker:
             hf_config: transformers configuration of the model.
 
         Raises:
-            ModelError: the model cannot be read, or cannot be trained here.
+            ModelError: the model cannot be read, or this engine cannot train it.
         """
         source = self.read(self.spec.model_path)
         model = self._split(source, hf_config) if self.sharded else self._whole(source)

@@ -343,10 +343,10 @@ class WeightUpdates:
         await self._loading.load_committed(server, committed)
 
     async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Stage a version on all live servers.
+        """Stage a version on all live servers and return their receipts.
 
-        With a route that stores no weights, a server that returned can get weights only from an update. It is staged
-        with the others and rejoins at the commit.
+        If the route stores no weights, also stage it on evicted servers that are healthy again: they can get weights
+        only from an update. They rejoin at the commit.
         """
         self._staged, self._joining = None, []
         await self._loading.prepare(meta)

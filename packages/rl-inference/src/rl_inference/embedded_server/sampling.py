@@ -109,15 +109,15 @@ class Penalties:
         return penalized - self._frequency * self._counts - self._presence * (self._counts > 0)
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Count the drawn tokens.
+        """Add the sampled tokens to the counts that the penalties use.
 
         Args:
-            tokens: drawn tokens of the whole batch, int64 [batch].
+            tokens: one sampled token per row of the batch, int64 [batch]; rows without penalties are ignored.
         """
         assert self._counts is not None
-        drawn = tokens[self.rows, None]
-        self._counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=self._counts.dtype))
-        self._seen.scatter_(1, drawn, True)
+        sampled = tokens[self.rows, None]
+        self._counts.scatter_add_(1, sampled, torch.ones_like(sampled, dtype=self._counts.dtype))
+        self._seen.scatter_(1, sampled, True)
 
 
 def _token_indices(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

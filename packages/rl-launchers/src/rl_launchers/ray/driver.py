@@ -163,9 +163,12 @@ def living_nodes() -> list[dict[str, Any]]:
 
 
 def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
-    """Connect to the cluster.
+    """Connect to the Ray cluster.
 
-    If there is no cluster, start one in the directory `scratch` for the purpose `hold`. For `look`, only report that.
+    Args:
+        address: address of the cluster; empty for Ray's default.
+        purpose: if there is no cluster, `hold` starts a local one, and `look` only returns `local: True`.
+        scratch: temporary directory of a local cluster.
 
     Returns:
         the state to send to the launcher.

@@ -52,12 +52,12 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     started on this machine. If neither exists, or for `local`, a cluster of only this machine is started for the run.
     Run the command on a machine of the cluster, or submit it with `ray job submit`."""
     nodes: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """Number of nodes to hold, each with a bundle of the placement group. 0 means `cluster.nodes`, or all nodes with at
-    least one core if that is not set. The remaining nodes of the cluster replace lost nodes."""
+    """Number of nodes to reserve, each with a bundle of the placement group. 0 means `cluster.nodes`, or all nodes with
+    at least one core if that is not set. The remaining nodes of the cluster replace lost nodes."""
     cores_per_node: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """Cores to hold on each node; 0 for all."""
+    """Cores to reserve on each node; 0 for all."""
     gpus_per_node: int | None = None
-    """GPUs to hold on each node; None for all."""
+    """GPUs to reserve on each node; None for all."""
     node_resources: dict[str, float] = field(default_factory=dict)
     """Additional Ray resources of each bundle, for example `{rollout-pool: 1}` to select nodes with that resource."""
     placement_timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)

@@ -69,9 +69,9 @@ class EpisodeRewards:
 
 
 def normalized_rewards(outcomes: EpisodeRewards, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
-    """Return the normalized reward of each episode, including its KL penalty, as the advantage of all its tokens.
+    """Return the normalized reward of each episode, including its KL penalty, as the advantage of its trained tokens.
 
-    See `normalize`. Rewards per turn are not read. With `std="mean"`, the result is (r - mean) / (mean + 1e-6), with
+    See `normalize`. Rewards per turn are ignored. With `std="mean"`, the result is (r - mean) / (mean + 1e-6), with
     the mean of the group as the divisor. It is 0 if that mean is not positive. This is MaxRL (arXiv 2602.02710), for
     rewards of at least 0.
     """
@@ -92,7 +92,7 @@ def gdpo_advantages(outcomes: EpisodeRewards, *, weights: Mapping[str, float] | 
     batch. A component that does not vary within a group therefore does not hide differences in another one.
 
     Args:
-        outcomes: episodes with reward components (`parts`).
+        outcomes: episodes with `reward_components`.
         weights: weight of each component by name, 1 by default.
 
     Raises:

@@ -125,7 +125,7 @@ def check_component_output(
 
     Args:
         setting: setting that selects the component, for the message.
-        found: output of the component.
+        output: output of the component.
         trained: bool [N]; every tensor of the output must have its shape.
 
     Raises:

@@ -211,7 +211,7 @@ class LossEvaluation:
     Args:
         learner: the learner to evaluate.
         batch: this rank's shard of the held-out sequences.
-        rows: number of held-out examples on all ranks.
+        num_examples: number of held-out examples on all ranks.
     """
 
     def __init__(self, learner: LossLearner, batch: TensorDict, num_examples: int) -> None:

@@ -46,7 +46,7 @@ class RecoveryCheckpoints:
         run_dir: run directory; recovery checkpoints are in its `recover/step_<n>`.
         config: schedule and retention.
         engines: train engines by name (`actor`, `critic`); the ranks of the first one decide which process writes.
-        parts: this rank's other components by name; each saves its state separately.
+        components: this rank's other components by name; each saves its state separately.
         stop: returns whether this process was asked to stop, which the run does between two steps.
         epochs: returns the number of completed passes over the data; needed for `recover.every_epochs`.
 
@@ -152,7 +152,7 @@ class RecoveryCheckpoints:
         Raises:
             SystemExit: always; the exit code is that of a shell for SIGTERM (143).
         """
-        reason = "its optimizer had already changed the weights"
+        reason = "the optimizer had already updated the weights"
         if return_batch is not None:
             try:
                 with self.parallel.agree_on_errors("returning the batch of the abandoned step"):
@@ -223,8 +223,8 @@ class RecoveryCheckpoints:
         """
         if self._pending and not self._pending[1].wait():
             raise EngineError(
-                f"{self._pending[1].path} is still being written; raise recover.timeout={self.config.timeout:g} or use "
-                "a faster disk."
+                f"{self._pending[1].path} was not written in time; raise recover.timeout "
+                f"(now {self.config.timeout:g} s) or use a faster disk."
             )
         if self._pending:
             self._clear_pending()

@@ -107,7 +107,7 @@ class SavedStates(Sequence[dict[str, Any]]):
             raise _unreadable(checkpoint / MANIFEST, error) from error
         for rank in range(self._ranks):
             if not (checkpoint / f"{name}-{rank}.json").exists():
-                raise _unreadable(checkpoint / f"{name}-{rank}", "it is missing")
+                raise _unreadable(checkpoint / f"{name}-{rank}.json", "no such file")
 
     def __len__(self) -> int:
         """Return the number of ranks of the saved run."""

@@ -104,8 +104,8 @@ class Checkpoints:
             self._finish()
             if self._pending:
                 raise EngineError(
-                    f"{self._pending.path} is still being written; raise checkpoint.timeout="
-                    f"{self.config.timeout:g} or use a faster disk."
+                    f"{self._pending.path} was not written in time; raise checkpoint.timeout "
+                    f"(now {self.config.timeout:g} s) or use a faster disk."
                 )
             path = self.directory / f"step_{step}"
             self._pending = BackgroundDirectory(path, self.engine.parallel, self._copy, self.config.timeout)

@@ -71,7 +71,7 @@ class Tracking:
         run_dir: run directory with `metrics.jsonl`.
         project: project of the run if `config` has none.
         settings: settings of the run, sent to each tracker.
-        say: called with a warning when a tracker fails (in its thread) or does not end in time.
+        warn: called with a warning when a tracker fails (in its thread) or does not end in time.
     """
 
     def __init__(

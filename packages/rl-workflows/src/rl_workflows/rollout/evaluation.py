@@ -33,7 +33,7 @@ async def evaluate_held_out(
 
     Args:
         episodes: episodes of this evaluation; its `generation` has the sampling settings.
-        rows: examples of this data-parallel leader.
+        examples: examples of this data-parallel leader.
         first: index of the first of them among the examples of all data-parallel leaders.
         n: completions per example.
         version: minimum version that the servers have committed.

@@ -172,7 +172,7 @@ class Address:
             self.rank, self.world = int(query.get("rank", 0)), int(query.get("world", 0))
         except (ValueError, OverflowError) as error:
             raise RefusedError(
-                f"route broadcast: expected a location tcp://host:port/update?timeout=60, found {location!r}: {error}."
+                f"route broadcast: expected a location such as tcp://host:port?timeout=60, found {location!r}: {error}."
             ) from error
         if url.scheme != "tcp" or not 0 < self.rank < self.world:
             raise RefusedError(

@@ -248,7 +248,9 @@ class Guard(ABC):
         """Return the receipt of the last load, with the checksums of the tensors in host memory."""
         states = await engine.collective_rpc("rl_loaded")
         if not states[0]["checksums"]:
-            raise RefusedError("no update was loaded since this server started, so it has no checksums.")
+            raise RefusedError(
+                "this server has no checksums, because it has loaded no weight update since its start; send one first."
+            )
         return receipt_of(self._version, states)
 
     async def _pause(self, engine: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -213,8 +213,8 @@ class Attempt:
         for name, expected in {**dict.fromkeys(adapter["scales"], ""), **adapter["base"]}.items():
             if rl_adapters.prefix_checksum(base[name]) != expected:
                 raise RefusedError(
-                    f"{self.checkpoint}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
-                    "with the trainer's base model, or set publish.adapter=never to send whole weights."
+                    f"{self.checkpoint}: parameter {name!r} differs from the trainer's base model. Start the servers "
+                    "with that model, or set publish.adapter=never to send full weights."
                 )
         self._state.checked_base = adapter["base"]
 

@@ -71,7 +71,7 @@ class BaseWeights:
         if name not in self.files:
             raise RefusedError(
                 f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
-                "Set publish.adapter=never to send whole weights."
+                "Set publish.adapter=never to send full weights."
             )
         return self.files[name].get_tensor(name)
 

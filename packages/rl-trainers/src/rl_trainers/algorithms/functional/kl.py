@@ -43,8 +43,8 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     - k2 = d^2 / 2: biased, low variance.
     - k3 = exp(-d) - 1 + d: unbiased, never negative; see `bounded_k3`.
 
-    The gradient of an estimate used as a loss has other properties. The unbiased gradient of KL(pi || ref) is d grad
-    log pi. See `weighted_kl` for unbiased gradients of k1 and k3.
+    An unbiased estimate need not have an unbiased gradient. The gradient of KL(pi || ref) is E[d grad log pi]; see
+    `weighted_kl` for unbiased gradients of k1 and k3. As a loss:
 
     - k1 gives grad log pi, which is zero in expectation, so it does not regularize.
     - k2 gives d grad log pi, which is unbiased.

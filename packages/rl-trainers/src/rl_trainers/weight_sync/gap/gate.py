@@ -98,9 +98,9 @@ class _Comparison:
 
 
 class GapGate:
-    """Measures before an update and after its commit, and runs experiments when a comparison fails.
+    """Log-prob gap gate: compares log-probs before each update and after its commit.
 
-    All ranks make the same calls.
+    When a comparison fails, experiments look for the cause. All ranks must make the same calls.
 
     Args:
         engine: the trainer.
@@ -108,7 +108,7 @@ class GapGate:
         loop: thread that runs the client's coroutines.
         config: thresholds.
         trained, served: names of the dtypes in which the trainer and the servers compute.
-        sharing: wakes servers that sleep while the trainer learns, if the gate needs them then. None if none sleep.
+        sharing: wakes sleeping servers when the gate needs them, or None if servers never sleep.
     """
 
     def __init__(

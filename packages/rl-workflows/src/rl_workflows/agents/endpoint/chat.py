@@ -231,7 +231,8 @@ def _tool(tool: request_parsing.JsonObject) -> request_parsing.JsonObject:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise CallError(
-            f"tools: expected tools of type 'function' with an object `function`, found type {tool.get('type')!r}."
+            f"tools: expected type 'function' and an object `function`, found type {tool.get('type')!r:.80} and "
+            f"{type(function).__name__}."
         )
     return request_parsing.function(function.get("name"), function.get("description"), function.get("parameters"))
 

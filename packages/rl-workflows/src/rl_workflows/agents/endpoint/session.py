@@ -252,7 +252,7 @@ class Session(RolloutSession):
         """Render and tokenize the prompt of a call. Runs in a thread; the caller holds `preparing`.
 
         Args:
-            own: the call as received, without the messages of a stored conversation.
+            received_call: the call as received, without the messages of a stored conversation.
 
         Raises:
             CallError: see `with_history` and `prompt`.
@@ -368,7 +368,7 @@ class Session(RolloutSession):
 
         Args:
             added: number of new tokens in the prompt; 0 if not known yet.
-            answers: number of requested completions, at least 1.
+            completions: number of requested completions, at least 1.
             memory: bytes of the messages and tools; 0 if not known yet.
 
         Raises:

@@ -185,5 +185,5 @@ def test_adapter_that_is_acknowledged_and_not_applied_is_named(run):
 
     run.fault.write_text("adapter not applied")
 
-    with pytest.raises(WeightUpdateError, match="those of the base weights: the adapter is not applied"):
+    with pytest.raises(WeightUpdateError, match="the adapter is not applied"):
         run.update(publisher)

@@ -213,6 +213,7 @@ def test_trial_episode_runs_before_warm_up_and_measuring(user_code, tmp_path, mo
     assert "NotImplementedError: measuring started" in captured.err
     assert captured.out.splitlines()[3:] == [  # the model was built by the first command
         "running a trial episode on one example",
+        "scoring the gold answers",
         "measuring sequence lengths",
     ]
 

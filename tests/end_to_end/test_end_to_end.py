@@ -244,7 +244,7 @@ def test_grpo_with_a_workflow_and_a_reward_of_the_current_directory(model, tmp_p
     for record in _records(tmp_path / "run"):
         assert 16 * 0.05 <= record["time/reward"] < record["time/step"] + 1
     told = [line for line in done.stdout.splitlines() if "step " not in line]
-    assert "starting servers and trainers together" in told
+    assert "starting servers and trainers" in told
     assert any(re.fullmatch(r"rollout-0 ready after \d+ s", line) for line in told)
 
 

@@ -1,8 +1,8 @@
-"""GRPO: a reward of your own
+"""GRPO: your own reward
 
-`gsm8k-grpo` lets a model answer, scores the answers, and makes the better ones of each group more likely. A server
-generates while the trainer learns. The model is tiny and made on the spot; its warm-up, half a minute, is kept for
-the next time.
+`gsm8k-grpo` generates completions, scores them, and makes the better ones of each group more likely. A server generates
+while the trainer learns. The command creates a tiny model. Its warm-up takes half a minute, and later runs reuse the
+result.
 """
 
 import json
@@ -15,15 +15,16 @@ from rl_rewards import gsm8k_reward_fn
 
 
 # 1. The reward.
-# A function of an answer and its row's columns. This one wants the right number, and takes a tenth away for more than
-# one line: the model is to be brief. It runs in a process of its own, under a deadline.
+# A reward is a function of a completion and the columns of its example. This one returns 1 for the right number, and
+# subtracts 0.1 for a completion of more than two lines. It runs in a separate process with a time limit.
 def brief_reward_fn(prompt, completions, prompt_ids, completion_ids, *, answer, **columns):
     right = gsm8k_reward_fn(prompt, completions, prompt_ids, completion_ids, answer=answer)
     return right - 0.1 * (completions.strip().count("\n") > 1)
 
 
 # 2. The settings.
-# The reward is named by file and function. A step has 32 prompts with 8 answers each; answers may be one version old.
+# The reward is selected by file and function. A step has 32 prompts with 8 completions each. `max_staleness=1` allows
+# groups that started one version earlier.
 run = Path("runs/tutorials/grpo")
 settings = [
     f"rollout.reward={Path(__file__).absolute()}:brief_reward_fn",
@@ -38,20 +39,20 @@ settings = [
 ]
 
 # 3. The run.
-# Before anything starts, workflow and reward are tried on a row, so that a mistake in the function above is told at
-# once. The file is imported by the reward's process too, where it must not start a run: hence the condition.
+# Before anything starts, a trial episode runs workflow and reward on one example, so that a mistake in the function
+# above is reported at once. The reward worker also imports this file. The condition keeps it from starting a run.
 if __name__ == "__main__":
     code = main("gsm8k-grpo", settings)
     if code or "--dry-run" in settings:
         sys.exit(code)
 
-    # 4. What was learned.
-    # The mean reward of each step's answers, and the version of the weights that wrote them.
+    # 4. The result.
+    # Each step reports the mean reward of its completions, and their mean staleness in versions.
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record.get("reward/mean") is not None]
     for record in (steps[0], steps[-1]):
         print(f"step {record['step']}: reward {record['reward/mean']:.2f}, staleness {record['staleness/mean']:.1f}")
 
-    # 5. The answers.
-    # Every finished answer is in `rollouts/`, with what became of it: the worst two of the last step.
+    # 5. The completions.
+    # `rollouts/` contains every finished completion with its outcome. This shows the two worst of the last step.
     rl(["show", str(run), "--worst", "-n", "2"])

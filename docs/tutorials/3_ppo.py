@@ -1,7 +1,8 @@
-"""PPO: a critic beside the policy
+"""PPO: a policy with a critic
 
-`algorithm=ppo` is another composition of the same parts: advantages by GAE, from a second model that learns to say
-how an answer will end. Any algorithm is chosen like this, and changed part by part.
+`algorithm=ppo` combines the same components differently. Its advantages come from GAE (generalized advantage
+estimation) and a critic, a second model that learns to predict the return. Every algorithm is selected like this, and
+settings change its components.
 """
 
 import json
@@ -11,9 +12,9 @@ from pathlib import Path
 from rl_apps.cli.driver import main
 
 # 1. The algorithm.
-# A preset is data: `gsm8k-grpo --cfg job algorithm=ppo` shows what it sets. Lambda and the critic's learning rate are
-# our own choice here, and `actor.minibatches=2` takes two optimizer steps from each batch, so that the clip has
-# something to do.
+# A preset is a set of settings; `gsm8k-grpo --cfg job algorithm=ppo` prints it. This program overrides lambda and the
+# learning rate of the critic. `actor.minibatches=2` takes two optimizer steps per batch: the policy moves within a
+# batch, so that the clip has an effect.
 algorithm = [
     "algorithm=ppo",
     "algorithm.advantage.lam=0.95",
@@ -22,7 +23,7 @@ algorithm = [
 ]
 
 # 2. The run.
-# A critic needs no groups: four answers to a prompt are enough to see whether they get better.
+# PPO with a critic needs no groups. Here each prompt gets four completions.
 run = Path("runs/tutorials/ppo")
 size = ["data.batch_size=32", "rollout.group_size=4", "total_steps=40", "evaluation.rows=128"]
 settings = [*algorithm, *size, f"run_dir={run}", *sys.argv[1:]]
@@ -30,10 +31,10 @@ code = main("gsm8k-grpo", settings)
 if code or "--dry-run" in settings:
     sys.exit(code)
 
-# 3. What was learned.
-# `critic/explained_variance` is 1 where its values are the returns, and 0 where they say no more than the mean would.
-# In so short a run it stays near 0, for whether an answer will be right is hard to see before its end; the policy gets
-# better all the same, as held-out problems show.
+# 3. The result.
+# `critic/explained_variance` is 1 if the values equal the returns, and 0 if they predict no better than the mean. In
+# such a short run it stays near 0, because it is hard to predict a reward before the completion ends. The accuracy on
+# held-out problems improves all the same.
 records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
 steps = [record for record in records if record.get("critic/explained_variance") is not None]

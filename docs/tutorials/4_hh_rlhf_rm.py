@@ -1,7 +1,7 @@
 """A reward model from preference pairs
 
-`hh-rlhf-rm` learns to tell the better of two answers (Bradley-Terry). What it saves is a classifier with one label,
-which `transformers` loads without anything of ours.
+`hh-rlhf-rm` trains a reward model, which scores the better of two answers higher (Bradley-Terry). The checkpoint is a
+sequence classifier with one label, which `transformers` loads without code of this project.
 """
 
 import sys
@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rl_apps.cli.driver import main
 
 # 1. The run.
-# Without `data.*` the pairs are generated: a word problem with its right answer, and with one that has a mistake.
-# Pairs of your own are rows with `chosen` and `rejected`: `data.name=hh-rlhf data.path=DIR`.
+# Without `data.*` the command generates pairs: a word problem with its right answer, and with a wrong one. Your own
+# pairs are examples with `chosen` and `rejected`: `data.name=hh-rlhf data.path=DIR`.
 run = Path("runs/tutorials/rm")
 settings = ["total_steps=40", "data.batch_size=32", "evaluation.rows=128", f"run_dir={run}", *sys.argv[1:]]
 code = main("hh-rlhf-rm", settings)
@@ -22,15 +22,15 @@ if code or "--dry-run" in settings:
     sys.exit(code)
 
 # 2. The model.
-# The last checkpoint, and the tokenizer that lies beside it.
+# The directory of a checkpoint contains the model and its tokenizer. This loads the last one.
 checkpoint = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 # 3. Three answers.
-# The score of a conversation is the model's one logit; only differences between answers to one question mean something.
-# After so few steps it has learned that an answer ends with its last line; whether the number is right it cannot tell
-# yet.
+# The score of a conversation is the single logit of the model. Only score differences between answers to the same
+# question are meaningful. After so few steps the model prefers answers with a final `####` line, but cannot yet
+# recognize a wrong number.
 question = {"role": "user", "content": "Ann has 9 eggs, finds 2, then wins 4. How many eggs does Ann have?"}
 worked = "<<9+2=11>>11\n<<11+4=15>>15"
 for answer in (f"{worked}\n#### 15", f"{worked}\n#### 7", worked):

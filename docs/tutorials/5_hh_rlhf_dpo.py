@@ -1,7 +1,7 @@
 """DPO: a policy from preference pairs
 
-`hh-rlhf-dpo` learns from pairs without a reward model: the chosen answer becomes likelier than the rejected one,
-measured against a frozen copy of the model. `preference.loss=ipo` takes IPO's loss instead.
+`hh-rlhf-dpo` learns from pairs without a reward model. It makes the chosen answer more likely than the rejected one,
+relative to a frozen copy of the model. `preference.loss=ipo` selects the loss of IPO.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from rl_apps.cli.driver import main
 
 # 1. The pairs.
-# Three questions with a polite and a rude answer, many times over: enough to see that the loss does what it says.
-# Rows of your own may also be whole dialogues, marked `Human:` and `Assistant:`.
+# The pairs repeat three questions with a polite and a rude answer, which is enough to see the effect of the loss. Your
+# own examples may also be whole dialogues with the markers `Human:` and `Assistant:`.
 data = Path("runs/tutorials/manners")
 data.mkdir(parents=True, exist_ok=True)
 questions = ("How many eggs has Tom?", "How many nuts are left?", "How many eggs does Ann have?")
@@ -25,7 +25,7 @@ for split, rows in (("train", pairs[:96]), ("test", pairs[96:])):
     (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 # 2. The run.
-# `preference.beta` says how strong the pull back to the frozen copy is.
+# A larger `preference.beta` keeps the policy closer to the frozen copy.
 run = Path("runs/tutorials/dpo")
 settings = [
     "data.name=hh-rlhf",
@@ -41,9 +41,9 @@ code = main("hh-rlhf-dpo", settings)
 if code or "--dry-run" in settings:
     sys.exit(code)
 
-# 3. What was learned.
-# Of the unseen pairs: how many the policy now ranks right, and by how much its implied rewards differ. Before the
-# first step it is its own reference, and ranks none.
+# 3. The result.
+# The evaluation reports the fraction of held-out pairs that the policy ranks correctly, and the mean difference of its
+# implied rewards. Before the first step the policy equals the reference, and both are 0.
 records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 evaluations = [record for record in records if record.get("eval/accuracy") is not None]
 for record in (evaluations[0], evaluations[-1]):

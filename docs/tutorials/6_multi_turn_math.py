@@ -1,7 +1,7 @@
 """Several turns: an answer, feedback, a better answer
 
-`multi-turn-math` is `gsm8k-grpo` with another workflow: where an answer is wrong, the model is told so and may answer
-again. All turns are one row, and exactly the tokens that were sampled are trained.
+`multi-turn-math` is `gsm8k-grpo` with another workflow: after a wrong answer, the model gets feedback and may answer
+again. All turns form one sequence, and exactly the sampled tokens are trained.
 """
 
 import json
@@ -12,11 +12,12 @@ from rl_apps.cli.driver import main
 from rl_apps.cli.main import main as rl
 
 # 1. The workflow.
-# `rollout.workflow=multi-turn` is the default of this command. One of your own is named in the same way: the how-to
-# page about workflows has this one, in forty lines.
+# `rollout.workflow=multi-turn` is the default of this command. Select your own workflow in the same way. The how-to
+# page about workflows implements a similar one in forty lines.
 workflow = ["rollout.workflow=multi-turn"]
 
 # 2. The run.
+# A step has 16 prompts with 8 episodes each.
 run = Path("runs/tutorials/multi-turn")
 size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.rows=64"]
 settings = [*workflow, *size, f"run_dir={run}", *sys.argv[1:]]
@@ -24,13 +25,13 @@ code = main("multi-turn-math", settings)
 if code or "--dry-run" in settings:
     sys.exit(code)
 
-# 3. Turns.
-# Fewer of them are needed as the first answer is right more often.
+# 3. The turns.
+# The number of turns per episode decreases as the first answer is right more often.
 records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 steps = [record for record in records if record.get("conversation/turns") is not None]
 for record in (steps[0], steps[-1]):
     print(f"step {record['step']}: reward {record['reward/mean']:.2f}, turns {record['conversation/turns']:.2f}")
 
 # 4. A conversation.
-# Turn by turn, with who said what and under which version of the weights.
+# This shows one conversation turn by turn, with the role of each message and the weight version of each completion.
 rl(["show", str(run), "-n", "1"])

@@ -1,7 +1,7 @@
-"""An agent: any program that speaks OpenAI's API
+"""An agent: any program that calls the OpenAI API
 
-`math-agent` trains an agent that may use a calculator. The agent is a loop around OpenAI's client, and knows nothing
-of tokens or training; here is one of our own.
+`math-agent` trains an agent that may use a calculator. An agent is a loop around the OpenAI client, without code for
+tokens or training. This program trains its own agent.
 """
 
 import json
@@ -14,7 +14,7 @@ from rl_workflows.agents.calculator import calculator
 
 
 # 1. A tool.
-# A typed function with a docstring; the model is shown both, and calls it by name.
+# A tool is a function with type annotations and a docstring. The prompt shows both, and the model calls it by name.
 def calculate(expression: str) -> str:
     """Work out an arithmetic expression.
 
@@ -25,8 +25,8 @@ def calculate(expression: str) -> str:
 
 
 # 2. The agent.
-# Three things make it trainable: where its calls go (`base_url`), its key, and what it returns: what the episode was
-# worth.
+# Three things make the agent trainable: its calls go to `base_url`, they use the given key, and `run` returns the
+# reward of the episode.
 class Reckoner(AgentWorkflow):
     def __init__(self, reward):
         from transformers.utils import get_json_schema
@@ -56,7 +56,7 @@ class Reckoner(AgentWorkflow):
 
 
 # 3. The run.
-# The agent is named by file and class.
+# The agent is selected by file and class.
 if __name__ == "__main__":
     run = Path("runs/tutorials/agent")
     agent = f"rollout.workflow={Path(__file__).absolute()}:Reckoner"
@@ -66,8 +66,8 @@ if __name__ == "__main__":
     if code or "--dry-run" in settings:
         sys.exit(code)
 
-    # 4. What was learned.
-    # Figures that the agent returns beside its reward are in the metrics, as `agent/NAME`.
+    # 4. The result.
+    # Every other metric that the agent returns with its reward is in `metrics.jsonl`, as `agent/NAME`.
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record.get("agent/calls") is not None]
     for record in (steps[0], steps[-1]):

@@ -27,7 +27,15 @@ CHECKED = (
     "packages/rl-workflows",
     "apps",
     "AGENTS.md",
-    "docs/glossary.md",
+    "docs/howto",
+    "docs/tutorials",
+    *(
+        f"docs/{page}.md"
+        for page in (
+            *("agents", "algorithms", "asynchronous", "clusters", "debugging", "failures", "formulas"),
+            *("getting-started", "glossary", "numerics", "own-app", "own-loop", "see-a-run", "servers", "weights"),
+        )
+    ),
     "infra/ci/commit_message.py",
 )
 """Paths that are checked. A package is added when its last sentence is in plain English."""

@@ -1,6 +1,6 @@
-"""TrainEngine on megatron-core, and Hugging Face models in its layout and back.
+"""TrainEngine on megatron-core, and conversion of weights between Hugging Face and megatron-core.
 
-Public names are imported when they are first asked for, so that `import rl_engines_megatron` does not import torch.
+Public names are imported on first access, so that `import rl_engines_megatron` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the Megatron engine, and what goes together with layout and run. Does not import torch."""
+"""Settings of the Megatron engine, and checks that they fit the parallel layout and the run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,75 +13,86 @@ from rl_contracts.errors import ConfigError
 from rl_engines_megatron.model.mixture import check_experts
 
 OPTIMIZERS = ("adamw", "sgd")
-"""Names of optimizers that megatron-core has."""
+"""Names of the optimizers of this engine."""
 
 
 @dataclass
 class MegatronEngineConfig(TrainEngineConfig):
-    """A model in training on megatron-core."""
+    """Settings of the Megatron engine."""
 
     sequence_parallel: bool = False
-    """Split what lies between the matrices (norms, residuals) over tensor ranks by tokens; less memory. Needs t above
-    1."""
-    interleaved: int = bounded(1, "at least 1", lambda parts: parts >= 1)
-    """Parts of the model on each pipeline rank, with which the stages wait less for each other. More than 1 needs p
-    above 1."""
+    """Split the activations between the matrix multiplications (norms, residuals) over tensor ranks by tokens, to
+    save memory. Requires tensor parallelism: `t` above 1."""
+    interleaved: int = bounded(1, "at least 1", lambda chunks: chunks >= 1)
+    """Model chunks on each pipeline rank. With more chunks the pipeline stages wait less for each other. More than 1
+    requires pipeline parallelism: `p` above 1."""
     stage_layers: list[int] = field(default_factory=list)
-    """Layers of each stage in the order of the model, p times `interleaved` numbers (the parts of a rank are not
-    neighbours); empty: equally many."""
+    """Number of layers of each stage in model order: p times `interleaved` numbers, as the chunks of a rank are not
+    adjacent. Empty: the same number for all stages."""
     distributed_optimizer: bool = True
-    """Split the state of `adamw` over data and context ranks. Saved states go with one value of this."""
+    """Split the optimizer state of `adamw` over data and context ranks. A state saved with one value of this setting
+    cannot be loaded with the other."""
     offload_moments: bool = False
-    """Keep what the optimizer remembers of each parameter in host memory, but while a step is taken: on a GPU, 8 bytes
-    less per parameter of a rank, for the time that it takes to move them there and back."""
+    """Keep the optimizer moments in host memory, except during the optimizer step. Saves 8 bytes of GPU memory per
+    parameter of a rank; each step then copies the moments to the GPU and back. Requires CUDA."""
     recompute: str = choice("", ("", "selective", "full"))
-    """What is computed again in backward rather than kept: nothing, `selective` (the inside of attention), or `full`
-    (all of a layer but its input)."""
+    """What to recompute in backward instead of storing it: empty (nothing), `selective` (the inside of attention) or
+    `full` (each layer, of which only the input is stored)."""
     transformer_engine: bool = True
-    """Let TransformerEngine multiply by the matrices of the layers, where it is installed, on a GPU and in 16 bits (in
-    float32 it computes in TF32). false: torch does."""
+    """Use TransformerEngine for the linear layers, if it is installed, on a GPU and with a 16-bit dtype. (It would
+    compute float32 in TF32.) If false, torch computes them."""
     serve_dtype: str = choice("", ("", *DTYPES))
-    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
-    computes."""
-    max_logits: int = bounded(0, "0 (what suits the device) or more entries", lambda entries: entries >= 0)
-    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
-    of vocabulary, where it is large) and computed again in backward. 0: 2^19 on a CPU, 2^26 on a GPU."""
+    """Dtype of published and saved weights: `float32` or `bfloat16`. Empty: the dtype in which the model computes."""
+    max_logits: int = bounded(0, "0 (device default) or more entries", lambda entries: entries >= 0)
+    """Maximum entries of a [tokens, vocabulary] float32 block of logits. Larger logits are computed in blocks of
+    tokens (and of the vocabulary, if it is large) and recomputed in backward. 0 selects 2^19 on a CPU and 2^26 on a
+    GPU."""
     max_shard_gb: float = bounded(5.0, "more than 0", lambda size: size > 0)
-    """Largest file of a saved Hugging Face directory, in 10^9 bytes."""
+    """Maximum size of a weight file in a saved Hugging Face directory, in units of 10^9 bytes."""
     timeout_seconds: float = bounded(600.0, "more than 0", lambda seconds: seconds > 0)
-    """Deadline of every collective."""
+    """Timeout of each collective in seconds."""
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
-        """Refuse what this engine does not do; see `TrainEngineConfig.check`.
+        """Reject settings that this engine does not support; see `TrainEngineConfig.check`.
 
         Raises:
-            ConfigError: megatron-core is not installed, or the settings do not go with the layout or the run.
+            ConfigError: megatron-core is not installed, or the settings conflict with the layout, the run or the model.
         """
         where = f"allocation megatron:{strategy}"
         if importlib.util.find_spec("megatron") is None:
-            raise ConfigError(f"{where}: expected megatron-core, found none. Install rl-engines-megatron[megatron].")
+            raise ConfigError(
+                f"{where} requires megatron-core, which is not installed. Install rl-engines-megatron[megatron]."
+            )
         check_experts(spec.model_path, strategy, self.sequence_parallel)
-        for setting, wrong, reason in (
+        for setting, is_conflict, reason in (
             (
                 "sequence_parallel=true",
                 self.sequence_parallel and strategy.tensor == 1,
-                f"{where}, which has no t > 1; set one, or leave sequence_parallel out",
+                f"{where}, which has t=1; set t above 1, or sequence_parallel=false",
             ),
             (
                 f"interleaved={self.interleaved}",
                 self.interleaved > 1 and strategy.pipeline == 1,
-                f"{where}, which has no p > 1; set one, or interleaved=1",
+                f"{where}, which has p=1; set p above 1, or interleaved=1",
             ),
-            ("deterministic=true", spec.deterministic, "the megatron engine; use fsdp, or leave deterministic out"),
-            ("offload_moments=true", self.offload_moments and spec.device == "cpu", "device=cpu; leave it out"),
+            (
+                "deterministic=true",
+                spec.deterministic,
+                "the megatron engine; use the fsdp engine, or unset deterministic",
+            ),
+            (
+                "offload_moments=true",
+                self.offload_moments and spec.device == "cpu",
+                "device=cpu; set offload_moments=false",
+            ),
             ("dtype=bfloat16", spec.dtype != "float32" and spec.device == "cpu", "device=cpu; set dtype=float32"),
         ):
-            if wrong:
-                raise ConfigError(f"{setting} does not go with {reason}.")
+            if is_conflict:
+                raise ConfigError(f"{setting} does not work with {reason}.")
         if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZERS:
             raise ConfigError(
-                f"optimizer.name={spec.optimizer.name} does not go with {where}: the megatron engine has "
-                f"{' and '.join(OPTIMIZERS)}. Choose one of them, or the engine fsdp."
+                f"optimizer.name={spec.optimizer.name} does not work with {where}: the megatron engine supports "
+                f"{' and '.join(OPTIMIZERS)}. Choose one of them, or use the fsdp engine."
             )
         from rl_engines_megatron.model.checks import check_model
 

@@ -1,8 +1,8 @@
-"""What megatron-core needs where there is no CUDA. Nothing here has an effect where there is.
+"""Replacements for the CUDA functions that megatron-core calls on a CPU. Without effect on a GPU.
 
-megatron-core (0.19) asks `torch.cuda` for its device, streams and random states, makes tensors on "cuda", and compares
-the names of tensor types with those of CUDA. Inside `without_cuda` all of that is answered for the CPU, and nothing is
-compiled; outside nothing is changed, for others compute in the same process.
+megatron-core (0.19) queries `torch.cuda` for its device, streams and random states, creates tensors on "cuda", and
+compares names of tensor types with those of CUDA. Inside `without_cuda` these calls return values for the CPU, and
+`torch.compile` is disabled. Outside of it nothing is patched, because other code computes in the same process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 SETTINGS = {"use_cpu_initialization": True, "batch_p2p_comm": False}
-"""Of a `TransformerConfig` on a CPU."""
+"""Arguments of `TransformerConfig` on a CPU."""
 
 
 @contextmanager
 def without_cuda(device: torch.device) -> Iterator[None]:
-    """A block in which megatron-core runs on `device`."""
+    """Patch torch and megatron-core inside the `with` block so that megatron-core runs on `device`."""
     if device.type == "cuda":
         yield
         return
@@ -33,7 +33,7 @@ def without_cuda(device: torch.device) -> Iterator[None]:
     from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
-        answers: dict[str, Any] = {
+        replacements: dict[str, Any] = {
             "current_device": lambda: CPU,
             "current_stream": lambda *_: _Stream(),
             "Stream": _Stream,
@@ -44,42 +44,44 @@ def without_cuda(device: torch.device) -> Iterator[None]:
             "manual_seed": torch.manual_seed,
             "get_rng_state": lambda *_: torch.get_rng_state(),
         }
-        for name, answer in answers.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
+        for name, replacement in replacements.items():
+            stack.enter_context(patch.object(torch.cuda, name, replacement))
         stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state()))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)))
-        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
-        stack.enter_context(patch.object(dist, "all_gather", _gathering(dist.all_gather)))
+        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_host))
+        stack.enter_context(patch.object(dist, "all_gather", _padding_all_gather(dist.all_gather)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_OnCPU())
         yield
 
 
-def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Counts of tokens as all-to-all takes them; megatron-core makes arrays of what comes from a GPU only."""
+def _tensor_to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Return token counts in the form that all-to-all takes. megatron-core converts only GPU tensors to arrays."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
-def _gathering(gather: Any) -> Any:
-    """`all_gather`, also where ranks have other numbers of rows, as experts that are split have of tokens: nccl takes
-    that, and gloo does not."""
+def _padding_all_gather(all_gather_equal: Any) -> Any:
+    """Return an `all_gather` that also supports different numbers of rows per rank.
 
-    def all_gather(found: list[Tensor], own: Tensor, *arguments: Any, **named: Any) -> Any:
-        if len({tensor.shape for tensor in found}) == 1:
-            return gather(found, own, *arguments, **named)
-        padded = own.new_zeros(max(len(tensor) for tensor in found), *own.shape[1:])
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in found]
-        gather(parts, padded, *arguments, **named)
-        for tensor, part in zip(found, parts, strict=True):
-            tensor.copy_(part[: len(tensor)])
+    Ranks with different experts have different numbers of tokens. NCCL accepts that, gloo does not.
+    """
+
+    def all_gather(outputs: list[Tensor], local: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len({tensor.shape for tensor in outputs}) == 1:
+            return all_gather_equal(outputs, local, *args, **kwargs)
+        padded = local.new_zeros(max(len(tensor) for tensor in outputs), *local.shape[1:])
+        padded[: len(local)] = local
+        gathered = [torch.empty_like(padded) for _ in outputs]
+        all_gather_equal(gathered, padded, *args, **kwargs)
+        for output, rows in zip(outputs, gathered, strict=True):
+            output.copy_(rows[: len(output)])
         return None
 
     return all_gather
 
 
 class _Stream:
-    """A stream or an event, of which there is one: what is asked for is done already."""
+    """Stream or event of a CPU, on which all work is complete when a call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -88,7 +90,7 @@ class _Stream:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tensors for CUDA are made on the CPU, and say that they are CUDA's."""
+    """Torch function mode that creates CUDA tensors on the CPU and reports CUDA types for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""The TrainEngine on megatron-core."""
+"""TrainEngine on megatron-core."""
 
 from __future__ import annotations
 
@@ -35,40 +35,41 @@ if TYPE_CHECKING:
 
     from rl_engines_megatron.model.packed_sequences import PackedSequences
 
-Said = Callable[[TokenOutputs, PackedBatch], Tensor]
-"""Told of each micro-batch with tokens what the model says of it, on the ranks of the last stage; the loss of that."""
+OutputCallback = Callable[[TokenOutputs, PackedBatch], Tensor]
+"""Function that the last pipeline stage calls with the outputs of each micro-batch that has tokens; returns its
+loss."""
 
 
 class MegatronEngine(TrainEngine):
     """One rank of a language model, critic or reward model on megatron-core.
 
     Args:
-        config: settings.
-        strategy: how many ranks along each dimension. None: one rank.
+        config: settings of the engine, or None for the defaults.
+        strategy: number of ranks along each dimension, or None for one rank.
     """
 
     def __init__(self, config: MegatronEngineConfig | None = None, strategy: ParallelStrategy | None = None) -> None:
         self.config = config or MegatronEngineConfig()
         self.strategy = strategy or ParallelStrategy()
         self.version = 0
-        self._exit = ExitStack()  # what `destroy` undoes, in reverse order
+        self._exit = ExitStack()  # closed by `destroy`
         self._steps = self._skipped = 0
         self._usage = UsageMeter()
         self._stepper: Any = None
         self._parts: list[Any] = []
-        self._away: OffloadedTensors | None = None
+        self._offloaded: OffloadedTensors | None = None
         self._chunks: list[Any] = []
-        """The parts with what wraps them for training."""
+        """Model chunks, wrapped with gradient buffers if they are trained."""
 
-    # ---- life
+    # ---- initialization and end
 
     def initialize(self, spec: FinetuneSpec) -> None:
         """See `TrainEngine.initialize`."""
         info, layout = read_environment(), self.strategy
         if layout.world_size != info.world_size:
             raise ConfigError(
-                f"allocation megatron:{layout}: expected {layout.world_size} ranks, but WORLD_SIZE is "
-                f"{info.world_size}. Start as many processes as the allocation says."
+                f"allocation megatron:{layout} requires {layout.world_size} ranks, but WORLD_SIZE is "
+                f"{info.world_size}. Start {layout.world_size} processes, or change the allocation."
             )
         self._spec = spec
         self.config.check(layout, spec)
@@ -77,14 +78,14 @@ class MegatronEngine(TrainEngine):
         self.parallel = join(info, self._device, self.config.timeout_seconds, True, replica, self._exit)
         self._exit.callback(self._free)
         try:
-            self._make()
-        except BaseException:  # the other ranks see at once that this one left
+            self._build()
+        except BaseException:  # destroy now, so that the other ranks notice the failure immediately
             self.destroy()
             raise
 
-    def _make(self) -> None:
+    def _build(self) -> None:
         spec, config = self._spec, self.config
-        with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # one host may not have it
+        with self.parallel.agree_on_errors(f"reading {spec.model_path}"):  # the directory may be missing on one host
             self._hf_config = read_config(spec.model_path, spec.head)
             from rl_engines_megatron.model.checks import partition_from_settings
 
@@ -100,11 +101,11 @@ class MegatronEngine(TrainEngine):
         make_groups(self.strategy, config.interleaved, spec.seed, self._device, timeout, self._exit)
         with without_cuda(self._device):
             self._parts = build(self._hf_config, partition, self.strategy, config, spec, self._device)
-        self._spread = ExpertLoad([part.routing for part in self._parts if part.routing is not None])
+        self._expert_load = ExpertLoad([part.routing for part in self._parts if part.routing is not None])
         self._read(spec.model_path, new_head=True)
         self._chunks = self._parts
         if spec.optimizer is not None:
-            # of one rank too, so that its states are those of other layouts
+            # also with one rank, so that other layouts can load its states
             distributed = config.distributed_optimizer and spec.optimizer.name == "adamw"
             with without_cuda(self._device):
                 self._chunks = wrap(self._parts, distributed)
@@ -126,8 +127,8 @@ class MegatronEngine(TrainEngine):
 
         release(self._parts)
         self._stepper, self._parts, self._chunks = None, [], []
-        self.__dict__.pop("_spread", None)  # absent where initialize failed
-        gc.collect()  # megatron-core's modules and hooks hold each other
+        self.__dict__.pop("_expert_load", None)  # not set if initialize failed
+        gc.collect()  # megatron-core's modules and hooks form reference cycles
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -137,22 +138,25 @@ class MegatronEngine(TrainEngine):
         """See `TrainEngine.train_batch`."""
         stepper, settings = self._stepper, self._spec.optimizer
         if stepper is None or settings is None:
-            raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
-        began = time.perf_counter()
+            raise EngineError(
+                "train_batch requires an optimizer, but FinetuneSpec.optimizer is None. Set it, or call only forward "
+                "and eval_batch."
+            )
+        start_time = time.perf_counter()
         bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._reports_stats)
-        self._spread.begin(tokens, self._device)
+        self._expert_load.begin(tokens, self._device)
 
-        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+        def scaled_loss(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             loss, stats = loss_fn(outputs, packed)
             sums.add(loss, stats)
             return loss / denominator
 
         with without_cuda(self._device):
             stepper.zero_grad()
-            self._run(batch, bins, said, train=True)
+            self._run(batch, bins, scaled_loss, train=True)
             norm = stepper.norm()
-        self._spread.end(tokens, sums)
+        self._expert_load.end(tokens, sums)
         result = sums.reduce(self.parallel)
         result["loss"] /= denominator
         if AUXILIARY in result:
@@ -168,14 +172,14 @@ class MegatronEngine(TrainEngine):
             if self._skipped > settings.max_skipped_steps:
                 raise EngineError(
                     f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
-                    "with `rl replay`."
+                    f"{settings.max_skipped_steps}). Lower the learning rate, and inspect the last batch with "
+                    "`rl replay`."
                 )
-        self._usage.add(time.perf_counter() - began, tokens, pairs)
+        self._usage.add(time.perf_counter() - start_time, tokens, pairs)
         return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
-        """Micro-batches; denominator, tokens and `attended_pairs` over all ranks."""
+        """Return the micro-batches, and denominator, tokens and `attended_pairs` over all ranks."""
         bins = self._plan(batch)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
         sizes, windows = lengths(batch), self._parts[0].partition.architecture.windows
@@ -184,69 +188,81 @@ class MegatronEngine(TrainEngine):
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
-                f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
+                f"a denominator of {denominator}. Check that loss_mask is True for some tokens."
             )
         return bins, denominator, int(tokens), int(pairs)
 
     def _plan(self, batch: TensorDict) -> list[list[int]]:
-        """Rows of each micro-batch (collective). Interleaved stages work on as many at a time as there are ranks."""
+        """Return the batch rows of each micro-batch (collective).
+
+        With interleaved stages, the number of micro-batches is a multiple of the number of pipeline ranks.
+        """
         multiple = self.strategy.pipeline if self.config.interleaved > 1 else 1
         return micro_batches.plan(batch, self._spec, self.parallel, multiple)
 
-    def _run(self, batch: TensorDict, bins: list[list[int]], said: Said, train: bool) -> None:
-        """Send all micro-batches through the pipeline (collective).
+    def _run(self, batch: TensorDict, bins: list[list[int]], on_outputs: OutputCallback, train: bool) -> None:
+        """Run all micro-batches through the pipeline (collective).
 
         Args:
-            said: is called in the order of `bins`.
-            train: whether gradients are wanted.
+            batch: the batch.
+            bins: rows of each micro-batch.
+            on_outputs: function that the last stage calls for each micro-batch with tokens, in the order of `bins`.
+            train: whether to compute gradients.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from rl_engines_megatron.model.packed_sequences import make_packed_sequences, padded_lengths
 
         divisor = self.strategy.tensor if self.config.sequence_parallel else 1
-        moved = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
-        longest = 1  # stages tell each other how long a micro-batch is; interleaved ones would wait for each other so
+        packed_batches = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
+        longest = 1  # stages exchange the length of each micro-batch; this would deadlock with interleaved stages
         if self.config.interleaved > 1:
-            longest = max(sum(padded_lengths(packed, divisor)) for packed in moved)
-        laid = [(packed, make_packed_sequences(packed, divisor, self._device, longest)) for packed in moved]
+            longest = max(sum(padded_lengths(packed, divisor)) for packed in packed_batches)
+        inputs = [(packed, make_packed_sequences(packed, divisor, self._device, longest)) for packed in packed_batches]
 
         def step(data: Any, model: Any) -> tuple[Any, Any]:
             packed, rows = next(data)
             part = getattr(model, "module", model)
-            return part.run(rows, model), partial(self._loss, packed, rows, said)
+            return part.run(rows, model), partial(self._loss, packed, rows, on_outputs)
 
         for part in self._parts:
             part.train(train)
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(laid) for _ in self._parts],
+            data_iterator=[iter(inputs) for _ in self._parts],
             model=self._chunks,
-            num_microbatches=len(laid),
+            num_microbatches=len(inputs),
             seq_length=longest,
             micro_batch_size=1,
             forward_only=not train,
         )
 
     def _loss(
-        self, packed: PackedBatch, rows: PackedSequences, said: Said, states: tuple[Tensor, ...]
+        self, packed: PackedBatch, rows: PackedSequences, on_outputs: OutputCallback, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, None]:
-        """The loss of a micro-batch as megatron-core wants it, of what the last stage made."""
-        nothing = torch.zeros((), dtype=torch.int, device=self._device)
+        """Return the loss of a micro-batch in the form that megatron-core expects.
+
+        Args:
+            packed: the micro-batch.
+            rows: its layout over the ranks of the replica.
+            on_outputs: see `_run`.
+            states: per-token outputs of the last stage.
+        """
+        token_count = torch.zeros((), dtype=torch.int, device=self._device)
         anchor = states[0].sum() * 0.0  # a zero whose backward runs through the whole model
         if packed.num_tokens == 0:
-            return anchor, nothing, None
+            return anchor, token_count, None
         values = [rows.outputs(state, of_previous=self._spec.head != "score") for state in states]
         if self._spec.head == "lm":
             outputs = TokenOutputs(*values)
         else:
             zero = torch.zeros_like(values[0]).detach()
             outputs = TokenOutputs(zero, zero, values[0])
-        return said(outputs, packed) + anchor, nothing, None
+        return on_outputs(outputs, packed) + anchor, token_count, None
 
     @property
     def _reports_stats(self) -> bool:
-        """Whether this rank tells of what the last stage of its replica found."""
+        """Whether this rank reports the statistics of its replica: one rank of the last stage does."""
         from megatron.core import parallel_state
 
         return bool(
@@ -256,10 +272,10 @@ class MegatronEngine(TrainEngine):
         )
 
     def stats(self) -> dict[str, float | None]:
-        """See `UsageMeter.read`; and what routers chose (`ExpertLoad.read`), since the last call."""
+        """Return the metrics of `UsageMeter.read` and `ExpertLoad.read` since the last call."""
         flops_of = partial(self._parts[0].partition.architecture.step_flops, self._spec.head)
         usage = self._usage.read(flops_of, self._device, self._spec.dtype, self.parallel.world_size)
-        return usage | self._spread.read()
+        return usage | self._expert_load.read()
 
     # ---- without training
 
@@ -269,13 +285,13 @@ class MegatronEngine(TrainEngine):
         bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._reports_stats)
 
-        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+        def summed_loss(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             loss, stats = loss_fn(outputs, packed)
             sums.add(loss, stats)
             return loss
 
         with without_cuda(self._device):
-            self._run(batch, bins, said, train=False)
+            self._run(batch, bins, summed_loss, train=False)
         result = sums.reduce(self.parallel)
         result["loss"] /= denominator
         return result
@@ -284,33 +300,36 @@ class MegatronEngine(TrainEngine):
     def forward(self, batch: TensorDict, output_fn: OutputFn) -> Tensor:
         """See `TrainEngine.forward`."""
         bins = self._plan(batch)
-        result, filled = torch.zeros(batch["attention_mask"].shape), iter([rows for rows in bins if rows])
+        result, row_lists = torch.zeros(batch["attention_mask"].shape), iter([rows for rows in bins if rows])
 
-        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+        def store_values(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             values = output_fn(outputs, packed).cpu().to(result.dtype)
-            result[torch.tensor(next(filled))[packed.sequence_of_token.cpu()], packed.position_ids.cpu()] = values
+            result[torch.tensor(next(row_lists))[packed.sequence_of_token.cpu()], packed.position_ids.cpu()] = values
             return values.new_zeros((), device=self._device)
 
         with without_cuda(self._device):
-            self._run(batch, bins, said, train=False)
+            self._run(batch, bins, store_values, train=False)
         return self._from_last_stage(result)
 
     def _from_last_stage(self, result: Tensor) -> Tensor:
-        """What the last stage found, on all stages (collective)."""
+        """Broadcast the result of the last stage to all stages and return it (collective)."""
         from megatron.core import parallel_state
 
         if self.strategy.pipeline > 1:
-            moved = result.to(self._device)
+            broadcast = result.to(self._device)
             source = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(moved, source, group=parallel_state.get_pipeline_model_parallel_group())
-            result = moved.cpu()
+            dist.broadcast(broadcast, source, group=parallel_state.get_pipeline_model_parallel_group())
+            result = broadcast.cpu()
         return result
 
-    # ---- weights out and in
+    # ---- weights
 
     def param_specs(self) -> tuple[ParamSpec, ...]:
-        """See `TrainEngine.param_specs`. Tensor rank 0 of each stage of the first replica yields its stage's, and each
-        expert rank its experts."""
+        """See `TrainEngine.param_specs`.
+
+        Tensor rank 0 of each stage of the first replica yields the parameters of the stage, and each expert rank its
+        experts.
+        """
         from rl_engines_megatron.weights.transfer import own_parameters
 
         dtype = self.config.serve_dtype or self._spec.dtype
@@ -327,7 +346,7 @@ class MegatronEngine(TrainEngine):
         return full_parameters(self._parts)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.save`. Of kind `state` each rank first copies its files to host memory."""
+        """See `TrainEngine.save`. For kind `state`, each rank first copies its files to host memory."""
         from rl_engines_megatron.weights.export import save_hugging_face
         from rl_engines_megatron.weights.transfer import full_parameters
 
@@ -347,7 +366,7 @@ class MegatronEngine(TrainEngine):
                 raise _unknown_kind(meta)
 
     def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
-        """See `TrainEngine.snapshot`. Each rank keeps what it writes in host memory until that is done."""
+        """See `TrainEngine.snapshot`. Each rank keeps the files to write in host memory until they are written."""
         from rl_engines_megatron.weights.export import copy_hugging_face
         from rl_engines_megatron.weights.transfer import full_parameters
 
@@ -368,7 +387,7 @@ class MegatronEngine(TrainEngine):
             return copy_state(self._parts, self._stepper, self._counters(), meta.path, self.parallel)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
+        """See `TrainEngine.load`. Kind `hf` replaces only the weights."""
         from rl_engines_megatron.weights.checkpoint import load_state
 
         match meta.kind:
@@ -387,19 +406,19 @@ class MegatronEngine(TrainEngine):
         return {"version": self.version, "steps": self._steps, "skipped": self._skipped}
 
     def offload(self) -> None:
-        """See `TrainEngine.offload`. Nothing moves on a CPU."""
-        if self._device.type == "cuda" and self._away is None:
-            self._away = OffloadedTensors(tensor for tensor in self._tensors() if tensor.is_cuda)
+        """See `TrainEngine.offload`. Without effect on a CPU."""
+        if self._device.type == "cuda" and self._offloaded is None:
+            self._offloaded = OffloadedTensors(tensor for tensor in self._tensors() if tensor.is_cuda)
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""
-        if self._away is not None:
-            self._away.restore()
-            self._away = None
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All that stays in memory between two steps."""
+        """Yield all tensors that stay in memory between two steps: weights, buffers, gradients and optimizer state."""
         for part in self._parts:
             yield from part.buffers()
             for parameter in part.parameters():
@@ -411,4 +430,4 @@ class MegatronEngine(TrainEngine):
 
 
 def _unknown_kind(meta: SaveLoadMeta) -> ModelError:
-    return ModelError(f"{meta.path}: expected a kind of hf or state, found {meta.kind!r}.")
+    return ModelError(f"{meta.path}: expected kind hf or state, found {meta.kind!r}.")

@@ -1,4 +1,4 @@
-"""Tensors that leave their device for the host's memory, and return."""
+"""Offload of tensors to host memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from torch import Tensor, UntypedStorage
 
 
 class OffloadedTensors:
-    """What tensors hold lies in host memory, and their storages are empty, until `restore`. Views of the same storage,
-    as megatron-core's are of its buffers, stay views of it.
+    """Tensors whose storages are copied to host memory and emptied until `restore`.
+
+    Views of one storage, such as megatron-core's views of its buffers, stay views of it.
 
     Args:
-        tensors: nobody may look into them meanwhile; one may be given twice, and views of one another.
+        tensors: tensors that no code may access before `restore`; duplicates and views of each other are allowed.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
+        self._storages: list[tuple[UntypedStorage, UntypedStorage]] = []
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.nbytes():
-                self._kept.append((storage, UntypedStorage(storage.nbytes()).copy_(storage, False)))
+                self._storages.append((storage, UntypedStorage(storage.nbytes()).copy_(storage, False)))
                 storage.resize_(0)
 
     def restore(self) -> None:
-        """Give the tensors their numbers back, in memory of the device that they had."""
-        for storage, host in self._kept:
+        """Copy the values back into memory of the original device."""
+        for storage, host in self._storages:
             storage.resize_(host.nbytes())
             storage.copy_(host, False)
-        self._kept = []
+        self._storages = []

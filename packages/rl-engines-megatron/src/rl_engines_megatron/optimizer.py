@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and what stands around it: gradients in buffers, their norm, clipping, and the step."""
+"""megatron-core's optimizer: gradient buffers, gradient norm, clipping and the optimizer step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from rl_engines_megatron.model.gpt import PackedGPT
 
 
 def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
-    """The parts with buffers for their gradients, which are summed over data and context ranks.
+    """Wrap model chunks with gradient buffers, whose gradients are summed over data and context ranks.
 
     Args:
-        distributed: whether each rank keeps the optimizer state of a share of them.
+        parts: model chunks of this rank.
+        distributed: whether the optimizer state is split over the data and context ranks.
     """
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     chunks = [
@@ -29,28 +30,31 @@ def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
         for index, part in enumerate(parts)
     ]
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers):
-        _save_whole(buffer)
+        _include_padding(buffer)
     return chunks
 
 
-def _save_whole(buffer: Any) -> None:
-    """megatron-core (0.19) leaves out what fills up the buckets of a buffer (copies of tied embeddings have one of
-    their own) where it saves their optimizer state, and then takes it for what lies where the parameters do: it mixes
-    up what lies behind the first bucket that is filled up."""
+def _include_padding(buffer: Any) -> None:
+    """Count the padding of a gradient buffer as parameters, so that its optimizer state is saved and loaded in place.
+
+    megatron-core (0.19) omits the padding of buckets when it saves their optimizer state, but counts it when it loads
+    the state. All state behind the first padded bucket would be misplaced. Copies of tied embeddings have a bucket of
+    their own.
+    """
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
         bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 class Stepper:
-    """The optimizer of this rank's parts of a model.
+    """Optimizer of this rank's model chunks.
 
     Args:
-        chunks: as `wrap` makes them.
-        settings: of the optimizer.
-        dtype: in which the model computes.
+        chunks: result of `wrap`.
+        settings: optimizer settings.
+        dtype: dtype in which the model computes.
         distributed: as for `wrap`.
-        offload: whether the moments lie in host memory but while they are needed.
+        offload: whether the moments stay in host memory except while they are needed.
     """
 
     def __init__(
@@ -62,9 +66,9 @@ class Stepper:
         offload: bool = False,
     ) -> None:
         self.chunks, self.settings, self._offload = chunks, settings, offload
-        _take_those_of_torch()
+        _use_torch_optimizers()
         self._hosts: dict[tuple[int, str], Tensor] = {}
-        """Host memory of each moment."""
+        """Host copy of each moment, by number of the parameter and name of the moment."""
         config = core.OptimizerConfig(
             optimizer="adam" if settings.name == "adamw" else settings.name,
             lr=settings.lr,
@@ -80,24 +84,24 @@ class Stepper:
             clip_grad=0.0,
         )
         self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-        self._make_state()
+        self._create_state()
         with self.resident():
             pass
 
-    def _make_state(self) -> None:
-        """What the optimizer keeps of each parameter, which a saved state is read into; torch would make it at the
-        first step."""
+    def _create_state(self) -> None:
+        """Create the optimizer state of each parameter, into which a saved state is loaded. torch would create it in
+        the first step."""
         adam = self.settings.name == "adamw"
         names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(self.settings.momentum)
-        for part in self.inner.chained_optimizers:
-            part.init_state_fn = _nothing  # which megatron-core (0.19) lacks for SGD, and calls
-            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+        for optimizer in self.inner.chained_optimizers:
+            optimizer.init_state_fn = _no_operation  # megatron-core (0.19) calls it, but does not set it for SGD
+            for parameter in (p for group in optimizer.optimizer.param_groups for p in group["params"]):
                 state = {name: torch.zeros_like(parameter.data) for name in names}
-                part.optimizer.state[parameter] = state | ({"step": torch.tensor(0.0)} if adam else {})
+                optimizer.optimizer.state[parameter] = state | ({"step": torch.tensor(0.0)} if adam else {})
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """A block in which the moments lie where the parameters do."""
+        """Move the moments to the device of the parameters for the duration of the `with` block."""
         if not self._offload:
             yield
             return
@@ -105,44 +109,49 @@ class Stepper:
             state[name] = state[name].to(device, non_blocking=True)
         yield
         for number, name, state, device in self._moments():
-            value, kept = state[name], self._hosts.get((number, name))
-            if kept is None:
-                kept = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
-            self._hosts[number, name] = state[name] = kept.copy_(value, non_blocking=True)
+            value, host = state[name], self._hosts.get((number, name))
+            if host is None:
+                host = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
+            self._hosts[number, name] = state[name] = host.copy_(value, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # before the host reads them
 
     def _moments(self) -> list[tuple[int, str, dict[str, Tensor], torch.device]]:
-        """What the optimizer keeps of parameters: the number of one, the name of the moment, its place, and the
-        parameter's device."""
-        kept = [pair for part in self.inner.chained_optimizers for pair in part.optimizer.state.items()]
+        """Return the moments: number of the parameter, name of the moment, dict that stores it, and device of the
+        parameter."""
+        states = [item for optimizer in self.inner.chained_optimizers for item in optimizer.optimizer.state.items()]
         return [
             (number, name, state, parameter.device)
-            for number, (parameter, state) in enumerate(kept)
+            for number, (parameter, state) in enumerate(states)
             for name, value in state.items()
             if isinstance(value, Tensor) and value.ndim
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it steps and what it keeps of that, wherever it lies; parts of the model's parameters among them."""
+        """Yield the tensors that the optimizer updates, which may be views of model parameters, and its moments."""
         yield from self.inner.get_parameters()
         yield from (state[name] for _, name, state, _ in self._moments())
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Reset all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
     def norm(self) -> float:
-        """Of the gradients of the whole model (collective)."""
+        """Return the gradient norm of the whole model, or infinity if gradients are not finite (collective)."""
         if self.inner.prepare_grads():
             return math.inf
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float, rate: float) -> None:
-        """Take a step with gradients whose norm is `norm`, clipped where that is too large (collective)."""
+        """Take an optimizer step (collective).
+
+        Args:
+            norm: gradient norm; gradients above `settings.max_grad_norm` are scaled down to it.
+            rate: learning rate.
+        """
         limit = self.settings.max_grad_norm
         if limit and norm > limit:
             torch._foreach_mul_([p.grad for p in self.inner.get_parameters() if p.grad is not None], limit / norm)
@@ -153,15 +162,18 @@ class Stepper:
             self.inner.step_with_ready_grads()
 
     def weights_changed(self) -> None:
-        """Take up weights that something else has written."""
+        """Copy externally changed weights into the optimizer's main parameters."""
         self.inner.reload_model_params()
 
 
-def _take_those_of_torch() -> None:
-    """megatron-core (0.19) takes the optimizers of TransformerEngine or apex where it finds them, which keep another
-    state than torch's; this engine knows that of torch's."""
+def _use_torch_optimizers() -> None:
+    """Make megatron-core use torch's optimizers.
+
+    megatron-core (0.19) uses the optimizers of TransformerEngine or apex if they are installed. Their state differs
+    from the state of torch's optimizers, which this engine saves and loads.
+    """
     core.USING_PYTORCH_OPTIMIZER, core.Adam, core.SGD = True, torch.optim.AdamW, torch.optim.SGD
     distrib_optimizer.HAVE_APEX_OR_TE, distrib_optimizer.Adam = False, torch.optim.AdamW
 
 
-def _nothing(*_: Any) -> None: ...
+def _no_operation(*_: Any) -> None: ...

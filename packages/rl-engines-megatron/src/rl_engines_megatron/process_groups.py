@@ -1,4 +1,4 @@
-"""megatron-core's process groups, which a process has once: engines of one layout share them."""
+"""megatron-core's process groups, which exist once per process: all engines of a process share them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rl_engines_megatron.cpu import without_cuda
 from rl_engines_megatron.model.mixture import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
-"""Ranks of a replica lie side by side, tensor ranks fastest: the order of `rl_contracts.batch.parallel`."""
+"""Order of the dimensions, fastest first: tensor ranks vary fastest, and the ranks of a replica are consecutive.
+`rl_contracts.batch.parallel` uses the same order."""
 
 _users = 0
-"""Engines of this process that use the groups."""
+"""Number of engines in this process that use the groups."""
 _layout: tuple[ParallelStrategy, int] = (ParallelStrategy(), 1)
-"""Their layout, and parts of the model on each pipeline rank."""
+"""Layout of the groups, and model chunks on each pipeline rank."""
 
 
 def make_groups(
@@ -31,11 +32,15 @@ def make_groups(
     timeout: float,
     undo: ExitStack,
 ) -> None:
-    """Make megatron-core's groups, or share those that are there (collective).
+    """Create megatron-core's groups, or share the existing ones (collective).
 
     Args:
-        interleaved: parts of the model on each pipeline rank.
-        undo: leaves them when it is closed.
+        strategy: parallel layout.
+        interleaved: model chunks on each pipeline rank.
+        seed: seed of megatron-core's random states.
+        device: device of this rank.
+        timeout: timeout of collectives in seconds.
+        undo: releases the groups when it is closed.
 
     Raises:
         ConfigError: another engine of this process has another layout.
@@ -44,9 +49,9 @@ def make_groups(
     layout = (strategy, interleaved)
     if _users and _layout != layout:
         raise ConfigError(
-            f"allocation megatron:{strategy}, interleaved={interleaved}: expected the layout of the engine that this "
-            f"process has already, megatron:{_layout[0]}, interleaved={_layout[1]}; megatron-core has one per process. "
-            "Give models that share devices the same layout, or devices of their own."
+            f"allocation megatron:{strategy}, interleaved={interleaved}: another engine of this process has the layout "
+            f"megatron:{_layout[0]}, interleaved={_layout[1]}, and megatron-core supports one per process. "
+            "Use the same layout for models that share devices, or give each its own devices."
         )
     if not _users:
         parallel_state.initialize_model_parallel(
@@ -55,7 +60,7 @@ def make_groups(
             virtual_pipeline_model_parallel_size=interleaved if interleaved > 1 else None,
             context_parallel_size=strategy.context,
             expert_model_parallel_size=strategy.expert,
-            expert_tensor_parallel_size=_ranks_of_an_expert(strategy),
+            expert_tensor_parallel_size=_expert_tensor_ranks(strategy),
             distributed_timeout_minutes=math.ceil(timeout / 60),
             order=ORDER,
             create_gloo_process_groups=False,
@@ -64,26 +69,27 @@ def make_groups(
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _layout = layout
     _users += 1
-    undo.callback(_leave)
+    undo.callback(_release_groups)
 
 
-def _ranks_of_an_expert(strategy: ParallelStrategy) -> int:
-    """Those over which each matrix of an expert is split, in the groups that models with and without experts share.
+def _expert_tensor_ranks(strategy: ParallelStrategy) -> int:
+    """Return the ranks over which each expert matrix is split, in groups that dense and MoE models share.
 
-    With several stages the experts lie over all ranks of one (`check_experts`): megatron-core wants it for this order.
+    With several stages the experts occupy all ranks of a stage (`check_experts`). megatron-core requires this for
+    `ORDER`.
     """
     if strategy.pipeline > 1:
         return strategy.tensor * strategy.context // strategy.expert
     return expert_tensor(strategy)
 
 
-def _leave() -> None:
+def _release_groups() -> None:
     global _users
     _users -= 1
     if _users == 0:
-        made = parallel_state._global_process_group_list or []
+        groups = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
-        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # of 0.19, which keeps this one
-        for group in made:  # megatron-core only forgets them, and each has threads and connections of its own
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # megatron-core 0.19 does not reset it
+        for group in groups:  # megatron-core only drops the references; each group has threads and connections
             if group is not None:
                 dist.destroy_process_group(group)

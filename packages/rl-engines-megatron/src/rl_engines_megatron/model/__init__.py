@@ -1,1 +1,1 @@
-"""The model: from a Hugging Face config to this rank's parts."""
+"""Model: from a Hugging Face config to the model chunks of a rank."""

@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a decoder, read once and checked."""
+"""Architecture of a decoder, read from a Hugging Face config and validated."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rl_engines_megatron.model.mixture import Mixture
 
 ROPE_TYPES = ("default", "linear", "llama3")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
+"""Constants of Llama 3's rotary scaling that are fixed in megatron-core; only the factor is configurable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and switches of one decoder. Linear layers have no bias but, where its family has it, q, k and v."""
+    """Sizes and options of a decoder. Linear layers have no bias, except q, k and v in some families."""
 
     model_type: str
-    """The family's name."""
+    """Name of the family."""
     family: Family
-    """What sets it apart."""
+    """Properties of the family."""
     layers: int
     """Decoder layers."""
     hidden: int
     """Width of the residual stream."""
     intermediate: int
-    """Width of the gated MLP, of the gate and of the up projection each; not that of experts."""
+    """Width of the gate and of the up projection of the MLP, each; experts have their own width."""
     heads: int
     """Query heads."""
     groups: int
@@ -38,9 +38,9 @@ class Architecture:
     head_dim: int
     """Width of one head; `heads * head_dim` may differ from `hidden`."""
     vocab: int
-    """Rows of the embedding, before any padding."""
+    """Vocabulary size: rows of the embedding before padding."""
     tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares the weights of the embedding."""
     norm_eps: float
     """Epsilon of every RMSNorm."""
     max_positions: int
@@ -48,39 +48,43 @@ class Architecture:
     attention_dropout: float
     """Dropout probability of the attention weights."""
     rope: Mapping[str, Any]
-    """`rope_parameters` as transformers standardises them, `rope_type` and `rope_theta` among them."""
+    """Rotary parameters in the form of transformers, including `rope_type` and `rope_theta`."""
     window_rope: Mapping[str, Any] | None
-    """Those of layers with a window, where they have their own."""
+    """Rotary parameters of layers with a sliding window, or None if all layers share `rope`."""
     windows: tuple[int | None, ...]
-    """Of each layer, how many tokens one sees, itself included; None: all before it."""
+    """Sliding window of each layer in tokens, including the current one; None: full causal attention."""
     score_scale: float | None
-    """Factor on attention's scores; None: `head_dim ** -0.5`."""
+    """Factor on the attention scores; None: `head_dim ** -0.5`."""
     score_cap: float | None
-    """Soft cap of attention's scores."""
+    """Soft cap of the attention scores, or None."""
     logit_cap: float | None
-    """Soft cap of the logits."""
+    """Soft cap of the logits, or None."""
     mixture: Mixture | None
-    """Of the layers that have experts in place of an MLP; None of a dense model."""
+    """Experts of the MoE layers, or None for a dense model."""
 
     @classmethod
     def from_hugging_face(cls, config: Any) -> Architecture:
-        """Read a transformers config (any object with its attributes will do).
+        """Create an architecture from a transformers config, or from any object with its attributes.
 
         Raises:
-            ModelError: another family, a missing attribute, or a variant of a family that would be computed
+            ModelError: an unsupported family, a missing attribute, or a variant that this engine would compute
                 differently.
         """
         model_type = _read(config, "model_type")
         family = family_of(model_type)
-        _refuse_variants(config, family)
+        _reject_variants(config, family)
         heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
         groups = _size(config, "num_key_value_heads", default=heads)
         if heads % groups:
-            raise ModelError(f"megatron: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}.")
+            raise ModelError(
+                f"megatron: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}."
+            )
         if getattr(config, "head_dim", None) is None and hidden % heads:
-            raise ModelError(f"megatron: head_dim is not set and {heads} heads do not divide hidden_size {hidden}.")
+            raise ModelError(
+                f"megatron: head_dim is not set, and hidden_size={hidden} is not divisible by {heads} heads."
+            )
         layers, scalar = _size(config, "num_hidden_layers"), getattr(config, "query_pre_attn_scalar", None)
-        rope, window_rope = _ropes(config)
+        rope, window_rope = _rope_parameters(config)
         return cls(
             model_type=model_type,
             family=family,
@@ -97,7 +101,7 @@ class Architecture:
             attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
             rope=rope,
             window_rope=window_rope,
-            windows=_windows(config, family, layers),
+            windows=_layer_windows(config, family, layers),
             score_scale=scalar and scalar**-0.5,
             score_cap=getattr(config, "attn_logit_softcapping", None) if family.capped_scores else None,
             logit_cap=getattr(config, "final_logit_softcapping", None),
@@ -105,11 +109,13 @@ class Architecture:
         )
 
     def matrix_parameters(self, head: str) -> int:
-        """Those by which each token is multiplied: all matrices, the embedding where it is the output layer too, and of
-        experts as many as a token is sent to.
+        """Return the number of matrix parameters that each token is multiplied by.
+
+        The embedding counts only as the output layer. Of the experts of a layer, only as many count as a token is sent
+        to.
 
         Args:
-            head: `lm`, or that of a scalar.
+            head: `lm`, or the name of a scalar head.
         """
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
         dense, sparse = self.layers, 0
@@ -120,7 +126,8 @@ class Architecture:
         return layers + self.hidden * (self.vocab if head == "lm" else 1)
 
     def step_flops(self, head: str, tokens: int, pairs: int) -> float:
-        """Useful floating-point operations of a training step; see `rl_contracts.models.usage.step_flops`."""
+        """Return the useful floating-point operations of a training step; see
+        `rl_contracts.models.usage.step_flops`."""
         from rl_contracts.models.usage import step_flops
 
         matrices = self.matrix_parameters(head)
@@ -144,15 +151,16 @@ def _size(config: Any, name: str, default: int | None = None) -> int:
     return value
 
 
-def _refuse_variants(config: Any, family: Family) -> None:
-    """Raise for settings of a supported family that would give other numbers than transformers."""
+def _reject_variants(config: Any, family: Family) -> None:
+    """Raise `ModelError` for options of a supported family that this engine would compute differently than
+    transformers."""
     for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
-        # Qwen2's bias of q, k and v is part of its family; these would put one on the output projections too
+        # the bias of q, k and v in Qwen2 is a property of its family; these options also add one to output projections
         if getattr(config, name, False):
-            raise ModelError(f"megatron: {name}=True is not supported; use a model without it or another engine.")
+            raise ModelError(f"megatron: {name}=True is not supported; use a model without it, or another engine.")
     if getattr(config, "quantization_config", None):
         raise ModelError(
-            "megatron: quantization_config (fp8 and others) is not supported; use weights of 16 or 32 bits."
+            "megatron: quantization_config (fp8 and others) is not supported; use 16-bit or 32-bit weights."
         )
     name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
     activation = _read(config, name)
@@ -160,46 +168,47 @@ def _refuse_variants(config: Any, family: Family) -> None:
         raise ModelError(f"megatron: {name}: expected {family.activation!r}, found {activation!r}.")
 
 
-def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer."""
+def _layer_windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer."""
     window = getattr(config, "sliding_window", None)
     if family.one_window:
         return (window,) * layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     if len(kinds) != layers or set(kinds) - KINDS or ("sliding_attention" in kinds and window is None):
         raise ModelError(
-            f"megatron: layer_types: expected full_attention or, with a sliding_window, sliding_attention for each of "
-            f"{layers} layers, found {', '.join(sorted(set(kinds)))} for {len(kinds)} and sliding_window={window}."
+            f"megatron: layer_types: expected full_attention or sliding_attention for each of the {layers} layers, "
+            "and a sliding_window for the latter; "
+            f"found {', '.join(sorted(set(kinds)))} for {len(kinds)} layers and sliding_window={window}."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _ropes(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Rotary embeddings of layers that see everything, and of those with a window where these have their own."""
+def _rope_parameters(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return the rotary parameters of layers with full attention, and of layers with a window if they differ."""
     rope = _read(config, "rope_parameters")
     if isinstance(rope, Mapping) and rope.keys() == KINDS:
-        return _rope(rope["full_attention"]), _rope(rope["sliding_attention"])
-    return _rope(rope), None
+        return _checked_rope(rope["full_attention"]), _checked_rope(rope["sliding_attention"])
+    return _checked_rope(rope), None
 
 
-def _rope(rope: Any) -> Mapping[str, Any]:
+def _checked_rope(rope: Any) -> Mapping[str, Any]:
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         raise ModelError(
             f"megatron: rope_parameters: expected a mapping with rope_theta, found {rope!r}; "
-            "load the config with transformers 5, which fills it in."
+            "load the config with transformers 5, which adds it."
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             f"megatron: partial_rotary_factor: expected 1, found {rope['partial_rotary_factor']!r}; "
-            "rotary embeddings of a part of each head are not supported."
+            "rotary embeddings of a fraction of each head are not supported."
         )
-    kind, found = rope.get("rope_type", "default"), {name: rope.get(name) for name in LLAMA3_ROPE}
+    kind, constants = rope.get("rope_type", "default"), {name: rope.get(name) for name in LLAMA3_ROPE}
     if kind not in ROPE_TYPES:
         raise ModelError(f"megatron: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-    if kind == "llama3" and found != LLAMA3_ROPE:
+    if kind == "llama3" and constants != LLAMA3_ROPE:
         raise ModelError(
-            f"megatron: llama3 rotary scaling: megatron-core has {LLAMA3_ROPE} built in, found {found}; "
-            "use a model with these, or another engine."
+            f"megatron: llama3 rotary scaling: megatron-core supports only {LLAMA3_ROPE}, found {constants}; "
+            "use a model with these values, or another engine."
         )
     if kind != "default" and not isinstance(rope.get("factor"), int | float):
         raise ModelError(

@@ -1,6 +1,7 @@
-"""Attention over packed rows, in place of megatron-core's own.
+"""Attention over packed sequences, in place of megatron-core's attention.
 
-That knows neither packed rows nor context parallelism without TransformerEngine."""
+Without TransformerEngine, megatron-core's attention supports neither packed sequences nor context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +19,26 @@ from torch import Tensor
 
 @dataclass
 class Segments(PackedSeqParams):
-    """Where the sequences of a packed row lie, also for megatron-core's rotary embedding."""
+    """Boundaries of the sequences in a packed row, also for megatron-core's rotary embedding."""
 
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, with its padding; over all context ranks."""
+    """Tokens of each sequence with its padding, over all context ranks."""
     places: Tensor | None = None
-    """[P] where in what is gathered from the context ranks each token of the row lies; None with one rank."""
+    """Position of each token of the row in the tensor gathered from the context ranks, [P]; None with one rank."""
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each segment.
+    """Causal attention within each sequence.
 
-    Context ranks hold two pieces of each sequence, piece r and piece 2R-1-r of 2R, so that all have equal work; keys
-    and values are gathered from all, the queries stay.
+    Context ranks hold two pieces of each sequence, pieces r and 2R-1-r of 2R, so that all ranks do equal work. Keys and
+    values are gathered from all ranks; queries stay local.
 
     Args:
+        config: config of megatron-core.
         softmax_scale: factor on the scores; None: `D ** -0.5`.
-        window: how many tokens one sees, itself included; None: all before it.
-        cap: soft cap of the scores.
+        window: sliding window in tokens, including the current one; None: full causal attention.
+        cap: soft cap of the scores, or None.
+        kwargs: further arguments of megatron-core; only `pg_collection` is used.
     """
 
     def __init__(
@@ -53,17 +56,17 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Segments, **__: Any
     ) -> Tensor:
-        """Of queries [n, heads, D] and keys and values [n, groups, D]: [n, heads, D]."""
+        """Return the attention outputs [n, heads, D] of queries [n, heads, D] and keys and values [n, groups, D]."""
         segments = packed_seq_params
         if segments.places is None:
-            parts = zip(*(x.split(segments.lengths) for x in (query, key, value)), strict=True)
-            return torch.cat([self._attend(q, k, v, 0) for q, k, v in parts])
-        # gradients come back summed over the ranks that used them
+            sequences = zip(*(x.split(segments.lengths) for x in (query, key, value)), strict=True)
+            return torch.cat([self._attend(q, k, v, 0) for q, k, v in sequences])
+        # backward sums the gradients over the context ranks
         key, value = (gather_from_sequence_parallel_region(x, group=self.cp)[segments.places] for x in (key, value))
-        return torch.cat(self._pieces(query, key, value, segments.lengths))
+        return torch.cat(self._attend_local_pieces(query, key, value, segments.lengths))
 
-    def _pieces(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """This rank's two pieces of each sequence, of all keys and values in the order of the row."""
+    def _attend_local_pieces(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Return the outputs of this rank's two pieces of each sequence, given all keys and values in row order."""
         ranks, rank, outputs = self.cp.size(), self.cp.rank(), []
         queries = iter(query.split([length // (2 * ranks) for length in lengths for _ in range(2)]))
         for k, v in zip(key.split(lengths), value.split(lengths), strict=True):
@@ -72,8 +75,11 @@ class PackedAttention(MegatronModule):
         return outputs
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
-        """Of consecutive queries of one sequence, the first of which is token number `first`, and all its keys and
-        values. With a window in blocks of its length, so that no mask is longer than two of them."""
+        """Return the outputs of consecutive queries of one sequence, of which the first is token number `first`.
+
+        Keys and values are those of the whole sequence. With a window, queries are processed in blocks of its length,
+        so that no mask spans more than two windows.
+        """
         outputs = []
         for block in query.split(self.window or len(query)):
             end = first + len(block)
@@ -82,24 +88,27 @@ class PackedAttention(MegatronModule):
             if begin < first:
                 mask = torch.ones(len(block), end - begin, dtype=torch.bool, device=query.device).tril(first - begin)
                 mask = mask if self.window is None else mask.triu(first - begin - self.window + 1)
-            outputs.append(self._scores(block, key[begin:end], value[begin:end], mask))
+            outputs.append(self._attend_block(block, key[begin:end], value[begin:end], mask))
             first = end
         return torch.cat(outputs)
 
-    def _scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Of queries that see what `mask` says, [queries, keys]; None: causal."""
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the outputs of queries that attend where `mask` [queries, keys] is True; None: causal."""
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         if self.cap is not None:
-            return _capped(q, k, v, mask, self.scale, self.cap)[0].transpose(0, 1)
+            return _capped_attention(q, k, v, mask, self.scale, self.cap)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return out[0].transpose(0, 1)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float) -> Tensor:
-    """Attention with soft-capped scores, which no fused kernel has: [1, heads, n, D] of grouped keys and values."""
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float) -> Tensor:
+    """Return attention outputs with soft-capped scores, which no fused kernel supports.
+
+    Queries, keys and values have the shape [1, heads, n, D]; keys and values may have fewer heads.
+    """
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

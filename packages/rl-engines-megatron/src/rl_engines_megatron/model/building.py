@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration, a layout and settings to this rank's parts of the model."""
+"""Construction of this rank's model chunks from a Hugging Face config, a layout and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transfor
 from rl_engines_megatron.model.partition import Partition
 
 MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Default of `MegatronEngineConfig.max_logits`: a core's cache, and 256 MiB."""
+"""Default of `MegatronEngineConfig.max_logits` per device: 2 MiB, which fits in the cache of a core, and 256 MiB."""
 
 
 def build(
@@ -33,7 +33,7 @@ def build(
     spec: FinetuneSpec,
     device: torch.device,
 ) -> list[PackedGPT]:
-    """This rank's parts of the model, without their weights. Process groups must be there."""
+    """Build this rank's model chunks with uninitialized weights. Requires existing process groups."""
     dtype = getattr(torch, spec.dtype)
     whole = replace(strategy, pipeline=1)  # the partition knows the stages
     settings: dict[str, Any] = transformer_kwargs(hf_config, whole, dtype=dtype)
@@ -42,15 +42,15 @@ def build(
         "virtual_pipeline_model_parallel_size": config.interleaved if config.interleaved > 1 else None,
         "sequence_parallel": config.sequence_parallel,
         "variable_seq_lengths": strategy.pipeline > 1 and config.interleaved == 1,
-        "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
-        "batch_p2p_comm": config.interleaved == 1,  # else two ranks mix up what they send each other both ways
+        "moe_token_dispatcher_type": "alltoall",  # the allgather dispatcher requires micro-batches of one length
+        "batch_p2p_comm": config.interleaved == 1,  # otherwise two ranks confuse their messages in opposite directions
         "perform_initialization": False,
-        # gradients are summed over ranks and micro-batches, and divided by the engine
+        # megatron-core only sums gradients over ranks and micro-batches; the engine divides by the denominator
         "calculate_per_token_loss": True,
-        "finalize_model_grads_func": _finish_gradients,
+        "finalize_model_grads_func": _sum_gradients,
         "attention_softmax_in_fp32": True,
         "transformer_impl": implementation(device, dtype) if config.transformer_engine else "local",
-        # nothing else of TransformerEngine or apex is asked for
+        # no other features of TransformerEngine or apex are used
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -82,21 +82,22 @@ def build(
 
 
 def release(parts: list[PackedGPT]) -> None:
-    """Undo what would keep parts that are used no more, and with them their memory and process groups.
+    """Clear references that would keep unused model chunks, their memory and their process groups alive.
 
-    A dispatcher of tokens to experts keeps tensors of its last micro-batch, whose graph of autograd leads to hooks that
-    hold the part: a circle that Python's collector does not see. The rotations of positions are kept in a cache of the
-    class, with the module that made them, and TransformerEngine keeps groups whose size it was asked for.
+    - The token dispatcher of a MoE layer keeps tensors of its last micro-batch. Their autograd graph leads to hooks
+      that reference the model, a cycle that Python's garbage collector does not see.
+    - Rotary embeddings are cached in a cache of the class, together with their module.
+    - TransformerEngine caches the size and rank of process groups.
     """
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, MoELayer):
             vars(module.token_dispatcher).clear()
     RotaryEmbedding.forward.cache_clear()
-    engine = sys.modules.get("transformer_engine.pytorch.distributed")
+    te_module = sys.modules.get("transformer_engine.pytorch.distributed")
     for name in ("get_distributed_world_size", "get_distributed_rank"):
-        getattr(getattr(engine, name, None), "cache_clear", lambda: None)()
+        getattr(getattr(te_module, name, None), "cache_clear", lambda: None)()
 
 
-def _finish_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:
-    """Sum gradients over ranks, without a division of megatron-core's own."""
+def _sum_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:
+    """Sum gradients over ranks, without megatron-core's division by the number of tokens."""
     finalize_model_grads(model, None, **kwargs)

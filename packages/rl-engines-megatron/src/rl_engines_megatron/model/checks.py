@@ -1,4 +1,4 @@
-"""Whether a model can be trained in a layout, found out before anything starts. Does not import torch."""
+"""Checks that a model can be trained in a layout, before any process starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from rl_engines_megatron.model.architecture import Architecture
 from rl_engines_megatron.model.partition import Partition, partition_of
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-"""What transformers reads a model's weights from: the files of the index, where there is one."""
+"""Files from which transformers reads weights: the files that the index lists, or a single file without an index."""
 
 
 def weight_files(path: str) -> list[Path]:
-    """The files that hold the weights of a Hugging Face directory; what else lies there is not looked at.
+    """Return the weight files of a Hugging Face directory; other files are ignored.
 
     Raises:
-        ModelError: there are none that transformers would read, or they are no safetensors.
+        ModelError: the directory has no weights that transformers would load, or the index cannot be read.
     """
     directory = Path(path)
     try:
         if (directory / INDEX).is_file():
-            named = json.loads((directory / INDEX).read_text())["weight_map"].values()
-            return sorted({directory / name for name in named})
+            file_names = json.loads((directory / INDEX).read_text())["weight_map"].values()
+            return sorted({directory / name for name in file_names})
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"model {path}: {INDEX} cannot be read: {error!r}. Copy or download it again.") from error
     if not (directory / WEIGHTS).is_file():
         raise ModelError(
-            f"model {path}: expected {INDEX} or {WEIGHTS}, found {', '.join(_stored(directory)) or 'no weights'}. Load "
-            "it with transformers, and save it again with `save_pretrained`."
+            f"model {path}: expected {INDEX} or {WEIGHTS}, "
+            f"found {', '.join(_stored_weight_names(directory)) or 'no weights'}. Load the model with transformers, "
+            "and save it with `save_pretrained`."
         )
     return [directory / WEIGHTS]
 
 
-def _stored(directory: Path) -> list[str]:
-    """The names of files of weights, of whatever kind."""
+def _stored_weight_names(directory: Path) -> list[str]:
+    """Return the names of weight files of any format."""
     return sorted(file.name for file in directory.glob("*") if file.suffix in (".safetensors", ".bin"))
 
 
 def partition_from_settings(
     hf_config: Any, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int], head: str
 ) -> Partition:
-    """How the model is cut, by the settings of these names.
+    """Return the partition of a model that the settings of these names select.
 
     Raises:
         ModelError, ConfigError: see `Architecture.from_hugging_face` and `Partition`.
@@ -57,11 +58,12 @@ def partition_from_settings(
 
 
 def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int]) -> None:
-    """Refuse a model of another family, one that cannot be cut so, and weights that cannot be read. What is not there
-    yet passes.
+    """Reject a model of an unsupported family, one that does not fit the layout, and unreadable weights.
+
+    Files that do not exist yet are not checked.
 
     Raises:
-        ConfigError: names the layout, the model and what does not fit.
+        ConfigError: the message names the layout, the model and the conflict.
     """
     if not (Path(spec.model_path) / "config.json").is_file():
         return
@@ -71,7 +73,7 @@ def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int
         partition_from_settings(
             AutoConfig.from_pretrained(spec.model_path), strategy, interleaved, stage_layers, spec.head
         )
-        if _stored(Path(spec.model_path)):
+        if _stored_weight_names(Path(spec.model_path)):
             weight_files(spec.model_path)
     except (ModelError, ConfigError, OSError, ValueError) as error:
         raise ConfigError(f"allocation megatron:{strategy} with model {spec.model_path}: {error}") from error

@@ -1,7 +1,7 @@
-"""Families of decoders, as tables: what sets each apart from Llama's. Does not import torch.
+"""Model families: how the decoder of each differs from Llama. Does not import torch.
 
-A table that somebody else's package names in the entry-point group `rl.megatron_families` is found as well, by the
-`model_type` of its models.
+Other packages can register a `Family` in the entry-point group `rl.megatron_families`, under the `model_type` of its
+models.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from rl_contracts.errors import ModelError
 __all__ = ["FAMILIES", "Family", "family_of"]
 
 GROUP = "rl.megatron_families"
-"""The entry-point group of further tables."""
+"""Entry-point group of additional families."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders. All have RMSNorm, rotary embeddings, grouped queries and a gated MLP, or experts of them
-    (`mixture.py`)."""
+    """Properties of a family of decoders.
+
+    All families have RMSNorm, rotary embeddings, grouped-query attention, and gated MLPs or experts (`mixture.py`).
+    """
 
     qkv_bias: bool = False
     """Whether the q, k and v projections have a bias."""
     qk_norm: bool = False
-    """Whether each query and key head is normalised."""
+    """Whether each query and key head is normalized."""
     post_norms: bool = False
-    """Whether what attention and MLP give is normalised too before it is added."""
+    """Whether the outputs of attention and MLP are also normalized, before the residual connection."""
     unit_norms: bool = False
     """Whether norms multiply by 1 + weight, in float32."""
     scaled_embeddings: bool = False
-    """Whether embeddings are multiplied by the root of the hidden size."""
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """Of the gate."""
+    """Activation function of the gate."""
     capped_scores: bool = False
-    """Whether attention's scores are capped to `attn_logit_softcapping`."""
+    """Whether attention scores are capped to `attn_logit_softcapping`."""
     one_window: bool = False
-    """Whether every layer sees only the last `sliding_window` tokens; else those that `layer_types` says."""
+    """Whether all layers use `sliding_window`; otherwise the layers that `layer_types` lists."""
     layer_parameters: Callable[..., Iterator[Any]] | None = None
-    """What gives the parameters of a layer, called like `naming.layer_parameters`; None: that
-    one. Layers with experts have none of it."""
+    """Function that yields the parameters of a dense layer, with the arguments of `naming.layer_parameters`; None:
+    that function."""
 
 
 _GEMMA3 = Family(qk_norm=True, post_norms=True, unit_norms=True, scaled_embeddings=True, activation="gelu_pytorch_tanh")
@@ -56,21 +58,21 @@ FAMILIES = {
     "gemma2": replace(_GEMMA3, qk_norm=False, capped_scores=True),
     "gemma3_text": _GEMMA3,
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def family_of(model_type: str) -> Family:
-    """The table of a family.
+    """Return the family of a `model_type`.
 
     Raises:
-        ModelError: there is none, or it is no `Family`.
+        ModelError: the family is unknown, or the registered object is not a `Family`.
     """
-    further = registry.available(GROUP)
-    found = registry.load(GROUP, model_type) if model_type in further else FAMILIES.get(model_type)
-    if not isinstance(found, Family):
+    registered = registry.available(GROUP)
+    family = registry.load(GROUP, model_type) if model_type in registered else FAMILIES.get(model_type)
+    if not isinstance(family, Family):
         raise ModelError(
             f"megatron: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(sorted({*FAMILIES, *further}))}. Use another train engine, fsdp for example, for this model, "
-            f"or name a Family for it in the entry-point group {GROUP}."
+            f"{', '.join(sorted({*FAMILIES, *registered}))}. Use another train engine, for example fsdp, "
+            f"or register a Family for it in the entry-point group {GROUP}."
         )
-    return found
+    return family

@@ -1,4 +1,4 @@
-"""One rank's part of a language model, critic or reward model, made of megatron-core's GPT model."""
+"""Model chunks of a language model, critic or reward model, based on megatron-core's GPT model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rl_engines_megatron.model.partition import Partition
 
 
 class PackedGPT(GPTModel):
-    """Consecutive layers of a decoder over packed rows; the last ones with a head.
+    """Consecutive layers of a decoder over packed sequences; the last stage has a head.
 
     Args:
-        config: of megatron-core.
-        partition: how the model is cut.
-        stage: which of its stages this is.
-        options: how the vocabulary projection is run.
+        config: config of megatron-core.
+        partition: split of the model.
+        stage: number of this stage.
+        options: options of the vocabulary projection.
         kwargs: further arguments of `GPTModel`.
     """
 
@@ -46,17 +46,20 @@ class PackedGPT(GPTModel):
             del self.output_layer
             self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)
         if self.pre_process and architecture.family.scaled_embeddings:
-            scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype))  # rounded, as they are
-            self.embedding.register_forward_hook(lambda _, __, found: found * scale)
+            scale = float(
+                torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype)
+            )  # rounded to the dtype of the embeddings
+            self.embedding.register_forward_hook(lambda _, __, embeddings: embeddings * scale)
         if architecture.window_rope is not None:
             ropes = (architecture.rope, architecture.window_rope)
             self.rotary_pos_emb = RotaryEmbeddings(_rotary(config, rope_kwargs(rope)) for rope in ropes)
 
     def run(self, rows: PackedSequences, model: nn.Module) -> Any:
-        """What this part makes of a micro-batch: states for the next stage, or what `said` makes of the last ones.
+        """Return the outputs for a micro-batch: states for the next stage, or in the last stage the per-token outputs.
 
         Args:
-            model: this part as it is called, with what wraps it.
+            rows: the micro-batch.
+            model: this model chunk with its wrapper, which is called.
         """
         if self.routing is not None:
             self.routing.begin(rows)
@@ -69,12 +72,11 @@ class PackedGPT(GPTModel):
         )
 
     def _postprocess(self, hidden_states: Tensor, output_processor: Any = None, **_: Any) -> Any:
-        """Without megatron-core's own head, loss and logits."""
+        """Replace megatron-core's head, loss and logits."""
         return hidden_states if output_processor is None else output_processor(hidden_states[:, 0])
 
     def _token_outputs(self, rows: PackedSequences, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Of the last states, [n] of this context rank's tokens: log-probs of the next tokens and entropies, or
-        values."""
+        """Return per-token outputs [n] of this context rank: log-probs of the next tokens and entropies, or values."""
         parallel = self.config.sequence_parallel
         if self.head == "lm":
             if parallel:
@@ -84,29 +86,32 @@ class PackedGPT(GPTModel):
             tied = self.share_embeddings_and_output_weights
             weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
             first = 0 if self.options.part is None else self.options.part.first
-            weight = weight[: self.vocabulary - first]  # without the rows that fill it up
+            weight = weight[: self.vocabulary - first]  # without padding rows
             return token_logprobs(hidden, weight, None, rows.targets, rows.temperature, self.options)
         if parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return (hidden.float() @ self.score.weight.float()[0],)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As megatron-core's; that of language models wants an output layer, which those with a scalar head lack."""
-        above: Any = super() if self.head == "lm" else super(LanguageModule, self)
-        return above.sharded_state_dict(*args, **kwargs)
+        """Return megatron-core's sharded state dict.
+
+        The method of `LanguageModule` requires an output layer, so it is skipped for a scalar head.
+        """
+        base: Any = super() if self.head == "lm" else super(LanguageModule, self)
+        return base.sharded_state_dict(*args, **kwargs)
 
 
 class RotaryEmbeddings(nn.ModuleList):
-    """Several rotary embeddings, side by side."""
+    """Several rotary embeddings, whose outputs are concatenated."""
 
     def get_rotary_seq_len(self, *args: Any) -> int:
-        """Positions that a micro-batch needs."""
-        one: Any = self[0]
-        return int(one.get_rotary_seq_len(*args))
+        """Return the number of positions that a micro-batch requires."""
+        first_rope: Any = self[0]
+        return int(first_rope.get_rotary_seq_len(*args))
 
     def forward(self, length: int, **kwargs: Any) -> Tensor:
-        """[length, 1, 1, several * D]."""
-        return torch.cat([each(length, **kwargs) for each in self], -1)
+        """Return the concatenated embeddings, [length, 1, 1, number of embeddings * D]."""
+        return torch.cat([rope(length, **kwargs) for rope in self], -1)
 
 
 def _rotary(config: TransformerConfig, rope: dict[str, Any]) -> RotaryEmbedding:
@@ -116,12 +121,15 @@ def _rotary(config: TransformerConfig, rope: dict[str, Any]) -> RotaryEmbedding:
 def make_model(
     config: TransformerConfig, partition: Partition, interleaved: int, max_logits: int, entropy_grad: bool, gpt: Any
 ) -> list[PackedGPT]:
-    """The parts of the model that this rank holds, `interleaved` many, on megatron-core's device.
+    """Create the `interleaved` model chunks of this rank, on megatron-core's device.
 
     Args:
-        max_logits: entries of a [tokens, vocabulary] block that exist at once.
+        config: config of megatron-core.
+        partition: split of the model.
+        interleaved: model chunks on each pipeline rank.
+        max_logits: maximum entries of a [tokens, vocabulary] block.
         entropy_grad: whether the entropy carries gradient.
-        gpt: arguments of `GPTModel` that follow from the family.
+        gpt: arguments of `GPTModel` that depend on the family.
     """
     ranks, rank = partition.tp_size, parallel_state.get_tensor_model_parallel_rank()
     part = None

@@ -1,7 +1,7 @@
-"""The layers that a model is made of: megatron-core's own, with RMSNorm and attention that do more than its own do.
+"""Layers of a model: megatron-core's layers, with another RMSNorm and another attention.
 
-Matrices are TransformerEngine's where `TransformerConfig.transformer_impl` says so; names and shapes of parameters are
-the same as without.
+Linear layers come from TransformerEngine if `TransformerConfig.transformer_impl` selects it. Names and shapes of
+parameters are the same either way.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from rl_engines_megatron.model.experts import expert_spec
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """`TransformerConfig.transformer_impl`: TransformerEngine, where it is installed, on a GPU and in 16 bits. It would
-    multiply float32 as TF32, with 10 bits of mantissa, whatever torch was told."""
+    """Return the value of `TransformerConfig.transformer_impl`.
+
+    Select TransformerEngine if it is installed, on a GPU and with a 16-bit dtype. It would multiply float32 as TF32,
+    with 10 bits of mantissa, regardless of torch's settings.
+    """
     return "transformer_engine" if HAVE_TE and device.type == "cuda" and dtype != torch.float32 else "local"
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, which also knows sequence parallelism (its gradient is then summed over tensor ranks) and norms that
-    multiply by 1 + weight, in float32."""
+    """RMSNorm of torch that supports sequence parallelism, and norms that multiply by 1 + weight in float32.
+
+    With sequence parallelism, the gradient of the weight is summed over tensor ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
@@ -48,74 +53,79 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]."""
+        """Normalize a tensor [..., H]."""
         if not self.from_one:
             return super().forward(x)
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class PostNorm:
-    """Of a projection back to the residual stream: a norm of what it gives."""
+    """Mixin for projections to the residual stream that normalizes their output."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As megatron-core's: the output, and no bias."""
+        """Return the normalized output, and the bias, as megatron-core's layers do."""
         output, bias = super().forward(x)  # type: ignore[misc]
         return self.post_norm(output), bias
 
 
 class Matrices(LocalSpecProvider):
-    """megatron-core's parts, with matrices by `TransformerConfig.transformer_impl`.
+    """Layer classes of megatron-core, with linear layers selected by `TransformerConfig.transformer_impl`.
 
     Args:
-        post_norms: there are norms behind attention and MLP.
+        config: config of megatron-core.
+        post_norms: whether outputs of attention and MLP are normalized.
     """
 
     def __init__(self, config: TransformerConfig, post_norms: bool = False) -> None:
-        engine = config.transformer_impl == "transformer_engine"
-        self.column: type = TEColumnParallelLinear if engine else ColumnParallelLinear
-        self.row: type = TERowParallelLinear if engine else RowParallelLinear
+        use_te = config.transformer_impl == "transformer_engine"
+        self.column: type = TEColumnParallelLinear if use_te else ColumnParallelLinear
+        self.row: type = TERowParallelLinear if use_te else RowParallelLinear
         if post_norms:
             self.row = type(f"Normed{self.row.__name__}", (PostNorm, self.row), {})
 
     def column_parallel_linear(self) -> type:
-        """What is split over tensor ranks by outputs."""
+        """Return the class of linear layers whose outputs are split over tensor ranks."""
         return self.column
 
     def row_parallel_linear(self) -> type:
-        """What is split over tensor ranks by inputs."""
+        """Return the class of linear layers whose inputs are split over tensor ranks."""
         return self.row
 
     def experts(self) -> Any:
-        """What makes the experts of a layer: those of this rank, one after the other."""
+        """Return the constructor of the experts of a layer on this rank, which are computed one after the other."""
         return partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=self.column, linear_fc2=self.row))
 
 
 class RopedAttention(SelfAttention):
-    """Of a model that hands on several rotary embeddings side by side, [..., several * D]: the one with a number."""
+    """Self-attention that selects one of several concatenated rotary embeddings, [..., number of embeddings * D].
+
+    Args:
+        rope: index of the embedding.
+    """
 
     def __init__(self, *args: Any, rope: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rope = rope
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
-        """As megatron-core's."""
+        """Run megatron-core's attention with the selected rotary embedding."""
         width = self.config.kv_channels
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb.narrow(-1, self.rope * width, width), **kwargs)
 
 
 def block_spec(config: TransformerConfig, architecture: Architecture, layers: range) -> TransformerBlockSubmodules:
-    """What some layers of a decoder are made of."""
+    """Return the layer specs of some layers of a decoder."""
     specs = [_layer(config, architecture, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def _layer(config: TransformerConfig, architecture: Architecture, number: int) -> ModuleSpec:
     window, mixture = architecture.windows[number], architecture.mixture
-    mixed = mixture is not None and number in mixture.layers
+    is_moe = mixture is not None and number in mixture.layers
     backend = Matrices(config, architecture.family.post_norms)
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -135,7 +145,7 @@ def _layer(config: TransformerConfig, architecture: Architecture, number: int) -
             self_attention=ModuleSpec(module=kind, params=params, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=expert_spec(Matrices(config).experts()) if mixed else get_mlp_module_spec_for_backend(backend),
+            mlp=expert_spec(Matrices(config).experts()) if is_moe else get_mlp_module_spec_for_backend(backend),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,4 +1,4 @@
-"""Keyword arguments of megatron-core's `TransformerConfig` and `GPTModel`, of a Hugging Face config."""
+"""Keyword arguments of megatron-core's `TransformerConfig` and `GPTModel` for a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rl_engines_megatron.model.mixture import Mixture, expert_tensor
 from rl_engines_megatron.model.partition import Partition, partition_of
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
-"""Of `Family.activation`."""
+"""Functions of `Family.activation`."""
 
 
 def transformer_kwargs(
     hf_config: Any, strategy: ParallelStrategy, *, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Keyword arguments of `megatron.core.transformer.TransformerConfig` that follow from the model and its split.
+    """Return the arguments of `megatron.core.transformer.TransformerConfig` that follow from the model and its split.
 
-    What they do not settle stays for the caller: initialisation, recomputation, fusions, sequence parallelism.
+    The caller sets all others: initialization, recomputation, fusions, sequence parallelism.
 
     Args:
         hf_config: a transformers config of a supported family.
-        strategy: how the model is split.
-        dtype: of the parameters, and of what pipeline stages send each other.
+        strategy: parallel layout.
+        dtype: dtype of the parameters, and of the tensors that pipeline stages exchange.
 
     Raises:
         ModelError: an unsupported model.
-        ConfigError: a strategy that does not fit the model, with the numbers.
+        ConfigError: the strategy does not fit the model; the message has the numbers.
     """
     architecture = _partition(hf_config, strategy).architecture
     family = architecture.family
@@ -68,18 +68,18 @@ def transformer_kwargs(
 def gpt_model_kwargs(
     hf_config: Any, strategy: ParallelStrategy, *, pp_rank: int = 0, vocab_multiple: int = 1
 ) -> dict[str, Any]:
-    """Keyword arguments of `megatron.core.models.gpt.GPTModel` besides its config and its layer spec.
+    """Return the arguments of `megatron.core.models.gpt.GPTModel` other than its config and its layer spec.
 
     Args:
         hf_config: a transformers config of a supported family.
-        strategy: how the model is split.
-        pp_rank: the pipeline stage.
-        vocab_multiple: as in `Partition`. The logits of added rows are not part of the model: leave them out of
-            every softmax.
+        strategy: parallel layout.
+        pp_rank: pipeline stage.
+        vocab_multiple: as in `Partition`. The logits of padding rows are not part of the model: exclude them from every
+            softmax.
 
     Raises:
         ModelError: an unsupported model.
-        ConfigError: a strategy that does not fit the model, with the numbers, or a stage that does not exist.
+        ConfigError: the strategy does not fit the model, or the stage does not exist; the message has the numbers.
     """
     partition = _partition(hf_config, strategy, vocab_multiple)
     partition.check_rank(0, pp_rank)
@@ -105,17 +105,20 @@ def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: Para
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.width,
         "moe_router_topk": mixture.chosen,
-        "moe_router_pre_softmax": not mixture.normalised,  # else the softmax is over the chosen ones alone
+        "moe_router_pre_softmax": not mixture.normalised,  # otherwise the softmax covers only the chosen experts
         "moe_layer_freq": [int(layer in mixture.layers) for layer in range(architecture.layers)],
         "moe_router_load_balancing_type": "none",  # megatron-core's own auxiliary losses depend on micro-batches
-        "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
+        "moe_token_dispatcher_type": "alltoall",  # the allgather dispatcher requires micro-batches of one length
         "expert_model_parallel_size": strategy.expert,
         "expert_tensor_parallel_size": expert_tensor(strategy),
     }
 
 
 def rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of megatron-core's rotary embedding, as `GPTModel` calls them; `Architecture` has checked it."""
+    """Return the arguments of megatron-core's rotary embedding, named as in `GPTModel`.
+
+    `Architecture` has validated `rope`.
+    """
     kind, base = rope["rope_type"], {"rotary_percent": 1.0, "rotary_base": rope["rope_theta"]}
     if kind == "linear":
         return {**base, "seq_len_interpolation_factor": float(rope["factor"])}

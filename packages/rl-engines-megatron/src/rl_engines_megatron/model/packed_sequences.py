@@ -1,4 +1,4 @@
-"""A packed micro-batch as the ranks of a replica read it."""
+"""Layout of a packed micro-batch over the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -17,48 +17,53 @@ from rl_engines_megatron.model.attention import Segments
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """This context rank's part of a packed row, which all tensor ranks and pipeline stages are given alike.
+    """Packed tokens of one context rank, the same on all its tensor ranks and pipeline stages.
 
-    Sequences are padded behind their ends where they have to divide; padding is seen by nothing before it.
+    Sequences are padded at their end if their lengths must be divisible. Causal attention keeps padding from affecting
+    other tokens. N is the number of tokens of the micro-batch, n the number of tokens on this rank with padding.
     """
 
     ids: Tensor
-    """int64 [n]."""
+    """Token ids, int64 [n]."""
     targets: Tensor
-    """int64 [n] the token behind each, of the same sequence where there is one."""
+    """Next token of each token, int64 [n]. Meaningless for the last token of a sequence."""
     temperature: Tensor
-    """float32 [n]."""
+    """Sampling temperature, float32 [n]."""
     segments: Segments
-    """Where the sequences lie."""
+    """Boundaries of the sequences."""
     places: Tensor
-    """int64 [N] where each token of the micro-batch lies in what is gathered from the context ranks."""
+    """Position of each token of the micro-batch in the tensor gathered from the context ranks, int64 [N]."""
     first: Tensor
-    """bool [N] whether it is the first of its sequence."""
+    """Whether each token is the first of its sequence, bool [N]."""
     owner: Tensor
-    """int64 [n] the sequence of each token; of padding, the number of sequences."""
+    """Sequence of each token, int64 [n]; for padding, the number of sequences."""
     sizes: Tensor
-    """int64 [S] tokens of each sequence, without padding, over all context ranks."""
+    """Tokens of each sequence without padding, over all context ranks, int64 [S]."""
 
     def outputs(self, values: Tensor, of_previous: bool) -> Tensor:
-        """What each token's state says, [n], as an entry per token of the micro-batch, [N], on all context ranks.
+        """Return per-token outputs [n] of this rank as one entry per token of the micro-batch [N], on all context
+        ranks.
 
         Args:
-            of_previous: entry t is what the state at t - 1 says, 0 for the first; else what the state at t says.
+            values: outputs of the states of this rank.
+            of_previous: whether entry t is the output of the state at t - 1, with 0 for the first token; otherwise it
+                is the output of the state at t.
         """
         if self.segments.places is not None:
-            values = _Gather.apply(values, parallel_state.get_context_parallel_group())
+            values = _GatherFromContextRanks.apply(values, parallel_state.get_context_parallel_group())
         if not of_previous:
             return values[self.places]
         return values[F.pad(self.places[:-1], (1, 0))].masked_fill(self.first, 0.0)
 
 
 def make_packed_sequences(packed: PackedBatch, divisor: int, device: torch.device, least: int = 0) -> PackedSequences:
-    """Lay a micro-batch out over context ranks; one without tokens becomes a sequence of padding.
+    """Distribute a micro-batch over context ranks; an empty one becomes a sequence of padding.
 
     Args:
-        packed: whole, on `device`.
-        divisor: each context rank's part has a multiple of this many tokens.
-        least: it is filled up to this many tokens, which another one has with its padding.
+        packed: the whole micro-batch, on `device`.
+        divisor: number that must divide the tokens of each context rank.
+        device: device of the result.
+        least: minimum number of tokens with padding, filled up with padding.
     """
     ranks = parallel_state.get_context_parallel_world_size()
     lengths = padded_lengths(packed, divisor)
@@ -68,22 +73,27 @@ def make_packed_sequences(packed: PackedBatch, divisor: int, device: torch.devic
     place = edges[packed.sequence_of_token] + packed.position_ids
     total = sum(lengths)
     ids = torch.zeros(total, dtype=torch.int64, device=device).index_copy(0, place, packed["input_ids"])
-    heat = torch.ones(total, device=device).index_copy(0, place, packed.per_token("temperature").float())
-    mine, where = _shares(edges, ranks)
+    temperature = torch.ones(total, device=device).index_copy(0, place, packed.per_token("temperature").float())
+    local_indices, gathered_positions = _context_split(edges, ranks)
     cu, longest = edges.to(torch.int32), max(lengths)
     segments = Segments(
-        "thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths), places=where
+        "thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths), places=gathered_positions
     )
-    places = place if where is None else where[place]
+    places = place if gathered_positions is None else gathered_positions[place]
     sizes, first = packed.cu_seqlens.diff().long(), packed.position_ids == 0
     owner = torch.full_like(ids, len(sizes)).index_copy(0, place, packed.sequence_of_token)
-    of_token = (ids, ids.roll(-1), heat, owner)
-    ids, targets, heat, owner = of_token if mine is None else (values[mine] for values in of_token)
-    return PackedSequences(ids, targets, heat, segments, places, first, owner, sizes)
+    per_token_tensors = (ids, ids.roll(-1), temperature, owner)
+    ids, targets, temperature, owner = (
+        per_token_tensors if local_indices is None else (values[local_indices] for values in per_token_tensors)
+    )
+    return PackedSequences(ids, targets, temperature, segments, places, first, owner, sizes)
 
 
 def padded_lengths(packed: PackedBatch, divisor: int) -> list[int]:
-    """Tokens of each sequence of a micro-batch with its padding, over all context ranks, and of what fills it up."""
+    """Return the tokens of each sequence of a micro-batch with padding, over all context ranks.
+
+    A last entry of pure padding is added if the sum is not divisible by `divisor`.
+    """
     ranks = parallel_state.get_context_parallel_world_size()
     multiple = 2 * ranks if ranks > 1 else 1
     lengths = [-(-length // multiple) * multiple for length in packed.cu_seqlens.diff().tolist()]
@@ -93,8 +103,8 @@ def padded_lengths(packed: PackedBatch, divisor: int) -> list[int]:
     return lengths
 
 
-def _shares(edges: Tensor, ranks: int) -> tuple[Tensor | None, Tensor | None]:
-    """This context rank's tokens of a row, [n], and where each token lies in what is gathered from all, [P]."""
+def _context_split(edges: Tensor, ranks: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the row indices of this context rank's tokens [n], and the position of each token when gathered [P]."""
     if ranks == 1:
         return None, None
     sizes = edges.diff()
@@ -105,8 +115,11 @@ def _shares(edges: Tensor, ranks: int) -> tuple[Tensor | None, Tensor | None]:
     return order[rank * size : (rank + 1) * size], order.argsort()
 
 
-class _Gather(torch.autograd.Function):
-    """What all ranks hold, end to end. All compute the same loss of it, so each follows its own part's gradient."""
+class _GatherFromContextRanks(torch.autograd.Function):
+    """Concatenation of the tensors of all context ranks.
+
+    All ranks compute the same loss from it, so backward returns the local slice of the gradient without a sum.
+    """
 
     @staticmethod
     def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]

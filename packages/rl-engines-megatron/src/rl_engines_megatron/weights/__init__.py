@@ -1,1 +1,1 @@
-"""Weights between Hugging Face names and megatron-core's layout."""
+"""Conversion of weights between Hugging Face names and megatron-core's layout."""

@@ -1,4 +1,4 @@
-"""States from which training continues exactly: megatron-core's distributed checkpoints."""
+"""Saved training states, as megatron-core's distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -22,33 +22,39 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import ModelError
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""
+"""Metadata of saved states. Optimizer state is saved in the shapes of the parameters, so that other layouts can load
+it."""
 FILL = "_set_main_param_and_optimizer_states"
-"""How the distributed optimizer fills what it keeps of a parameter."""
+"""Name of the distributed optimizer's method that loads the state of a parameter."""
 
 
 def copy_state(
     parts: list[Any], stepper: Any, counters: dict[str, int], path: str, parallel: ParallelContext
 ) -> Callable[[Path], list[Path]]:
-    """Copy weights, optimizer state, counters and random states to memory, as the bytes of this rank's files
-    (collective).
+    """Copy the training state of this rank to memory, as the bytes of its files (collective).
+
+    The state consists of weights, optimizer state, counters and random states.
 
     Args:
-        path: where they will be saved, for messages.
+        parts: model chunks of this rank.
+        stepper: the optimizer, or None.
+        counters: counters of the engine.
+        path: directory in which the state will be saved, for messages.
+        parallel: ranks of the run.
 
     Returns:
-        a function that writes the files into a directory and returns their paths.
+        A function that writes the files into a directory and returns their paths.
 
     Raises:
-        EngineError: the shards do not make up whole tensors, or a rank cannot copy its own; on every rank.
+        EngineError: on every rank, if the shards do not form whole tensors or a rank cannot copy its shards.
     """
-    held = dict[str, Any]()
-    with _writing(stepper), ExitStack() as stack:
+    files = dict[str, Any]()
+    with _without_writer_process(stepper), ExitStack() as stack:
         with parallel.agree_on_errors(f"preparing a copy of the state for {path}"):
             scratch = stack.enter_context(TemporaryDirectory())
         with parallel.agree_on_errors(f"checking the state for {path}"):
             state = _state(parts, stepper, counters, loading=False)
-            # checks the shards of all ranks, and raises on rank 0 alone
+            # checks the shards of all ranks, but raises only on rank 0
             dist_checkpointing.state_dict_utils.save_preprocess(state)
         request: Any = dist_checkpointing.save(
             state, scratch, validate_access_integrity=False, async_sharded_save=True, async_strategy="mcore"
@@ -58,7 +64,7 @@ def copy_state(
                 rank, _, results = request.async_fn_args
                 buckets = []
                 for _, name, content in request.preload_fn():
-                    held[name] = memory = open(os.memfd_create(name), "r+b")  # noqa: SIM115 - kept for the writer
+                    files[name] = memory = open(os.memfd_create(name), "r+b")  # noqa: SIM115 - closed by `write`
                     buckets.append((f"/proc/self/fd/{memory.fileno()}", name, content))
                 request.async_fn(rank, buckets, results)
                 if isinstance(results.queue[0], Exception):
@@ -66,38 +72,38 @@ def copy_state(
         for finish in request.finalize_fns:  # rank 0 writes the index of the files
             finish()
         for file in Path(scratch).iterdir():
-            held[file.name] = BytesIO(file.read_bytes())
+            files[file.name] = BytesIO(file.read_bytes())
 
     def write(directory: Path) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, memory in held.items():
+        for name, memory in files.items():
             memory.seek(0)
             with (directory / name).open("wb") as target, memory:
                 shutil.copyfileobj(memory, target, 2**20)
-        return [directory / name for name in held]
+        return [directory / name for name in files]
 
     return write
 
 
 def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelContext) -> dict[str, int]:
-    """Read what the function of `copy_state` wrote, in place (collective).
+    """Load a state that `copy_state` saved, in place (collective).
 
     Returns:
-        the counters.
+        The counters.
 
     Raises:
-        ModelError, EngineError: the directory is no such state, or not of this model.
+        ModelError, EngineError: the directory is not such a state, or it belongs to another model.
     """
     with parallel.agree_on_errors(f"loading {path}"):
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise ModelError(
-                f"{path}: expected a saved state of the megatron engine, found none. Give a directory that was saved "
+                f"{path}: expected a saved state of the megatron engine, found none. Use a directory that was saved "
                 "with kind 'state', or load it with kind 'hf'."
             )
         with _resident(stepper):
-            wanted = _state(parts, stepper, {}, loading=True)
-            # no exchange: the other ranks would wait in it for a rank that cannot read its files
-            state = dist_checkpointing.load(wanted, path, validate_access_integrity=False)
+            state_to_load = _state(parts, stepper, {}, loading=True)
+            # without collectives: the other ranks would wait for a rank that cannot read its files
+            state = dist_checkpointing.load(state_to_load, path, validate_access_integrity=False)
             for index, part in enumerate(parts):
                 part.load_state_dict(state[f"model{index}"], strict=False)
             if stepper is not None:
@@ -107,9 +113,12 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
 
 
 @contextmanager
-def _writing(stepper: Any) -> Iterator[None]:
-    """megatron-core (0.19) starts a process for the names of what was written, for it might be another one that writes;
-    here this one does."""
+def _without_writer_process(stepper: Any) -> Iterator[None]:
+    """Prevent megatron-core from starting a process while it writes, and move the moments to the device.
+
+    megatron-core (0.19) starts a process to exchange the names of written files, in case another process writes them.
+    Here this process writes.
+    """
     one_process = patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
     with _resident(stepper), one_process:
         yield
@@ -120,23 +129,26 @@ def _resident(stepper: Any) -> AbstractContextManager[None]:
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """With torch's AdamW, megatron-core's distributed optimizer (0.19) looks for a `step` beside the moments that it
-    does not save there, and lets all parameters share one, which each would then count up."""
-    inner = optimizer.chained_optimizers
+    """Load optimizer state, working around two faults of megatron-core (0.19) with torch's AdamW.
+
+    Its distributed optimizer expects a `step` next to the moments, although it does not save one there. It also makes
+    all parameters share one `step` tensor, which each parameter would then increment.
+    """
+    inner_optimizers = optimizer.chained_optimizers
     with ExitStack() as stack:
-        for one in inner:
-            fill = getattr(one, FILL, None)
-            if fill is not None:
-                without = partial(_fill_without_step, fill)
-                stack.enter_context(patch.object(one, FILL, without))
+        for inner in inner_optimizers:
+            load = getattr(inner, FILL, None)
+            if load is not None:
+                without_step = partial(_load_without_step, load)
+                stack.enter_context(patch.object(inner, FILL, without_step))
         optimizer.load_state_dict(state)
-    for kept in (kept for one in inner for kept in one.optimizer.state.values()):
-        if isinstance(kept.get("step"), torch.Tensor):
-            kept["step"] = kept["step"].clone()
+    for values in (values for inner in inner_optimizers for values in inner.optimizer.state.values()):
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"] = values["step"].clone()
 
 
-def _fill_without_step(fill: Any, parameter: torch.Tensor, tensors: dict[str, Any]) -> None:
-    fill(parameter, {"step": None} | tensors)
+def _load_without_step(load: Any, parameter: torch.Tensor, tensors: dict[str, Any]) -> None:
+    load(parameter, {"step": None} | tensors)
 
 
 def _state(parts: list[Any], stepper: Any, counters: dict[str, int], loading: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hugging Face weights to megatron-core's layout and back, rank by rank, in plain torch."""
+"""Conversion of Hugging Face weights to megatron-core's layout and back, rank by rank, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rl_engines_megatron.weights.layouts import Replicated, Shape, same_bits, sh
 from rl_engines_megatron.weights.naming import EMBEDDING, HEAD, Parameter, model_sources, stage_parameters
 
 COMPUTED = "rotary_emb.inv_freq"
-"""End of the names of buffers that older checkpoints store; transformers leaves them out too."""
+"""Suffix of buffers that older checkpoints store; transformers ignores them too."""
 SHOWN = 5
-"""Names that an error lists at most."""
+"""Maximum number of names in an error message."""
 
 
 def to_megatron(
@@ -33,25 +33,25 @@ def to_megatron(
     etp_rank: int = 0,
     etp_size: int = 1,
 ) -> dict[str, Tensor]:
-    """The state dict of one rank's `GPTModel`, of the whole Hugging Face state dict.
+    """Return the state dict of one rank's `GPTModel` from the whole Hugging Face state dict.
 
     Args:
-        state: every parameter of the model by its Hugging Face name. Names are checked over the whole model, tensors
-            are read for this pipeline stage only, so that a lazy mapping over files reads no more than it must.
-            `lm_head.weight` may be missing or present where embeddings are tied.
+        state: all parameters of the model by their Hugging Face names. Names are checked for the whole model. Tensors
+            are read only for this pipeline stage, so a lazy mapping over files reads nothing else. With tied
+            embeddings, `lm_head.weight` is optional.
         hf_config: the model's transformers config.
         tp_rank: tensor-parallel rank.
-        tp_size: tensor-parallel ranks.
+        tp_size: number of tensor-parallel ranks.
         pp_rank: pipeline stage.
-        pp_size: pipeline stages.
-        vocab_multiple: as in `Partition`; the rows added to the vocabulary are zero.
+        pp_size: number of pipeline stages.
+        vocab_multiple: as in `Partition`; the padding rows of the vocabulary are zero.
         ep_rank: expert-parallel rank.
-        ep_size: ranks over which the experts of a layer are spread.
+        ep_size: number of ranks over which the experts of a layer are distributed.
         etp_rank: expert-tensor-parallel rank.
-        etp_size: ranks over which each matrix of an expert is split.
+        etp_size: number of ranks over which each expert matrix is split.
 
     Returns:
-        parameters by megatron-core's names, in the dtype they came in, contiguous, in memory of their own.
+        Parameters by megatron-core's names: unchanged dtype, contiguous, no memory shared with the input.
 
     Raises:
         ModelError: an unknown, missing or misshaped parameter, tied embeddings that differ, or an unsupported model.
@@ -83,27 +83,26 @@ def from_megatron(
     ep_size: int = 1,
     etp_size: int = 1,
 ) -> dict[str, Tensor]:
-    """The Hugging Face state dict, of the state dicts of all ranks of one replica.
+    """Return the Hugging Face state dict from the state dicts of all ranks of one replica.
 
     Args:
-        shards: `GPTModel.state_dict()` of each rank; the tensor-parallel ranks of the first stage, then those of the
-            second (rank = pp_rank * tp_size + tp_rank, megatron-core's own order; with experts there are
-            `Partition.stage_size` in each stage, in the order said there). Entries that end in `_extra_state` are no
-            weights and are left out.
+        shards: `GPTModel.state_dict()` of each rank, in megatron-core's order: rank = pp_rank * tp_size + tp_rank. With
+            experts each stage has `Partition.stage_size` ranks, in the order documented there. Entries that end in
+            `_extra_state` are not weights and are ignored.
         hf_config: the model's transformers config.
-        tp_size: tensor-parallel ranks.
-        pp_size: pipeline stages.
-        vocab_multiple: as it was for `to_megatron`; the rows added to the vocabulary are dropped.
-        ep_size: ranks over which the experts of a layer are spread.
-        etp_size: ranks over which each matrix of an expert is split.
+        tp_size: number of tensor-parallel ranks.
+        pp_size: number of pipeline stages.
+        vocab_multiple: the value passed to `to_megatron`; the padding rows of the vocabulary are dropped.
+        ep_size: number of ranks over which the experts of a layer are distributed.
+        etp_size: number of ranks over which each expert matrix is split.
 
     Returns:
-        parameters by Hugging Face names, without `lm_head.weight` where embeddings are tied, contiguous, in memory of
-        their own.
+        Parameters by Hugging Face names, contiguous, no memory shared with the input. With tied embeddings,
+            `lm_head.weight` is omitted.
 
     Raises:
-        ModelError: an unknown, missing or misshaped parameter (with its rank), or copies of one parameter that
-            differ between ranks.
+        ModelError: an unknown, missing or misshaped parameter (with its rank), or copies of one parameter that differ
+            between ranks.
         ConfigError: a wrong number of shards, or sizes that do not divide.
     """
     architecture = Architecture.from_hugging_face(hf_config)
@@ -111,15 +110,16 @@ def from_megatron(
     size = partition.stage_size
     if len(shards) != size * pp_size:
         raise ConfigError(
-            f"megatron: expected {size * pp_size} shards (a stage's {size} * pipeline {pp_size}), found {len(shards)}."
+            f"megatron: expected {size * pp_size} shards ({size} ranks per stage * {pp_size} stages), "
+            f"found {len(shards)}."
         )
     result: dict[str, Tensor] = {}
     for stage in range(pp_size):
         ranks = shards[stage * size : (stage + 1) * size]
-        names = {parameter.name for parameter in stage_parameters(partition, stage)}  # the same of all expert ranks
+        names = {parameter.name for parameter in stage_parameters(partition, stage)}  # the same for all expert ranks
         for rank, shard in enumerate(ranks):
             weights = {name for name in shard if not name.endswith("_extra_state")}
-            check_names(weights, names, set(), _place(partition, rank, stage))
+            check_names(weights, names, set(), _location(partition, rank, stage))
         for ep_rank in range(ep_size):
             for parameter in stage_parameters(partition, stage, ep_rank):
                 if ep_rank and not parameter.of_expert:
@@ -127,8 +127,8 @@ def from_megatron(
                 tensors = _merge(partition, parameter, ranks, stage, ep_rank)
                 for source, tensor in zip(parameter.sources, tensors, strict=True):
                     if source in result:
-                        of_first = "embedding.word_embeddings.weight"
-                        _check_equal(of_first, result[source], parameter.name, tensor, "embeddings are tied")
+                        first_name = "embedding.word_embeddings.weight"
+                        _check_equal(first_name, result[source], parameter.name, tensor, "embeddings are tied")
                     result[source] = tensor
     return result
 
@@ -136,39 +136,47 @@ def from_megatron(
 def _merge(
     partition: Partition, parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int, ep_rank: int
 ) -> tuple[Tensor, ...]:
-    """The Hugging Face tensors of one parameter, of a stage's ranks."""
+    """Return the Hugging Face tensors of one parameter from the state dicts of a stage's ranks."""
     holders = partition.holders(ep_rank if parameter.of_expert else None)
     shards, shape = [], shard_shape(parameter.layout, len(holders))
     if isinstance(parameter.layout, Replicated):
-        holders = [[rank for held in holders for rank in held]]
-    held = sorted(rank for ranks in holders for rank in ranks)
-    places = [f"{parameter.name}{_place(partition, rank, stage)}" for rank in range(len(ranks))]
-    check_sources([places[r] for r in held], [ranks[r][parameter.name] for r in held], [shape] * len(held))
-    for first, *others in holders:
+        holders = [[rank for shard_ranks in holders for rank in shard_ranks]]
+    holding = sorted(rank for shard_ranks in holders for rank in shard_ranks)
+    labels = [f"{parameter.name}{_location(partition, rank, stage)}" for rank in range(len(ranks))]
+    check_sources([labels[r] for r in holding], [ranks[r][parameter.name] for r in holding], [shape] * len(holding))
+    for first, *copies in holders:
         shards.append(ranks[first][parameter.name])
-        for other in others:
-            why = "these ranks hold the same of it"
-            _check_equal(places[first], shards[-1], places[other], ranks[other][parameter.name], why)
+        for copy in copies:
+            why = "these ranks must hold the same values"
+            _check_equal(labels[first], shards[-1], labels[copy], ranks[copy][parameter.name], why)
     return parameter.layout.unshard(shards)
 
 
-def _place(partition: Partition, rank: int, stage: int) -> str:
+def _location(partition: Partition, rank: int, stage: int) -> str:
     kind = "tensor rank" if partition.stage_size == partition.tp_size else "rank"
     return f" ({kind} {rank}, pipeline stage {stage})"
 
 
 def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
+    """Raise a `ModelError` for missing and unknown parameter names.
+
+    Args:
+        found: names of the weights.
+        expected: names that must exist.
+        optional: further names that may exist.
+        where: location of the weights, for the message.
+    """
     unknown = {name for name in found - expected - optional if not name.endswith(COMPUTED)}
-    for kind, odd in (("missing", expected - found), ("unknown", unknown)):
-        if odd:
+    for kind, names in (("missing", expected - found), ("unknown", unknown)):
+        if names:
             raise ModelError(
-                f"megatron: {kind} parameters{where}: {', '.join(sorted(odd)[:SHOWN])} ({len(odd)} in all). "
-                "Do config and weights belong together?"
+                f"megatron: {kind} parameters{where}: {', '.join(sorted(names)[:SHOWN])} ({len(names)} in total). "
+                "Check that config and weights belong to the same model."
             )
 
 
 def check_sources(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence[Shape]) -> None:
-    """See that tensors that form one parameter have these shapes, and need not be cast on the way."""
+    """Check that the tensors of one parameter have the expected shapes, one dtype and one device."""
     first = tensors[0]
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):
         if not isinstance(tensor, Tensor):
@@ -178,14 +186,14 @@ def check_sources(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ModelError(
                 f"megatron: {name} is {tensor.dtype} on {tensor.device}, but {names[0]} is {first.dtype} on "
-                f"{first.device}; they form one parameter, bring them to one dtype and device."
+                f"{first.device}; they form one parameter, so convert them to the same dtype and device."
             )
 
 
 def check_tied(parameter: Parameter, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-    """See that a head that is stored beside the embedding, where they are tied, is the same."""
+    """Check that a stored `lm_head.weight` equals the embedding that it is tied to."""
     if parameter.sources == (EMBEDDING,) and HEAD in state:
-        _check_equal(EMBEDDING, tensor, HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
+        _check_equal(EMBEDDING, tensor, HEAD, state[HEAD], "the config ties them (tie_word_embeddings=true)")
 
 
 def _check_equal(name: str, tensor: Tensor, other_name: str, other: Tensor, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Saving a Hugging Face model directory, of which each pipeline stage writes its own files."""
+"""Saving of a Hugging Face model directory, in which each rank writes its own files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ def save_hugging_face(
     max_shard_gb: float,
     parallel: ParallelContext,
 ) -> None:
-    """Write a directory that transformers loads (collective).
+    """Write a directory that transformers can load (collective).
 
     Args:
-        parameters: this rank's whole parameters, gathered as they are asked for; at most a file's are held at once.
-        config: of the model.
-        source: the directory that it was loaded from.
-        directory: is there.
-        max_shard_gb: largest file, in 10^9 bytes.
+        parameters: this rank's whole parameters, gathered lazily; at most those of one file are in memory at once.
+        config: config of the model.
+        source: directory from which the model was loaded.
+        meta: options of the save.
+        directory: existing directory to write to.
+        dtype: dtype of the saved weights.
+        max_shard_gb: maximum size of a weight file, in units of 10^9 bytes.
+        parallel: ranks of the run.
     """
     names = {}
     for file, tensors in _files(parameters, dtype, max_shard_gb, parallel.rank):
@@ -56,15 +59,16 @@ def copy_hugging_face(
     max_shard_gb: float,
     parallel: ParallelContext,
 ) -> Snapshot:
-    """Copy this rank's share of what `save_hugging_face` writes to host memory (collective); what writes it."""
-    held = dict(_files(parameters, dtype, max_shard_gb, parallel.rank))
-    index = _index({file: _sizes(tensors) for file, tensors in held.items()}, parallel)
+    """Copy the files of `save_hugging_face` of this rank to host memory (collective); return a function that writes
+    them."""
+    files = dict(_files(parameters, dtype, max_shard_gb, parallel.rank))
+    index = _index({file: _sizes(tensors) for file, tensors in files.items()}, parallel)
     config = copy.deepcopy(config)
 
     def write() -> list[Path]:
         directory = Path(meta.path)
         directory.mkdir(parents=True, exist_ok=True)
-        written = [_write(directory / file, tensors) for file, tensors in held.items()]
+        written = [_write(directory / file, tensors) for file, tensors in files.items()]
         return written + (_write_rest(index, config, source, meta, directory, dtype) if parallel.is_main else [])
 
     return write
@@ -73,17 +77,17 @@ def copy_hugging_face(
 def _files(
     parameters: Iterator[tuple[str, Tensor]], dtype: str, max_shard_gb: float, rank: int
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Parameters in host memory, by the file that they go to."""
-    kind, held, size, count = getattr(torch, dtype), dict[str, Tensor](), 0, 0
+    """Yield file names with their parameters in host memory."""
+    torch_dtype, tensors, size, count = getattr(torch, dtype), dict[str, Tensor](), 0, 0
     for name, tensor in parameters:
-        bytes_of = tensor.numel() * kind.itemsize
-        if held and size + bytes_of > max_shard_gb * 1e9:
-            yield _file_name(rank, count), held
-            held, size, count = {}, 0, count + 1
-        held[name] = tensor.to("cpu", kind, copy=True).contiguous()
-        size += bytes_of
-    if held:
-        yield _file_name(rank, count), held
+        num_bytes = tensor.numel() * torch_dtype.itemsize
+        if tensors and size + num_bytes > max_shard_gb * 1e9:
+            yield _file_name(rank, count), tensors
+            tensors, size, count = {}, 0, count + 1
+        tensors[name] = tensor.to("cpu", torch_dtype, copy=True).contiguous()
+        size += num_bytes
+    if tensors:
+        yield _file_name(rank, count), tensors
 
 
 def _file_name(rank: int, number: int) -> str:
@@ -98,43 +102,48 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Bytes of each."""
+    """Return the size of each tensor in bytes."""
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
 def _index(files: dict[str, dict[str, int]], parallel: ParallelContext) -> str:
-    """What lies in which file, of all ranks (collective).
+    """Return the index file for the weight files of all ranks, as JSON (collective).
 
     Args:
-        files: bytes by name, of each file of this rank.
+        files: size in bytes by name, for each file of this rank.
+        parallel: ranks of the run.
     """
-    parts: list[dict[str, dict[str, int]]] = parallel.gather_json(files)
-    named = [(name, file, size) for part in parts for file, names in part.items() for name, size in names.items()]
-    total = {"total_size": sum(size for _, _, size in named)}
-    return json.dumps({"metadata": total, "weight_map": {name: file for name, file, _ in named}}, indent=2)
+    all_files: list[dict[str, dict[str, int]]] = parallel.gather_json(files)
+    entries = [
+        (name, file, size)
+        for rank_files in all_files
+        for file, sizes in rank_files.items()
+        for name, size in sizes.items()
+    ]
+    total = {"total_size": sum(size for _, _, size in entries)}
+    return json.dumps({"metadata": total, "weight_map": {name: file for name, file, _ in entries}}, indent=2)
 
 
 def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, directory: Path, dtype: str) -> list[Path]:
-    """Write what stands beside the weights; the files that these are."""
+    """Write all files other than the weights; return their paths."""
     import transformers
 
     (directory / INDEX).write_text(index)
     config = copy.deepcopy(config)
     config.dtype = dtype
-    vars(config).pop(
-        "auto_map", None
-    )  # files of the model's own code, which transformers has and this directory has not
+    # refers to code files of the model, which are not copied; transformers has its own implementation
+    vars(config).pop("auto_map", None)
     generation = source / "generation_config.json"
-    kind: Any = transformers.AutoModelForCausalLM
+    auto_class: Any = transformers.AutoModelForCausalLM
     pad_id = None
     if getattr(config, "num_labels", 0) == 1:
-        kind = transformers.AutoModelForSequenceClassification
+        auto_class = transformers.AutoModelForSequenceClassification
         config.pad_token_id = pad_id = pad_token_id(config, None, meta.tokenizer_path)
-    config.architectures = [kind._model_mapping[type(config)].__name__]
+    config.architectures = [auto_class._model_mapping[type(config)].__name__]
     config.save_pretrained(directory)
     if generation.is_file():
         shutil.copy2(generation, directory)
     if meta.tokenizer_path is not None:
         copy_tokenizer(Path(meta.tokenizer_path), directory, pad_id)
-    of_ranks = {*json.loads(index)["weight_map"].values()}
-    return sorted(file for file in directory.iterdir() if file.name not in of_ranks)
+    weight_files = {*json.loads(index)["weight_map"].values()}
+    return sorted(file for file in directory.iterdir() if file.name not in weight_files)

@@ -1,7 +1,7 @@
-"""The layouts of megatron-core's parameters: which Hugging Face tensors each is made of, and how ranks share it.
+"""Layouts of megatron-core's parameters: their Hugging Face tensors, and their split over ranks.
 
-A layout knows the Hugging Face shapes, makes one rank's shard, and makes the Hugging Face tensors of all ranks' shards
-again. Both directions only move numbers, and what they return shares no memory with what they were given.
+A layout knows the Hugging Face shapes, creates the shard of a rank, and reassembles the Hugging Face tensors from the
+shards of all ranks. Both directions only copy values; their results share no memory with their inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """What every rank holds: the norms, a scalar head."""
+    """Layout of parameters that every rank holds: norms, a scalar head."""
 
     shape: Shape
 
@@ -36,20 +36,20 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Matrices of one shape, each split evenly along a dimension; a rank puts its parts of them one behind the other.
+    """Layout of one or several matrices of one shape, each split evenly along a dimension.
 
-    So a fused matrix of gate and up is not the ranks' shards one below the other: a rank must be able to multiply its
-    half of the gate with its half of the up projection.
+    A rank concatenates its slices of the matrices. With gate and up projections, a rank thus multiplies matching slices
+    of both. The fused matrix is therefore not the concatenation of gate and up projection.
     """
 
     shape: Shape
-    """Of each."""
+    """Shape of each matrix."""
     dim: int = 0
-    """Along which they are split: 0 by rows, 1 by columns (the projections back to the residual stream)."""
+    """Dimension along which the matrices are split: 0 by rows, 1 by columns (projections to the residual stream)."""
     count: int = 1
-    """How many there are: 2 for gate and up."""
+    """Number of matrices: 2 for gate and up."""
     padded: int | None = None
-    """Size along the dimension with the zeros that fill it up (the vocabulary); None: none are added."""
+    """Size along the dimension with zero padding (the vocabulary); None: no padding."""
 
     def shapes(self) -> tuple[Shape, ...]:
         return (self.shape,) * self.count
@@ -66,18 +66,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class FusedQKV:
-    """q [heads*d, ...], k and v [groups*d, ...] as one, interleaved by query group, then split by rows.
+    """Layout of q [heads*d, ...], k and v [groups*d, ...] as one matrix, interleaved by query group, then split by
+    rows.
 
-    The rows of a group are its query heads, its key head and its value head: q1 q2 k1 v1 | q3 q4 k2 v2 | ... Hence a
-    rank that holds whole groups holds everything that its attention needs; with more ranks than groups the rows are
-    still split evenly, and megatron-core gathers a group's outputs before it uses them.
+    The rows of a group are its query heads, its key head and its value head: q1 q2 k1 v1 | q3 q4 k2 v2 | ... So a rank
+    with whole groups holds all rows that its attention uses. With more ranks than groups the rows are still split
+    evenly, and megatron-core gathers the outputs of a group before it uses them.
     """
 
     heads: int
     groups: int
     head_dim: int
     trailing: Shape
-    """What follows the rows: (hidden,) of a weight, nothing of a bias."""
+    """Shape after the rows: (hidden,) for a weight, () for a bias."""
 
     def shapes(self) -> tuple[Shape, ...]:
         q = (self.heads * self.head_dim, *self.trailing)
@@ -97,19 +98,21 @@ class FusedQKV:
 
 
 Layout = Replicated | Split | FusedQKV
-"""How one parameter of megatron-core is made of Hugging Face tensors and split over tensor-parallel ranks: `shapes` are
-those of the Hugging Face tensors, `shard` makes of them what `rank` of `size` ranks holds, and `unshard` makes them of
-the shards of all ranks, in their order."""
+"""Mapping between one parameter of megatron-core and its Hugging Face tensors.
+
+`shapes` returns the shapes of the Hugging Face tensors. `shard` creates from them the shard of `rank` among `size`
+tensor-parallel ranks. `unshard` reassembles them from the shards of all ranks in rank order.
+"""
 
 
 def shard_shape(layout: Layout, size: int) -> Shape:
-    """Shape of what each of `size` ranks holds."""
+    """Return the shape of the shard on each of `size` ranks."""
     tensors = [torch.empty(shape, device="meta") for shape in layout.shapes()]
     return tuple(layout.shard(tensors, 0, size).shape)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one or more dimensions are equal to the bit, NaN included."""
+    """Return whether two tensors with at least one dimension are bitwise equal, NaN included."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape

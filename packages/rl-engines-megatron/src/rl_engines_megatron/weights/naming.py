@@ -1,4 +1,4 @@
-"""The parameters of megatron-core's GPT model (local layer spec) and the Hugging Face names they are made of."""
+"""Parameters of megatron-core's GPT model (local layer spec) and their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Parameter:
     """One parameter of a pipeline stage."""
 
     name: str
-    """In megatron-core, its layer number counted within the stage."""
+    """Name in megatron-core; layers are numbered from 0 within the stage."""
     sources: tuple[str, ...]
-    """In Hugging Face, in the order that `layout` takes them."""
+    """Hugging Face names, in the order that `layout` expects."""
     layout: Layout
-    """How it is made of them and split over tensor-parallel ranks, or those of experts."""
+    """Mapping from the Hugging Face tensors to the shards of (expert) tensor-parallel ranks."""
     of_expert: bool = False
-    """Whether it is an expert's: then expert ranks hold different ones under one name."""
+    """Whether it belongs to an expert. Then expert ranks hold different parameters under the same name."""
 
 
 def model_sources(partition: Partition) -> set[str]:
-    """The Hugging Face names of all parameters of the model."""
+    """Return the Hugging Face names of all parameters of the model."""
     ranks = [(stage, ep) for stage in range(partition.pp_size) for ep in range(partition.ep_size)]
     return {
         source for rank in ranks for parameter in stage_parameters(partition, *rank) for source in parameter.sources
@@ -38,10 +38,10 @@ def model_sources(partition: Partition) -> set[str]:
 
 
 def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> Iterator[Parameter]:
-    """Every parameter of a pipeline stage that an expert rank holds.
+    """Yield the parameters of a pipeline stage that an expert rank holds.
 
-    The last stage of a model with tied embeddings holds a copy of the embedding as its output layer, unless it is
-    the first stage too.
+    The last stage of a model with tied embeddings holds a copy of the embedding as its output layer, unless it is also
+    the first stage.
     """
     architecture = partition.architecture
     vocabulary = Split((architecture.vocab, architecture.hidden), padded=partition.padded_vocab)
@@ -64,13 +64,13 @@ def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> It
 
 
 def layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
-    """The parameters of a dense layer that is called `to` in megatron-core and `of` in Hugging Face."""
+    """Yield the parameters of a dense layer with the prefix `to` in megatron-core and `of` in Hugging Face."""
     yield from _attention_parameters(architecture, to, of)
     yield from _mlp_parameters(architecture, to, of)
 
 
 def _attention_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
-    """Those of attention, and all norms."""
+    """Yield the parameters of attention, and all norms."""
     hidden, heads, groups, family = architecture.hidden, architecture.heads, architecture.groups, architecture.family
     head_dim, attention = architecture.head_dim, f"{of}.self_attn"
 
@@ -93,8 +93,8 @@ def _attention_parameters(architecture: Architecture, to: str, of: str) -> Itera
             "pre_mlp_layernorm": "pre_feedforward_layernorm",
             "mlp.linear_fc2.post_norm": "post_feedforward_layernorm",
         }
-    for ours, theirs in norms.items():
-        yield Parameter(f"{to}.{ours}.weight", (f"{of}.{theirs}.weight",), Replicated((hidden,)))
+    for megatron_norm, hf_norm in norms.items():
+        yield Parameter(f"{to}.{megatron_norm}.weight", (f"{of}.{hf_norm}.weight",), Replicated((hidden,)))
 
 
 def _mlp_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
@@ -106,14 +106,14 @@ def _mlp_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Pa
 
 
 def _mixture_parameters(partition: Partition, mixture: Mixture, to: str, of: str, ep_rank: int) -> Iterator[Parameter]:
-    """A router, which all ranks hold, and the experts of one expert rank."""
+    """Yield the router, which all ranks hold, and the experts of one expert rank."""
     hidden, names, block = partition.architecture.hidden, mixture.names, f"{of}.{mixture.names.block}"
     yield Parameter(f"{to}.mlp.router.weight", (f"{block}.gate.weight",), Replicated((mixture.experts, hidden)))
     for local in range(partition.local_experts):
         expert = f"{block}.experts.{ep_rank * partition.local_experts + local}"
-        here = f"{to}.mlp.experts.local_experts.{local}"
+        prefix = f"{to}.mlp.experts.local_experts.{local}"
         gate_up = (f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight")
         split = Split((mixture.width, hidden), count=2)
-        yield Parameter(f"{here}.linear_fc1.weight", gate_up, split, of_expert=True)
+        yield Parameter(f"{prefix}.linear_fc1.weight", gate_up, split, of_expert=True)
         down = Split((hidden, mixture.width), dim=1)
-        yield Parameter(f"{here}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, of_expert=True)
+        yield Parameter(f"{prefix}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, of_expert=True)

@@ -1,4 +1,4 @@
-"""Weights in and out: of and to the names of Hugging Face, one parameter at a time."""
+"""Loading and gathering of weights by their Hugging Face names, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rl_engines_megatron.weights.naming import HEAD, SCORE, Parameter, model_sou
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory, each read when it is asked for.
+    """Tensors of a Hugging Face directory, each read on access.
 
     Raises:
-        ModelError: the directory has no such weights (`weight_files`), or a file cannot be read.
+        ModelError: the directory has no usable weights (`weight_files`), or a file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,7 +35,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 opened: Any = safe_open(str(file), framework="pt")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
+            raise ModelError(f"model {path}: the weights cannot be loaded: {error}") from error
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -50,33 +50,34 @@ class StoredWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def load_weights(parts: Sequence[PackedGPT], source: Mapping[str, Tensor], new_head: bool) -> None:
-    """Fill this rank's parameters.
+    """Load this rank's parameters.
 
     Args:
-        new_head: whether a scalar head that the source, a language model, does not have starts at zero; else it is
-            refused.
+        parts: model chunks of this rank.
+        source: tensors by their Hugging Face names.
+        new_head: whether a scalar head that is missing in the source starts at zero; otherwise it is an error.
 
     Raises:
-        ModelError: a parameter is unknown, missing or of another shape, or tied embeddings differ.
+        ModelError: a parameter is unknown, missing or misshaped, or tied embeddings differ.
     """
     partition = parts[0].partition
     check_source_names(source, partition, new_head)
     for part in parts:
-        held = dict(part.named_parameters())
+        parameters = dict(part.named_parameters())
         for parameter in _local_parameters(part):
             if parameter.sources == (SCORE,) and SCORE not in source:
-                held[parameter.name].zero_()
+                parameters[parameter.name].zero_()
                 continue
             tensors = [source[name] for name in parameter.sources]
             check_sources(parameter.sources, tensors, parameter.layout.shapes())
             if partition.head == "lm" and partition.architecture.tied:
                 check_tied(parameter, tensors[0], source)
             group = _Shards.of(parameter)
-            held[parameter.name].copy_(parameter.layout.shard(tensors, group.rank, group.size))
+            parameters[parameter.name].copy_(parameter.layout.shard(tensors, group.rank, group.size))
 
 
 def check_source_names(source: Mapping[str, Tensor], partition: Partition, new_head: bool) -> None:
-    """See that a directory holds the parameters of a model, and no others but a head that is not wanted."""
+    """Check that a directory has exactly the parameters of a model, apart from an unused `lm_head`."""
     expected = model_sources(partition)
     optional = {HEAD} if partition.head != "lm" or partition.architecture.tied else set()
     if new_head and SCORE not in source:
@@ -86,17 +87,17 @@ def check_source_names(source: Mapping[str, Tensor], partition: Partition, new_h
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """The ranks over which a matrix is split."""
+    """Ranks over which a matrix is split."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     replica: int
-    """Which of the copies of the matrix these ranks hold together."""
+    """Index of the copy of the matrix that these ranks together hold."""
 
     @classmethod
     def of(cls, parameter: Parameter) -> _Shards:
-        """Those of a parameter of this rank."""
+        """Return the ranks over which a parameter of this rank is split."""
         if parameter.of_expert:
             group = parallel_state.get_expert_tensor_parallel_group()
             return cls(group, group.rank(), group.size(), parallel_state.get_expert_data_parallel_rank())
@@ -106,15 +107,17 @@ class _Shards:
 
 
 def own_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[PackedGPT, Parameter]]:
-    """The parameters that this rank yields, first of the ranks that hold a copy: all of its stages, but copies of tied
-    embeddings."""
+    """Yield the parameters that this rank publishes, as the first of the ranks that hold a copy.
+
+    These are all parameters of its stages, except copies of tied embeddings.
+    """
     for part, parameter in _gathered_parameters(parts):
         if _Shards.of(parameter).rank == 0:
             yield part, parameter
 
 
 def _gathered_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[PackedGPT, Parameter]]:
-    """Those of whose first copy this rank has a part."""
+    """Yield the parameters whose first replica has a shard on this rank."""
     for part in parts:
         for parameter in _local_parameters(part):
             copied = parameter.name == "output_layer.weight" and part.partition.architecture.tied
@@ -127,27 +130,28 @@ def _local_parameters(part: PackedGPT) -> Iterator[Parameter]:
 
 
 def full_parameters(parts: Sequence[PackedGPT], spread: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights of this rank's stages, whole, by their Hugging Face names, in the first replica, on one of the ranks
-    over which each is split; the others only take part in gathering it (collective over these ranks).
+    """Yield the whole weights of this rank's stages by their Hugging Face names.
 
-    An expert is yielded where it lies: it never comes to other expert ranks.
+    Only ranks of the first replica take part. Each weight is gathered on one of the ranks over which it is split; the
+    other ranks only send their shards (collective over these ranks). Experts stay on their expert rank.
 
     Args:
-        spread: whether each goes to the rank that has got least so far, so that who keeps them holds a share; else all
-            go to the first rank.
+        parts: model chunks of this rank.
+        spread: whether each weight goes to the rank that has received least, to balance memory; otherwise all go to the
+            first rank.
     """
-    held = {part: dict(part.named_parameters()) for part in parts}
-    gathered: dict[bool, list[int]] = {}
-    """Entries that each rank has got, of experts and of the rest."""
+    parameters = {part: dict(part.named_parameters()) for part in parts}
+    received_by_kind: dict[bool, list[int]] = {}
+    """Number of entries that each rank has received, for experts (True) and for other parameters (False)."""
     for part, parameter in _gathered_parameters(parts):
-        shards_of = _Shards.of(parameter)
-        tensor = held[part][parameter.name].detach()
-        so_far = gathered.setdefault(parameter.of_expert, [0] * shards_of.size)
-        to = so_far.index(min(so_far)) if spread else 0
-        so_far[to] += tensor.numel()
+        ranks = _Shards.of(parameter)
+        tensor = parameters[part][parameter.name].detach()
+        received = received_by_kind.setdefault(parameter.of_expert, [0] * ranks.size)
+        target = received.index(min(received)) if spread else 0
+        received[target] += tensor.numel()
         shards = [tensor]
-        if shards_of.size > 1:
-            shards = [torch.empty_like(tensor) for _ in range(shards_of.size)] if shards_of.rank == to else []
-            dist.gather(tensor, shards or None, group=shards_of.group, group_dst=to)
-        if shards_of.rank == to:
+        if ranks.size > 1:
+            shards = [torch.empty_like(tensor) for _ in range(ranks.size)] if ranks.rank == target else []
+            dist.gather(tensor, shards or None, group=ranks.group, group_dst=target)
+        if ranks.rank == target:
             yield from zip(parameter.sources, parameter.layout.unshard(shards), strict=True)

@@ -1,4 +1,7 @@
-"""The conformance suite on one of several ranks, of `LAYOUT` and with `SETTINGS`; `SHARED` is a directory of all."""
+"""Conformance suite on one of several ranks.
+
+Environment: `LAYOUT` and `SETTINGS` as JSON, and `SHARED`, a directory that all ranks share.
+"""
 
 import json
 import os
@@ -22,7 +25,7 @@ from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 
 class Together(MegatronEngine):
-    """All ranks as one: each is given the whole batch and gets all of what is found."""
+    """Engine that acts as one rank: each rank gets the whole batch and returns the results of all ranks."""
 
     def initialize(self, spec: FinetuneSpec) -> None:
         try:
@@ -36,21 +39,21 @@ class Together(MegatronEngine):
         except EngineError as error:
             raise error.__cause__ or error from error
 
-    def _mine(self, batch: TensorDict) -> list[int]:
-        own = units(batch)[self.parallel.dp_rank :: self.parallel.dp_size]
-        return sorted(row for unit in own for row in unit)
+    def _local_rows(self, batch: TensorDict) -> list[int]:
+        local_units = units(batch)[self.parallel.dp_rank :: self.parallel.dp_size]
+        return sorted(row for unit in local_units for row in unit)
 
     def train_batch(self, batch: TensorDict, *functions: Any) -> dict[str, float]:
-        return super().train_batch(select(batch, self._mine(batch)), *functions)
+        return super().train_batch(select(batch, self._local_rows(batch)), *functions)
 
     def eval_batch(self, batch: TensorDict, *functions: Any) -> dict[str, float]:
-        return super().eval_batch(select(batch, self._mine(batch)), *functions)
+        return super().eval_batch(select(batch, self._local_rows(batch)), *functions)
 
     def forward(self, batch: TensorDict, output_fn: Any) -> torch.Tensor:
-        mine = self._mine(batch)
-        found = {"rows": torch.tensor(mine), "values": super().forward(select(batch, mine), output_fn)}
+        rows = self._local_rows(batch)
+        outputs = {"rows": torch.tensor(rows), "values": super().forward(select(batch, rows), output_fn)}
         result = torch.zeros(batch["attention_mask"].shape)
-        for part in self.parallel.gather_tensors(found):
+        for part in self.parallel.gather_tensors(outputs):
             result[part["rows"].long(), : part["values"].shape[1]] = part["values"]
         return result
 
@@ -91,10 +94,10 @@ class TestOnRanks(TrainEngineConformance):
 
     @pytest.fixture
     def tmp_path(self, request: pytest.FixtureRequest) -> Path:
-        """Ranks save together into one directory, and else have one each."""
+        """Return a directory that ranks share in tests that save, and a separate one per rank in others."""
         name = request.node.name
-        together = "save" in name or "snapshot" in name
-        directory = Path(os.environ["SHARED"]) / name / ("" if together else os.environ["RANK"])
+        is_shared = "save" in name or "snapshot" in name
+        directory = Path(os.environ["SHARED"]) / name / ("" if is_shared else os.environ["RANK"])
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 

@@ -1,6 +1,6 @@
-"""On each of several ranks: what models of each family say in each layout, and their weights as they come out again.
+"""Compare log-probs and weights of each model family with transformers, in each layout. Runs on each of several ranks.
 
-Arguments: a directory of models, and as JSON a list of layouts, each with its settings.
+Arguments: a directory of models, and as JSON a list of layouts with their settings.
 """
 
 import json
@@ -25,21 +25,23 @@ def logprobs(engine, batch):
 def main(models: Path, layouts: list) -> None:
     batch = make_batch(5, vocab_size=97)
     for path in sorted(models.iterdir()):
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # the others know no soft caps
+        model = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager"
+        )  # other implementations ignore soft caps
         reference, spec = ReferenceTrainEngine(model=model), FinetuneSpec(str(path), 1, device="cpu", optimizer=None)
         reference.initialize(spec)
         expected, source = logprobs(reference, batch), load_file(path / "model.safetensors")
         for layout, settings in layouts:
-            where = f"{path.name} {layout} {settings}"
+            label = f"{path.name} {layout} {settings}"
             engine = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(**layout))
             engine.initialize(spec)
-            found = logprobs(engine, batch)
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, msg=lambda text, w=where: f"{w}: {text}")
+            actual = logprobs(engine, batch)
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0, msg=lambda text, w=label: f"{w}: {text}")
 
-            own = {name: tensor.clone() for name, tensor in engine.full_parameters()}
-            assert all(same_bits(own[name], source[name]) for name in own), where
-            everyone = [name for names in engine.parallel.gather_json(list(own)) for name in names]
-            assert sorted(everyone) == sorted(source), where
+            weights = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+            assert all(same_bits(weights[name], source[name]) for name in weights), label
+            all_names = [name for names in engine.parallel.gather_json(list(weights)) for name in names]
+            assert sorted(all_names) == sorted(source), label
             engine.destroy()
         print(path.name, "as in transformers")
 

@@ -1,8 +1,8 @@
-"""On each rank: the memory that publishing takes on top of what the rank holds, once as it is, and once with the fault
-that a rank collects all of its parameters first; and what an export takes until it
-is written.
+"""Measure the memory that publishing and exporting need beyond the memory of the rank. Runs on each rank.
 
-Arguments: a model, the layout as JSON, the route, a directory for weights, where figures go.
+Publishing runs once normally, and once with an injected fault: a rank collects all of its parameters first.
+
+Arguments: a model, the layout as JSON, the route, a directory for weights, and the directory for the results.
 """
 
 import ctypes
@@ -33,27 +33,27 @@ for line in sys.stdin:
     receiver.receive(meta, targets)
     print(len(targets), flush=True)
 """
-"""Takes what is sent from memory to memory."""
+"""Program of a server that receives weights into host memory."""
 
 
 def status(name: str) -> int:
-    """Bytes of an entry of /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
 def collected(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """The fault."""
+    """Yield all parameters after collecting them: the injected fault."""
     yield from list(engine.full_parameters())
 
 
 def main(model: str, layout: dict, route: str, weights: str, out: Path) -> None:
     engine = MegatronEngine(MegatronEngineConfig(), ParallelStrategy(**layout))
     engine.initialize(FinetuneSpec(model, 1, optimizer=None, device="cpu"))
-    exported, held = out / "exported", status("VmRSS")
+    exported, rss_before = out / "exported", status("VmRSS")
     write = engine.snapshot(SaveLoadMeta(str(exported)))
     assert write is not None
-    export = status("VmRSS") - held
+    export = status("VmRSS") - rss_before
     write()
     del write
     engine.save(SaveLoadMeta(str(out / "saved")))
@@ -74,23 +74,26 @@ def main(model: str, layout: dict, route: str, weights: str, out: Path) -> None:
         if specs:
             sender.send(parameters)
         else:
-            deque(parameters, maxlen=0)  # the gathers of the other rank need this one
+            deque(parameters, maxlen=0)  # this rank must join the gathers of the other rank
         if server is not None:
             assert int(server.stdout.readline()) > 0
 
-    def extra(version: int, parameters: Iterator[tuple[str, Tensor]]) -> int:
-        """Bytes; the memory of the route is resident since earlier versions, and what was freed is given back."""
+    def peak_increase(version: int, parameters: Iterator[tuple[str, Tensor]]) -> int:
+        """Return the peak memory of publishing above the memory before it, in bytes.
+
+        The route's memory is resident since earlier versions. Freed memory is returned to the system first.
+        """
         ctypes.CDLL(None).malloc_trim(0)
         before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         publish(version, parameters)
         return status("VmHWM") - before
 
     for version in (1, 2):
         publish(version, engine.full_parameters())
-    found = {"streamed": extra(3, engine.full_parameters()), "collected": extra(4, collected(engine))}
-    found |= {"export": export}
-    (out / f"{engine.parallel.rank}.json").write_text(json.dumps(found))
+    results = {"streamed": peak_increase(3, engine.full_parameters()), "collected": peak_increase(4, collected(engine))}
+    results |= {"export": export}
+    (out / f"{engine.parallel.rank}.json").write_text(json.dumps(results))
     sender.close()
     if server is not None:
         server.stdin.close()

@@ -1,7 +1,8 @@
-"""On each rank: train, copy a state and an export, train on, and write what was copied; or load a state, save it again,
-and train on.
+"""Train, copy a state and an export, continue to train, and write the copies. Runs on each rank.
 
-Arguments: a model, layout and settings as JSON, the state to load (empty: none), the state to save, where figures go.
+With a state to load: load it, save it again and continue to train.
+
+Arguments: a model, layout and settings as JSON, the state to load (or empty), the state to save, and the results file.
 """
 
 import json
@@ -31,13 +32,13 @@ def main(model: str, layout: dict, settings: dict, load: str, save: str, out: Pa
         step(0), step(1)
         engine.save(SaveLoadMeta(f"{save}-saved", "hf"))
         writers = [engine.snapshot(SaveLoadMeta(f"{save}-copied", "hf")), engine.snapshot(SaveLoadMeta(save, "state"))]
-    found = [step(2), step(3)]
+    metrics = [step(2), step(3)]
     for write in writers:
         files = write()
         assert files == [*dict.fromkeys(files)]
         assert all(file.is_file() for file in files)
     if engine.parallel.is_main:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(metrics))
     engine.destroy()
 
 

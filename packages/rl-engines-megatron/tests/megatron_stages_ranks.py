@@ -1,6 +1,6 @@
-"""On each of two ranks: the gradients of a step with each of several settings, against those with the first.
+"""Compare the gradients of a step for several settings with the gradients for the first. Runs on each of two ranks.
 
-Arguments: a model, and as JSON a list of settings.
+Arguments: a model, and a list of settings as JSON.
 """
 
 import json
@@ -14,7 +14,7 @@ from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 RATE = 1024.0
-"""What a weight moves by it is its gradient, and rounding of the weight is little."""
+"""Learning rate at which the change of a weight gives its gradient with a small rounding error."""
 
 
 def nll(outputs, packed):
@@ -22,29 +22,31 @@ def nll(outputs, packed):
 
 
 def gradients(model, settings):
-    """Of this rank's whole parameters, and of all ranks' by name."""
+    """Return the gradients of the whole parameters of all ranks by name."""
     engine = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(pipeline=2))
     optimizer = OptimizerConfig(name="sgd", lr=RATE, weight_decay=0.0, max_grad_norm=0.0)
     spec = FinetuneSpec(model, 1, device="cpu", optimizer=optimizer, micro_batch=MicroBatchConfig(48))
     engine.initialize(spec)
     before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
     engine.train_batch(make_batch(6, vocab_size=97), nll, trained_tokens)
-    moved = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
-    found = {
-        name: tensor for part in engine.parallel.gather_tensors(moved, all_ranks=True) for name, tensor in part.items()
+    local_gradients = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
+    all_gradients = {
+        name: tensor
+        for part in engine.parallel.gather_tensors(local_gradients, all_ranks=True)
+        for name, tensor in part.items()
     }
     engine.destroy()
-    return found
+    return all_gradients
 
 
 def main(model: str, variants: list) -> None:
     expected = gradients(model, variants[0])
     for settings in variants[1:]:
-        found = gradients(model, settings)
-        assert found.keys() == expected.keys()
+        actual = gradients(model, settings)
+        assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
             assert gradient.any(), name
-            assert (found[name] - gradient).abs().max() < 1e-5 * gradient.abs().max(), (settings, name)
+            assert (actual[name] - gradient).abs().max() < 1e-5 * gradient.abs().max(), (settings, name)
         print("as the first:", json.dumps(settings))
 
 

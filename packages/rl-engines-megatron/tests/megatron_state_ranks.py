@@ -1,4 +1,4 @@
-"""On each of two ranks: states of two layouts in one process, and errors that one rank alone meets.
+"""Save and load states of two layouts in one process, with errors on one rank. Runs on each of two ranks.
 
 Arguments: a model, and a directory for the states.
 """
@@ -40,15 +40,15 @@ def error_of(call: Callable[[], None]) -> str:
     raise AssertionError("expected an EngineError")
 
 
-def without_a_shard(parts: list, *arguments: object, **settings: object) -> dict:
-    """A state to which rank 1 does not add its part of the embedding."""
+def state_without_shard(parts: list, *arguments: object, **settings: object) -> dict:
+    """Return a state that lacks rank 1's shard of the embedding."""
     complete = STATE(parts, *arguments, **settings)
     if RANK == 1:
         del complete["model0"]["embedding.word_embeddings.weight"]
     return complete
 
 
-def full_memory(name: str) -> int:
+def failing_memfd_create(name: str) -> int:
     if RANK == 1:
         raise OSError("no memory")
     return MEMORY(name)
@@ -74,9 +74,9 @@ def main(model: str, directory: Path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     print("second layout: saved and loaded")
 
-    with patch.object(checkpoint, "_state", without_a_shard):
+    with patch.object(checkpoint, "_state", state_without_shard):
         print("missing shard:", error_of(lambda: engine.save(absent)))
-    with patch.object(os, "memfd_create", full_memory):
+    with patch.object(os, "memfd_create", failing_memfd_create):
         print("no memory:", error_of(lambda: engine.save(absent)))
     with patch.object(shutil, "copyfileobj", side_effect=OSError("disk is full") if RANK else None):
         print("full disk:", error_of(lambda: engine.save(absent)))

@@ -1,7 +1,7 @@
-"""On each rank: what a model says of a batch, and the gradients of a step, with one of several losses.
+"""Save the outputs of a model and the gradients of a step, for each of several losses. Runs on each rank.
 
-Arguments: a model, and as JSON the layout, settings and losses; where they go; a model that is in the same process
-beside (empty: none).
+Arguments: a model; layout, settings and losses as JSON; the output directory; a second model for the same process, or
+empty.
 """
 
 import json
@@ -23,7 +23,7 @@ from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 RATE = 1024.0
-"""What a weight moves by it is its gradient, and rounding of the weight is little."""
+"""Learning rate at which the change of a weight gives its gradient with a small rounding error."""
 HEADS = ("value", "score")
 
 
@@ -35,12 +35,12 @@ def with_entropy(outputs, packed):
     return -(outputs.logprobs + 0.5 * outputs.entropy)[packed["loss_mask"]].sum(), {}
 
 
-def nothing(outputs, packed):
-    """Of a mixture that has an auxiliary loss, so that it is all there is."""
+def zero_loss(outputs, packed):
+    """Return a zero loss, so that only the auxiliary loss of a MoE model remains."""
     return outputs.logprobs.sum() * 0.0, {}
 
 
-LOSSES = {"value": squares, "score": squares, "entropy": with_entropy, "balance": nothing}
+LOSSES = {"value": squares, "score": squares, "entropy": with_entropy, "balance": zero_loss}
 
 
 def started(model: str, layout: dict, settings: dict, loss: str) -> MegatronEngine:
@@ -54,37 +54,37 @@ def started(model: str, layout: dict, settings: dict, loss: str) -> MegatronEngi
     return engine
 
 
-def said(engine: MegatronEngine, batch: Any) -> Tensor:
+def outputs_of(engine: MegatronEngine, batch: Any) -> Tensor:
     return engine.forward(batch, lambda outputs, _: outputs.logprobs if outputs.values is None else outputs.values)
 
 
 def step(model: str, layout: dict, settings: dict, loss: str, state: str = "") -> tuple[dict[str, Tensor], Tensor]:
-    """This rank's gradients by name, and `loss/aux` among them; and what the model says of this replica's rows.
+    """Return this rank's gradients by name, with `loss/aux`, and the model outputs for the sequences of this replica.
 
     Args:
-        state: where its state is saved after the step, for another engine, which then says the same.
+        state: path to save the state to after the step. A second engine loads it and must return the same outputs.
     """
     engine = started(model, layout, settings, loss)
     batch = shard_batch(make_batch(8, seed=3), engine.parallel)
-    before, values = {name: tensor.clone() for name, tensor in engine.full_parameters()}, said(engine, batch)
-    figures = engine.train_batch(batch, LOSSES[loss], trained_tokens)
-    found = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
+    before, values = {name: tensor.clone() for name, tensor in engine.full_parameters()}, outputs_of(engine, batch)
+    metrics = engine.train_batch(batch, LOSSES[loss], trained_tokens)
+    gradients = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
     if state:
         engine.save(SaveLoadMeta(state, "state"))
-        moved = said(engine, batch)
+        expected = outputs_of(engine, batch)
         engine.destroy()
         engine = started(model, layout, settings, loss)
         engine.load(SaveLoadMeta(state, "state"))
-        assert torch.equal(said(engine, batch), moved)
+        assert torch.equal(outputs_of(engine, batch), expected)
     engine.destroy()
-    return found | {"loss/aux": torch.tensor(figures.get("loss/aux", 0.0))}, values
+    return gradients | {"loss/aux": torch.tensor(metrics.get("loss/aux", 0.0))}, values
 
 
-def main(model: str, layout: dict, settings: dict, losses: list[str], out: Path, beside: str) -> None:
-    other = started(beside, layout, settings, "lm") if beside else None
+def main(model: str, layout: dict, settings: dict, losses: list[str], out: Path, second_model: str) -> None:
+    other = started(second_model, layout, settings, "lm") if second_model else None
     for loss in losses:
-        found, values = step(model, layout, settings, loss, str(out / f"state-{loss}"))
-        save_file(found | {"said": values}, out / f"{loss}-{os.environ['RANK']}.safetensors")
+        gradients, values = step(model, layout, settings, loss, str(out / f"state-{loss}"))
+        save_file(gradients | {"values": values}, out / f"{loss}-{os.environ['RANK']}.safetensors")
     if other is not None:
         other.train_batch(make_batch(8, seed=3), LOSSES["entropy"], trained_tokens)
         other.destroy()

@@ -19,17 +19,17 @@ def shards_of(state, config, tp=1, pp=1, **kwargs):
     ]
 
 
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("tp", "pp"), SPLITS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_of_every_family_and_split_is_bit_for_bit(family, tp, pp, tied):
+def test_round_trip_of_every_family_and_split_is_bitwise_exact(family, tp, pp, tied):
     config = toy_config(family, tie_word_embeddings=tied)
     state = toy_state(config)
 
@@ -50,7 +50,7 @@ def test_round_trip_of_every_family_and_split_is_bit_for_bit(family, tp, pp, tie
     split=st.sampled_from(SPLITS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_round_trip_of_any_head_and_group_count_is_bit_for_bit(
+def test_round_trip_of_any_head_and_group_count_is_bitwise_exact(
     family, groups, heads_per_group, head_dim, vocab, vocab_multiple, tied, split, dtype
 ):
     tp, pp = split
@@ -76,8 +76,8 @@ def test_round_trip_of_any_head_and_group_count_is_bit_for_bit(
 
 @pytest.mark.parametrize(("tp", "pp"), SPLITS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_number_is_used_once_and_norms_once_per_tensor_rank(family, tp, pp):
-    config = toy_config(family, vocab_size=32)  # no padding, hence no zeros
+def test_to_megatron_uses_values_once_and_norms_once_per_tensor_rank(family, tp, pp):
+    config = toy_config(family, vocab_size=32)  # no padding, so no zeros
     state = toy_state(config)
 
     shards = shards_of(state, config, tp, pp)
@@ -88,8 +88,8 @@ def test_every_number_is_used_once_and_norms_once_per_tensor_rank(family, tp, pp
     assert counts.tolist() == [n for name, t in state.items() for n in [expected[name]] * t.numel()]
 
 
-def test_qkv_is_interleaved_by_query_group_as_written_by_hand():
-    # four query heads in two groups, each head two rows; a row is told by its number
+def test_to_megatron_interleaves_qkv_by_query_group():
+    # four query heads in two groups, each head two rows; each row has a unique value
     config = toy_config(
         "qwen2", num_hidden_layers=1, hidden_size=1, num_attention_heads=4, num_key_value_heads=2, head_dim=2
     )
@@ -117,7 +117,7 @@ def test_qkv_is_interleaved_by_query_group_as_written_by_hand():
         assert [(-s[f"{name}.bias"]).tolist() for s in shards] == expected
 
 
-def test_gate_and_up_are_stacked_within_each_rank():
+def test_to_megatron_stacks_gate_and_up_within_each_rank():
     config = toy_config("llama", num_hidden_layers=1, hidden_size=1, intermediate_size=4)
     state = toy_state(config)
     state["model.layers.0.mlp.gate_proj.weight"] = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -131,18 +131,21 @@ def test_gate_and_up_are_stacked_within_each_rank():
     ]
 
 
-def test_output_projections_are_split_by_columns():
+def test_to_megatron_splits_output_projections_by_columns():
     config = toy_config("llama")
     state = toy_state(config)
 
     shards = shards_of(state, config, tp=2)
 
-    for ours, theirs in (("self_attention.linear_proj", "self_attn.o_proj"), ("mlp.linear_fc2", "mlp.down_proj")):
-        whole = torch.cat([shard[f"decoder.layers.3.{ours}.weight"] for shard in shards], dim=1)
-        assert torch.equal(whole, state[f"model.layers.3.{theirs}.weight"])
+    for megatron_name, hf_name in (
+        ("self_attention.linear_proj", "self_attn.o_proj"),
+        ("mlp.linear_fc2", "mlp.down_proj"),
+    ):
+        whole = torch.cat([shard[f"decoder.layers.3.{megatron_name}.weight"] for shard in shards], dim=1)
+        assert torch.equal(whole, state[f"model.layers.3.{hf_name}.weight"])
 
 
-def test_names_are_those_of_the_local_layer_spec():
+def test_to_megatron_names_match_local_layer_spec():
     names = set(to_megatron(toy_state(toy_config("qwen3")), toy_config("qwen3")))
 
     layer = {
@@ -162,7 +165,7 @@ def test_names_are_those_of_the_local_layer_spec():
     }
 
 
-def test_stages_number_their_layers_from_zero_and_hold_only_their_ends():
+def test_to_megatron_stages_number_layers_from_zero():
     config = toy_config("llama")
     state = toy_state(config)
 
@@ -179,7 +182,7 @@ def test_stages_number_their_layers_from_zero_and_hold_only_their_ends():
     assert "decoder.layers.2.input_layernorm.weight" not in second
 
 
-def test_tied_embeddings_are_copied_to_the_last_of_several_stages():
+def test_to_megatron_copies_tied_embeddings_to_last_stage():
     config = toy_config(tie_word_embeddings=True)
     state = toy_state(config)
 
@@ -188,7 +191,7 @@ def test_tied_embeddings_are_copied_to_the_last_of_several_stages():
     assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
 
 
-def test_vocabulary_is_padded_with_zeros_to_equal_shards():
+def test_to_megatron_pads_vocabulary_with_zeros_to_equal_shards():
     config = toy_config(vocab_size=9)
 
     shards = shards_of(toy_state(config), config, tp=4, vocab_multiple=4)
@@ -199,7 +202,7 @@ def test_vocabulary_is_padded_with_zeros_to_equal_shards():
     assert not rows[9:].any()
 
 
-def test_results_share_no_memory_with_each_other_or_with_what_they_came_from():
+def test_conversion_results_share_no_memory():
     config = toy_config(num_key_value_heads=1)
     state = toy_state(config)
     shards = shards_of(state, config)
@@ -211,7 +214,7 @@ def test_results_share_no_memory_with_each_other_or_with_what_they_came_from():
     assert all(t.is_contiguous() for t in tensors)
 
 
-def test_only_the_tensors_of_the_stage_are_read():
+def test_to_megatron_reads_only_tensors_of_the_stage():
     read = []
 
     class Recording(dict):
@@ -226,7 +229,7 @@ def test_only_the_tensors_of_the_stage_are_read():
     assert "model.embed_tokens.weight" not in read
 
 
-def test_tied_model_with_an_equal_head_in_its_state_is_accepted():
+def test_to_megatron_accepts_equal_lm_head_of_tied_model():
     config = toy_config(tie_word_embeddings=True)
     state = toy_state(config)
 
@@ -236,7 +239,7 @@ def test_tied_model_with_an_equal_head_in_its_state_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
+    ("inject", "message"),
     [
         (lambda s: s.pop("model.layers.3.mlp.up_proj.weight"), r"missing.*model\.layers\.3\.mlp\.up_proj\.weight"),
         (lambda s: s.update({"model.layers.4.x": torch.ones(1)}), r"unknown.*model\.layers\.4\.x"),
@@ -246,7 +249,7 @@ def test_tied_model_with_an_equal_head_in_its_state_is_accepted():
         ),
         (
             lambda s: s.update({"model.layers.1.self_attn.k_proj.weight": torch.ones(32, 16)}),
-            r"layers\.1\.self_attn\.k_proj\.weight: expected shape \[16, 16\], found \[32, 16\]",
+            r"layers\.1\.self_attn\.k_proj\.weight: expected shape \[16, 16\], actual \[32, 16\]",
         ),
         (
             lambda s: s.update({"model.layers.1.self_attn.v_proj.weight": torch.ones(16, 16).bfloat16()}),
@@ -255,16 +258,16 @@ def test_tied_model_with_an_equal_head_in_its_state_is_accepted():
     ],
     ids=["missing", "unknown", "bias-of-another-family", "misshaped", "other-dtype"],
 )
-def test_to_megatron_with_a_planted_fault_names_the_parameter(plant, message):
+def test_to_megatron_with_injected_fault_names_parameter(inject, message):
     config = toy_config("qwen3")
     state = toy_state(config)
-    plant(state)
+    inject(state)
 
     with pytest.raises(ModelError, match=message):
         to_megatron(state, config)
 
 
-def test_tied_head_that_differs_is_refused():
+def test_to_megatron_rejects_differing_lm_head_of_tied_model():
     config = toy_config(tie_word_embeddings=True)
     state = toy_state(config)
     state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
@@ -274,13 +277,13 @@ def test_tied_head_that_differs_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
+    ("inject", "message"),
     [
         (lambda s: s[3].pop("output_layer.weight"), r"missing.*tensor rank 1, pipeline stage 1.*output_layer\.weight"),
         (lambda s: s[0].update(extra=torch.ones(1)), r"unknown.*tensor rank 0, pipeline stage 0.*extra"),
         (
             lambda s: s[1].update({"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(16, 24)}),
-            r"linear_fc2\.weight \(tensor rank 1, pipeline stage 0\): expected shape \[16, 12\], found \[16, 24\]",
+            r"linear_fc2\.weight \(tensor rank 1, pipeline stage 0\): expected shape \[16, 12\], actual \[16, 24\]",
         ),
         (
             lambda s: s[1]["decoder.layers.1.input_layernorm.weight"].add_(1),
@@ -291,21 +294,21 @@ def test_tied_head_that_differs_is_refused():
             lambda s: s[1].update({"embedding.word_embeddings.weight": torch.ones(15, 16).double()}),
             r"word_embeddings\.weight \(tensor rank 1, pipeline stage 0\) is torch\.float64",
         ),
-        (lambda s: s[0].update({"embedding.word_embeddings.weight": None}), r"expected a tensor, found NoneType"),
+        (lambda s: s[0].update({"embedding.word_embeddings.weight": None}), r"expected a tensor, actual NoneType"),
         (lambda s: s.insert(0, s.pop()), r"tensor rank 0, pipeline stage 0"),
     ],
     ids=["missing", "unknown", "misshaped", "drifted-norm", "drifted-tied-head", "other-dtype", "no-tensor", "order"],
 )
-def test_from_megatron_with_a_planted_fault_names_parameter_and_rank(plant, message):
+def test_from_megatron_with_injected_fault_names_parameter_and_rank(inject, message):
     config = toy_config(tie_word_embeddings=True)
     shards = shards_of(toy_state(config), config, tp=2, pp=2)
-    plant(shards)
+    inject(shards)
 
     with pytest.raises(ModelError, match=message):
         from_megatron(shards, config, tp_size=2, pp_size=2)
 
 
-def test_extra_state_entries_of_a_module_are_left_out():
+def test_from_megatron_ignores_extra_state_entries():
     config = toy_config()
     state = toy_state(config)
     shard = to_megatron(state, config) | {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
@@ -313,7 +316,7 @@ def test_extra_state_entries_of_a_module_are_left_out():
     assert_same_bits(from_megatron([shard], config), state)
 
 
-def test_norms_that_are_not_a_number_on_every_rank_still_convert():
+def test_from_megatron_accepts_nan_norms_on_all_ranks():
     config = toy_config()
     state = toy_state(config)
     state["model.norm.weight"].fill_(torch.nan)
@@ -323,15 +326,15 @@ def test_norms_that_are_not_a_number_on_every_rank_still_convert():
     assert back["model.norm.weight"].isnan().all()
 
 
-def test_wrong_number_of_shards_is_refused_with_both_numbers():
+def test_from_megatron_rejects_wrong_number_of_shards():
     config = toy_config()
 
-    with pytest.raises(ConfigError, match=r"expected 4 shards .*found 2"):
+    with pytest.raises(ConfigError, match=r"expected 4 shards .*actual 2"):
         from_megatron(shards_of(toy_state(config), config, tp=2), config, tp_size=2, pp_size=2)
 
 
 @pytest.mark.parametrize("rank", [{"tp_rank": 2, "tp_size": 2}, {"pp_rank": -1, "pp_size": 2}])
-def test_rank_that_does_not_exist_is_refused(rank):
+def test_to_megatron_rejects_rank_that_does_not_exist(rank):
     config = toy_config()
 
     with pytest.raises(ConfigError, match=next(iter(rank))):

@@ -1,4 +1,4 @@
-"""What megatron-core asks for and a CPU, or gloo, does not have."""
+"""Replacements for functions that megatron-core calls and a CPU or gloo does not support."""
 
 from pathlib import Path
 
@@ -11,29 +11,29 @@ from rl_contracts.testing.processes import run_ranks
 from rl_engines_megatron.cpu import without_cuda
 
 
-def in_force():
-    """What might be replaced, as it is now."""
+def current_objects():
+    """Return all objects that may be patched, with their current values."""
     modules = (torch, torch.cuda, torch.distributed, torch.Tensor, random, token_dispatcher)
-    objects = {(module.__name__, name): value for module in modules for name, value in vars(module).items()}
-    return objects | {"modes": torch._C._len_torch_function_stack(), "stance": torch._dynamo.eval_frame._stance}
+    attributes = {(module.__name__, name): value for module in modules for name, value in vars(module).items()}
+    return attributes | {"modes": torch._C._len_torch_function_stack(), "stance": torch._dynamo.eval_frame._stance}
 
 
-def test_for_a_gpu_nothing_is_replaced_and_for_a_cpu_only_within():
-    before = in_force()
+def test_without_cuda_patches_only_for_cpu_and_only_inside_block():
+    before = current_objects()
 
     with without_cuda(torch.device("cuda")):
-        for_gpu = in_force()
+        for_gpu = current_objects()
     with without_cuda(torch.device("cpu")):
-        for_cpu = in_force()
-    after = in_force()
+        for_cpu = current_objects()
+    after = current_objects()
 
     changed = {key for key in before if for_cpu[key] is not before[key]}
     assert {("torch.cuda", "current_device"), ("torch.distributed", "all_gather"), "modes"} <= changed
-    for found in (for_gpu, after):
-        assert found.keys() == before.keys()
-        assert [key for key in before if found[key] is not before[key]] == []
+    for objects in (for_gpu, after):
+        assert objects.keys() == before.keys()
+        assert [key for key in before if objects[key] is not before[key]] == []
 
 
 @pytest.mark.slow
-def test_ranks_with_other_numbers_of_rows_gather_them_and_get_their_gradients():
+def test_all_gather_of_unequal_rows_returns_rows_and_gradients():
     run_ranks(Path(__file__).parent / "megatron_cpu_ranks.py", [], 2, 120)

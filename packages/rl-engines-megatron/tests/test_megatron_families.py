@@ -1,4 +1,4 @@
-"""Each family in each layout says what transformers says, and its weights come out again to the bit."""
+"""Log-probs and weights of each family in each layout, compared with transformers."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_family_ranks.py"
 SIZES = {
-    "vocab_size": 97,  # odd: it is filled up for two ranks
+    "vocab_size": 97,  # odd, so two ranks need padding
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -36,9 +36,9 @@ TWO_ROPES = {
 }
 GEMMA = {
     "head_dim": 24,
-    "sliding_window": 5,  # shorter than the rows
+    "sliding_window": 5,  # shorter than the sequences
     "query_pre_attn_scalar": 7,
-    "attn_logit_softcapping": 2.0,  # low, so that it bends; transformers leaves it out with Gemma 3
+    "attn_logit_softcapping": 2.0,  # low, so that it has an effect; transformers ignores it for Gemma 3
     "final_logit_softcapping": 3.0,
 }
 MODELS = {
@@ -81,7 +81,7 @@ def make_models(directory, models):
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES | settings))
         for key, parameter in model.named_parameters():
             if key.endswith("bias") or "norm" in key:
-                parameter.data += 0.1 * torch.randn_like(parameter)  # they are all alike, and would be so in any place
+                parameter.data += 0.1 * torch.randn_like(parameter)  # equal values would hide misplaced ones
         model.save_pretrained(directory / name)
     return directory
 
@@ -93,7 +93,7 @@ TWO = [
     ({"context": 2}, {}),
 ]
 INTERLEAVED = [({"pipeline": 2}, {"interleaved": 2})]
-FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # the last: more ranks than key-value heads
+FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # t4: more ranks than key-value heads
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # the last: mo
     ],
     ids=["one", "two", "interleaved", "four"],
 )
-def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(models, ranks, layouts):
+def test_family_matches_transformers_and_its_weights_round_trip(models, ranks, layouts):
     outputs = run_ranks(RANKS, [str(models), json.dumps(layouts)], ranks, seconds=480)
 
     for output in outputs:
@@ -133,7 +133,7 @@ def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(
         ),
     ],
 )
-def test_mixture_says_what_transformers_says_and_its_weights_come_out_to_the_bit(mixtures, layout, settings):
+def test_moe_family_matches_transformers_and_its_weights_round_trip(mixtures, layout, settings):
     world = ParallelStrategy(**layout).world_size
 
     outputs = run_ranks(RANKS, [str(mixtures), json.dumps([[layout, settings]])], world)

@@ -1,4 +1,4 @@
-"""What the layers are made of, with and without TransformerEngine."""
+"""Layers of a model, with and without TransformerEngine."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -23,20 +23,18 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ("installed", "device", "dtype", "expected"),
     [
         (True, GPU, torch.bfloat16, "transformer_engine"),
-        (True, GPU, torch.float32, "local"),  # which TransformerEngine multiplies as TF32
+        (True, GPU, torch.float32, "local"),  # TransformerEngine multiplies float32 as TF32
         (True, CPU, torch.bfloat16, "local"),
         (False, GPU, torch.bfloat16, "local"),
     ],
 )
-def test_transformer_engine_multiplies_where_it_is_installed_on_a_gpu_in_16_bits(
-    monkeypatch, installed, device, dtype, expected
-):
+def test_implementation_is_transformer_engine_on_gpu_in_16_bits(monkeypatch, installed, device, dtype, expected):
     monkeypatch.setattr(layers, "HAVE_TE", installed)
     assert layers.implementation(device, dtype) == expected
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_all_matrices_of_layers_and_experts_are_of_the_same_implementation(implementation):
+def test_matrices_of_layers_and_experts_use_the_same_implementation(implementation):
     local = implementation == "local"
     column, row = (ColumnParallelLinear, RowParallelLinear) if local else (TEColumnParallelLinear, TERowParallelLinear)
 
@@ -47,17 +45,17 @@ def test_all_matrices_of_layers_and_experts_are_of_the_same_implementation(imple
     assert (experts.linear_fc1, experts.linear_fc2) == (column, row)
 
 
-def test_norm_behind_a_projection_is_part_of_it():
+def test_post_norm_is_part_of_the_row_parallel_projection():
     row = layers.Matrices(SimpleNamespace(transformer_impl="local"), post_norms=True).row_parallel_linear()
     assert issubclass(row, layers.PostNorm)
     assert issubclass(row, RowParallelLinear)
 
 
-def test_routers_are_torchs_also_where_transformer_engine_is_installed(tmp_path, monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("TransformerEngine was asked")
+def test_router_uses_torch_even_with_transformer_engine_installed(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("TransformerEngine was called")
 
-    monkeypatch.setattr(moe_utils, "te_general_gemm", never)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", fail)
     engine = MegatronEngine(MegatronEngineConfig())
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path, "qwen3_moe")), 10, optimizer=OptimizerConfig()))
     assert engine.train_batch(make_batch(3), policy_loss, trained_tokens)["applied"] == 1.0
@@ -68,17 +66,17 @@ def test_routers_are_torchs_also_where_transformer_engine_is_installed(tmp_path,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs transformer-engine[pytorch]")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
-def test_with_transformer_engine_a_model_says_and_learns_what_it_does_without(tmp_path, family):
-    path, found = str(make_tiny_model(tmp_path, family)), []
-    for used in (False, True):
-        engine = MegatronEngine(MegatronEngineConfig(transformer_engine=used))
+def test_transformer_engine_matches_torch_in_logprobs_and_losses(tmp_path, family):
+    path, results = str(make_tiny_model(tmp_path, family)), []
+    for use_te in (False, True):
+        engine = MegatronEngine(MegatronEngineConfig(transformer_engine=use_te))
         engine.initialize(FinetuneSpec(path, 10, optimizer=OptimizerConfig(lr=1e-3), device="cuda", dtype="bfloat16"))
         kinds = {type(module) for part in engine._parts for module in part.modules()}
-        assert any(issubclass(kind, TERowParallelLinear) for kind in kinds) == used
-        said = logprobs_of(engine, make_batch(3))
+        assert any(issubclass(kind, TERowParallelLinear) for kind in kinds) == use_te
+        logprobs = logprobs_of(engine, make_batch(3))
         losses = [engine.train_batch(make_batch(3), policy_loss, trained_tokens)["loss"] for _ in range(5)]
-        found.append((said, losses))
+        results.append((logprobs, losses))
         engine.destroy()
 
-    torch.testing.assert_close(found[1][0], found[0][0], atol=0.05, rtol=0)
-    assert found[1][1] == pytest.approx(found[0][1], abs=0.02)
+    torch.testing.assert_close(results[1][0], results[0][0], atol=0.05, rtol=0)
+    assert results[1][1] == pytest.approx(results[0][1], abs=0.02)

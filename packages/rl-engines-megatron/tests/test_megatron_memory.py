@@ -1,4 +1,4 @@
-"""Publishing takes little memory beside what a rank holds, of a model of 512 MiB, and exports are held by all ranks."""
+"""Memory of publishing a model of 512 MiB, and the distribution of exports over ranks."""
 
 import json
 import tempfile
@@ -15,9 +15,9 @@ RANKS = Path(__file__).parent / "megatron_memory_ranks.py"
 MIB = 2**20
 VOCABULARY, HIDDEN = 32768, 1024
 LARGEST = 4 * VOCABULARY * HIDDEN
-"""Bytes of the largest parameter, the embedding."""
+"""Size of the largest parameter, the embedding, in bytes."""
 NOISE = 4 * MIB
-"""What else a process touches meanwhile, and what the kernel counts late."""
+"""Tolerance for other memory that the process touches, and for delayed accounting by the kernel."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, l
     assert (Path(model) / "model.safetensors").stat().st_size > 512 * MIB
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
-        words = [model, json.dumps(layout), route, weights, str(tmp_path)]
-        run_ranks(RANKS, words, ParallelStrategy(**layout).world_size)
+        arguments = [model, json.dumps(layout), route, weights, str(tmp_path)]
+        run_ranks(RANKS, arguments, ParallelStrategy(**layout).world_size)
 
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     record_property("MiB at the peak of publishing, of each rank", [rank["streamed"] // MIB for rank in ranks])
     assert all(rank["streamed"] <= 2 * LARGEST + NOISE for rank in ranks)
-    assert ranks[0]["collected"] > 2 * LARGEST + NOISE, "the fault is not seen"
+    assert ranks[0]["collected"] > 2 * LARGEST + NOISE, "the injected fault was not detected"
     record_property("MiB of an export that each rank holds", [rank["export"] // MIB for rank in ranks])
     for directory in (tmp_path / "exported", tmp_path / "saved"):
         files = [sum(f.stat().st_size for f in directory.glob(f"model-{rank:05d}-*.safetensors")) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Moments in host memory between steps."""
+"""Offload of moments between steps, and of the whole engine."""
 
 import pytest
 import torch
@@ -25,57 +25,60 @@ def start(path, offload, device="cpu", dtype="float32"):
     return engine
 
 
-def test_offload_moments_on_a_cpu_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="offload_moments=true does not go with device=cpu; leave it out"):
+def test_offload_moments_on_cpu_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"offload_moments=true.*device=cpu"):
         start(str(make_tiny_model(tmp_path)), offload=True)
 
 
 @pytest.mark.nightly
-def test_optimizers_of_others_that_megatron_core_found_are_not_taken(tmp_path, monkeypatch):
-    path, found = str(make_tiny_model(tmp_path / "model")), []
-    for others in (False, True):
-        if others:
+def test_optimizers_of_other_libraries_are_not_used(tmp_path, monkeypatch):
+    path, results = str(make_tiny_model(tmp_path / "model")), []
+    for with_other_libraries in (False, True):
+        if with_other_libraries:
             for name, value in (("USING_PYTORCH_OPTIMIZER", False), ("Adam", None), ("SGD", None)):
                 monkeypatch.setattr(f"megatron.core.optimizer.{name}", value)
             monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
-        engine, meta = start(path, offload=False), SaveLoadMeta(str(tmp_path / f"state-{others}"), "state")
+        engine, meta = (
+            start(path, offload=False),
+            SaveLoadMeta(str(tmp_path / f"state-{with_other_libraries}"), "state"),
+        )
         first = steps(engine, [0])
         engine.save(meta)
-        found.append([first, steps(engine, [1])])
+        results.append([first, steps(engine, [1])])
         engine.load(meta)
-        assert steps(engine, [1]) == found[-1][1]
+        assert steps(engine, [1]) == results[-1][1]
         engine.destroy()
 
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.nightly
-def test_moments_that_leave_and_return_give_the_same_steps_and_states(tmp_path, monkeypatch):
-    monkeypatch.setattr(MegatronEngineConfig, "check", lambda *_: None)  # on a CPU the way is the same, and of no use
-    path, found = str(make_tiny_model(tmp_path / "model")), []
+def test_offloaded_moments_give_the_same_steps_and_states(tmp_path, monkeypatch):
+    monkeypatch.setattr(MegatronEngineConfig, "check", lambda *_: None)  # the code path also runs on a CPU
+    path, results = str(make_tiny_model(tmp_path / "model")), []
     for offload in (False, True):
         engine, meta = start(path, offload), SaveLoadMeta(str(tmp_path / f"state-{offload}"), "state")
         first = steps(engine, [0, 1])
         places = [value.data_ptr() for value in moments(engine)]
         engine.save(meta)
-        then = steps(engine, [2])
-        assert [value.data_ptr() for value in moments(engine)] == places, "the memory is used again"
+        after_save = steps(engine, [2])
+        assert [value.data_ptr() for value in moments(engine)] == places, "the moments must keep their memory"
         hosts = [host.data_ptr() for host in engine._stepper._hosts.values()]
         assert hosts == (places if offload else [])
         engine.load(meta)
-        assert steps(engine, [2]) == then
-        found.append([first, then, *(value.clone() for value in moments(engine))])
+        assert steps(engine, [2]) == after_save
+        results.append([first, after_save, *(value.clone() for value in moments(engine))])
         engine.destroy()
 
-    assert found[0][:2] == found[1][:2]
-    assert len(found[0]) > 10
-    for one, other in zip(found[0][2:], found[1][2:], strict=True):
+    assert results[0][:2] == results[1][:2]
+    assert len(results[0]) > 10
+    for one, other in zip(results[0][2:], results[1][2:], strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_moments_on_cuda_lie_in_host_memory_between_steps_that_are_the_same(tmp_path):
+def test_offloaded_moments_on_cuda_are_in_host_memory_between_steps(tmp_path):
     path, losses = str(make_tiny_model(tmp_path)), []
     for offload in (False, True):
         engine = start(path, offload, "cuda", "bfloat16")
@@ -86,39 +89,41 @@ def test_moments_on_cuda_lie_in_host_memory_between_steps_that_are_the_same(tmp_
 
 
 @pytest.mark.slow
-def test_engine_that_was_away_between_two_steps_takes_the_same_ones(tmp_path):
-    path, found = str(make_tiny_model(tmp_path)), []
-    for leaves in (False, True):
+def test_engine_offloaded_between_steps_takes_the_same_steps(tmp_path):
+    path, results = str(make_tiny_model(tmp_path)), []
+    for with_offload in (False, True):
         engine = start(path, False)
         first = steps(engine, [0, 1])
-        if leaves:
+        if with_offload:
             tensors = list(engine._tensors())
-            away = OffloadedTensors(tensors)  # nothing leaves a CPU by itself
+            offloaded = OffloadedTensors(tensors)  # engine.offload() has no effect on a CPU
             assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
-            away.restore()
-        found.append([first, steps(engine, [2]), [value.clone() for _, value in engine.full_parameters()]])
+            offloaded.restore()
+        results.append([first, steps(engine, [2]), [value.clone() for _, value in engine.full_parameters()]])
         engine.destroy()
 
-    assert found[0][:2] == found[1][:2]
-    assert all(torch.equal(one, other) for one, other in zip(found[0][2], found[1][2], strict=True))
+    assert results[0][:2] == results[1][:2]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][2], results[1][2], strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_leaves_its_gpu_and_returns(dtype, tmp_path):
+def test_engine_offload_frees_gpu_memory_and_onload_restores_it(dtype, tmp_path):
     path = str(make_tiny_model(tmp_path))
     engine, other = (start(path, False, "cuda", dtype) for _ in range(2))
     steps(engine, [0, 1])
     steps(other, [0, 1])
     before = torch.cuda.memory_allocated()
-    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine._tensors()}.values())
+    resident_bytes = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine._tensors()}.values()
+    )
 
     engine.offload()
-    engine.offload()  # is safe twice
-    left = before - torch.cuda.memory_allocated()
+    engine.offload()  # a second call has no effect
+    freed_bytes = before - torch.cuda.memory_allocated()
     engine.onload()
 
-    assert left >= held > 0
+    assert freed_bytes >= resident_bytes > 0
     losses = [[step["loss"] for step in steps(each, [2, 3])] for each in (engine, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     engine.destroy()

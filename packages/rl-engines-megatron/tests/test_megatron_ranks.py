@@ -1,4 +1,4 @@
-"""The conformance suite on several ranks, which must find what one process of the reference engine finds."""
+"""Conformance suite on several ranks, compared with the reference engine in one process."""
 
 import json
 from pathlib import Path
@@ -26,11 +26,11 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param({"tensor": 2}, {}, id="t2"),  # less than with what follows
+        pytest.param({"tensor": 2}, {}, id="t2"),  # subset of t2-sequence-parallel
         pytest.param({"tensor": 2}, {"sequence_parallel": True, "max_logits": 1000}, id="t2-sequence-parallel"),
         pytest.param({"pipeline": 2}, {}, id="p2"),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
-        pytest.param({"data": 2}, {}, id="d2"),  # less than d2e2
+        pytest.param({"data": 2}, {}, id="d2"),  # subset of d2e2
         pytest.param({"context": 2}, {}, id="c2"),
         pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
         pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="d2e2-recompute"),

@@ -1,5 +1,4 @@
-"""A state that one layout copied while it trained on, another one continues: with the same weights and moments, and
-equal losses."""
+"""Resume of a state in another layout, with the same weights and moments, and equal losses."""
 
 import json
 from pathlib import Path
@@ -24,7 +23,7 @@ VOCABULARY = 259
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), layers=2))  # its embedding is no multiple of 128
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), layers=2))  # its vocabulary is not a multiple of 128
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +32,19 @@ def mixture(tmp_path_factory):
 
 
 def read(path):
-    """All tensors of a state, whole."""
-    if own := not dist.is_initialized():  # another test's engine may be there
+    """Return all tensors of a state, unsharded."""
+    if is_owner := not dist.is_initialized():  # an engine of another test may have initialized it
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return {name: value for name, value in load_plain_tensors(path).items() if isinstance(value, torch.Tensor)}
     finally:
-        if own:
+        if is_owner:
             dist.destroy_process_group()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("first", "second"),
     [
         ({"tensor": 2}, {"pipeline": 2}),
         ({"data": 2}, {}),
@@ -53,33 +52,33 @@ def read(path):
         ({"pipeline": 2}, {"context": 2}),
     ],
 )
-def test_state_of_another_layout_has_the_same_moments_and_continues_with_equal_losses(model, tmp_path, first, then):
-    resume(model, tmp_path, first, then)
+def test_resume_in_other_layout_keeps_moments_and_losses(model, tmp_path, first, second):
+    resume(model, tmp_path, first, second)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("first", "then"), [({"data": 2, "expert": 2}, {}), ({"data": 2}, {"data": 2, "expert": 2})])
-def test_state_of_spread_experts_continues_where_they_lie_otherwise(mixture, tmp_path, first, then):
-    resume(mixture, tmp_path, first, then)
+@pytest.mark.parametrize(("first", "second"), [({"data": 2, "expert": 2}, {}), ({"data": 2}, {"data": 2, "expert": 2})])
+def test_resume_of_moe_with_other_expert_layout(mixture, tmp_path, first, second):
+    resume(mixture, tmp_path, first, second)
 
 
 INTERLEAVED = {"pipeline": 2, "interleaved": 2}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("first", "then"), [({"tensor": 2}, INTERLEAVED), (INTERLEAVED, {"data": 2})])
-def test_state_of_gemma_continues_in_interleaved_stages_and_from_them(tmp_path, first, then):
+@pytest.mark.parametrize(("first", "second"), [({"tensor": 2}, INTERLEAVED), (INTERLEAVED, {"data": 2})])
+def test_resume_of_gemma_to_and_from_interleaved_stages(tmp_path, first, second):
     family, settings = MODELS["gemma3"]
     models = make_models(tmp_path / "models", {"gemma": (family, settings | {"vocab_size": VOCABULARY})})
 
-    resume(str(models / "gemma"), tmp_path, first, then)
+    resume(str(models / "gemma"), tmp_path, first, second)
 
 
-def resume(model, tmp_path, first, then):
+def resume(model, tmp_path, first, second):
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    figures = [tmp_path / "one.json", tmp_path / "other.json"]
+    metric_files = [tmp_path / "one.json", tmp_path / "other.json"]
 
-    for layout, load, save, out in ((first, "", one, figures[0]), (then, one, other, figures[1])):
+    for layout, load, save, out in ((first, "", one, metric_files[0]), (second, one, other, metric_files[1])):
         sizes = {name: size for name, size in layout.items() if name != "interleaved"}
         settings = {name: size for name, size in layout.items() if name == "interleaved"}
         arguments = [model, json.dumps(sizes), json.dumps(settings), load, save, str(out)]
@@ -94,16 +93,18 @@ def resume(model, tmp_path, first, then):
     assert len(moments) > 10
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        rows = slice(VOCABULARY if "word_embeddings" in name else None)  # two ranks fill it up, one need not
+        rows = slice(
+            VOCABULARY if "word_embeddings" in name else None
+        )  # two ranks pad the vocabulary, one rank does not
         assert torch.equal(tensor[rows], after[name][rows]), name
-    expected, found = (json.loads(file.read_text()) for file in figures)
-    for a, b in zip(expected, found, strict=True):
+    expected, actual = (json.loads(file.read_text()) for file in metric_files)
+    for a, b in zip(expected, actual, strict=True):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_state_of_sgd_is_read_again_and_gives_the_same_step(tmp_path, momentum):
+def test_load_of_sgd_state_gives_the_same_step(tmp_path, momentum):
     engine, meta = MegatronEngine(), SaveLoadMeta(str(tmp_path / "state"), "state")
     optimizer = OptimizerConfig(name="sgd", lr=1e-2, momentum=momentum)
     path = str(make_tiny_model(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Interleaved and uneven stages, and what is computed again, give the gradients of the plain layout."""
+"""Gradients of interleaved and uneven stages and of recomputation, compared with the plain layout."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ VARIANTS = [
 
 
 @pytest.mark.slow
-def test_stages_and_recompute_give_the_gradients_of_plain_stages(tmp_path):
+def test_interleaved_stages_and_recompute_match_plain_gradients(tmp_path):
     torch.manual_seed(0)
     settings = GEMMA | {"rope_parameters": TWO_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 3}
     config = transformers.Gemma3TextConfig(**SIZES | settings | {"num_hidden_layers": 6})

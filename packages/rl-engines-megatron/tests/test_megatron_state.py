@@ -1,4 +1,4 @@
-"""States of several layouts in one process, and errors in them that every rank raises."""
+"""States of several layouts in one process, and errors that every rank raises."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ RANKS = Path(__file__).parent / "megatron_state_ranks.py"
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """Return what each of two ranks wrote."""
+    """Return the output of each of two ranks."""
     directory = tmp_path_factory.mktemp("states")
     return run_ranks(RANKS, [str(make_tiny_model(directory / "model", layers=2)), str(directory)], 2, seconds=60)
 
 
 @pytest.mark.slow
-def test_state_of_second_layout_in_one_process_is_saved_and_loaded(outputs):
+def test_save_and_load_of_second_layout_in_one_process(outputs):
     assert all("second layout: saved and loaded" in output for output in outputs)
 
 
@@ -35,7 +35,7 @@ def test_state_of_second_layout_in_one_process_is_saved_and_loaded(outputs):
         ("file on one rank", "second", "rank 1: ModelError"),
     ],
 )
-def test_state_error_of_one_rank_is_raised_on_every_rank(outputs, fault, path, cause):
+def test_state_error_on_one_rank_is_raised_on_every_rank(outputs, fault, path, cause):
     for rank, output in enumerate(outputs):
         (line,) = [line for line in output.splitlines() if line.startswith(f"{fault}:")]
         assert cause in line
@@ -43,7 +43,7 @@ def test_state_error_of_one_rank_is_raised_on_every_rank(outputs, fault, path, c
 
 
 @pytest.mark.slow
-def test_state_that_cannot_be_serialized_raises_an_ordinary_error(tmp_path, monkeypatch):
+def test_snapshot_of_unserializable_state_raises_error(tmp_path, monkeypatch):
     engine = MegatronEngine()
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model")), 1, device="cpu"))
     monkeypatch.setattr(filesystem_async, "_write_item", lambda *_, **__: 1 / 0)

@@ -1,4 +1,4 @@
-"""How well a step used the machine."""
+"""Utilization statistics of a step."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ from rl_engines_megatron.model.architecture import Architecture
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
-def test_matrix_parameters_are_those_of_two_dimensions_but_an_embedding_that_is_only_looked_up(family, tied):
+def test_matrix_parameters_exclude_embedding_used_only_for_lookup(family, tied):
     config = toy_config(family, tie_word_embeddings=tied)
     shapes = toy_shapes(config)
     looked_up = {} if tied else {"model.embed_tokens.weight"}
@@ -30,19 +30,19 @@ def test_matrix_parameters_are_those_of_two_dimensions_but_an_embedding_that_is_
     assert architecture.step_flops("lm", 100, 2500) == 6 * (matrices * 100 + width * 2500)
 
 
-def test_matrix_parameters_of_a_mixture_are_those_that_a_token_meets():
+def test_matrix_parameters_of_moe_count_only_active_experts():
     config = toy_config("qwen3_moe")
     shapes = toy_shapes(config)
     experts = {name: prod(shape) for name, shape in shapes.items() if ".experts." in name}
     looked_up = set() if config.tie_word_embeddings else {"model.embed_tokens.weight"}
-    others = sum(prod(s) for name, s in shapes.items() if len(s) == 2 and name not in experts and name not in looked_up)
+    dense = sum(prod(s) for name, s in shapes.items() if len(s) == 2 and name not in experts and name not in looked_up)
     active = sum(experts.values()) * config.num_experts_per_tok // config.num_experts
 
-    assert Architecture.from_hugging_face(config).matrix_parameters("lm") == others + active
+    assert Architecture.from_hugging_face(config).matrix_parameters("lm") == dense + active
 
 
 @pytest.mark.slow
-def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp_path, monkeypatch):
+def test_stats_report_utilization_of_known_device_and_reset(tmp_path, monkeypatch):
     engine = MegatronEngine()
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path)), 2, optimizer=OPTIMIZER, device="cpu"))
     monkeypatch.setattr(usage, "peak_flops", lambda device, dtype: 1e12)
@@ -50,13 +50,13 @@ def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp
     for batch in batches:
         engine.train_batch(batch, policy_loss, trained_tokens)
 
-    figures, after = engine.stats(), engine.stats()
+    metrics, next_metrics = engine.stats(), engine.stats()
     architecture = engine._parts[0].partition.architecture
     engine.destroy()
 
     sizes = torch.cat([batch["attention_mask"].sum(-1) for batch in batches])
     flops = architecture.step_flops("lm", int(sizes.sum()), int(2 * sizes.square().sum()))
-    assert figures["throughput/mfu"] == pytest.approx(flops / figures["time/train_batch"] / 1e12)
-    assert figures["memory/peak_gib"] > 0.05
-    assert after["throughput/mfu"] is None
-    assert after["time/train_batch"] == 0
+    assert metrics["throughput/mfu"] == pytest.approx(flops / metrics["time/train_batch"] / 1e12)
+    assert metrics["memory/peak_gib"] > 0.05
+    assert next_metrics["throughput/mfu"] is None
+    assert next_metrics["time/train_batch"] == 0

@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory are read, and what may lie in them."""
+"""Loading and saving of Hugging Face directories: files that are read, and their contents."""
 
 import json
 
@@ -24,7 +24,7 @@ def model(tmp_path):
 
 
 def weights_of(path, save=None, **settings):
-    """As they come out of the engine, which saves them too."""
+    """Return the weights of an engine that loads a model, and optionally saves it."""
     engine = MegatronEngine(MegatronEngineConfig(**settings))
     try:
         engine.initialize(FinetuneSpec(str(path), 1, device="cpu", optimizer=None))
@@ -35,32 +35,32 @@ def weights_of(path, save=None, **settings):
         engine.destroy()
 
 
-def test_weights_beside_others_and_with_stored_rotary_buffers_are_loaded(model):
+def test_load_ignores_other_weight_files_and_rotary_buffers(model):
     stored = load_file(model / "model.safetensors")
-    of_others = {"layers.0.attention.wq.weight": torch.ones(2)}
+    foreign = {"layers.0.attention.wq.weight": torch.ones(2)}
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
-        save_file(of_others, model / name)
+        save_file(foreign, model / name)
     buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(16) for n in range(2)}
     save_file(stored | buffers | {HEAD: stored[EMBEDDING].clone()}, model / "model.safetensors", {"format": "pt"})
 
-    found = weights_of(model)
+    loaded = weights_of(model)
 
-    assert found.keys() == stored.keys()
-    assert all(same_bits(found[name], stored[name]) for name in stored)
+    assert loaded.keys() == stored.keys()
+    assert all(same_bits(loaded[name], stored[name]) for name in stored)
 
 
-def test_head_that_differs_from_the_embedding_is_untied(model, tmp_path):
+def test_lm_head_that_differs_from_embedding_is_untied(model, tmp_path):
     stored = load_file(model / "model.safetensors")
     stored[HEAD] = stored[EMBEDDING] + 1
     save_file(stored, model / "model.safetensors", {"format": "pt"})
 
-    found = weights_of(model, save=tmp_path / "saved")
+    loaded = weights_of(model, save=tmp_path / "saved")
 
-    assert torch.equal(found[HEAD], stored[HEAD])
+    assert torch.equal(loaded[HEAD], stored[HEAD])
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_weight_files_are_those_of_the_index_where_there_is_one(tmp_path):
+def test_weight_files_follow_index_if_it_exists(tmp_path):
     for name in ("model.safetensors", "a.safetensors", "b.safetensors", "consolidated.safetensors"):
         (tmp_path / name).touch()
     assert weight_files(str(tmp_path)) == [tmp_path / "model.safetensors"]
@@ -75,15 +75,15 @@ def test_weight_files_are_those_of_the_index_where_there_is_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.safetensors"])
-def test_check_weights_that_would_not_be_read_are_refused_before_anything_starts(model, name):
+def test_check_rejects_weights_that_would_not_be_loaded(model, name):
     (model / "model.safetensors").rename(model / name)
 
-    with pytest.raises(ConfigError, match=rf"expected model\.safetensors\.index\.json or .*, found {name}\. Load it"):
+    with pytest.raises(ConfigError, match=rf"expected model\.safetensors\.index\.json or .*, found {name}\."):
         MegatronEngineConfig().check(ParallelStrategy(tensor=2), FinetuneSpec(str(model), 1, device="cpu"))
 
 
 @pytest.mark.slow
-def test_export_in_several_files_is_loaded_by_transformers_and_again(model, tmp_path):
+def test_export_in_several_files_is_loaded_by_transformers_and_engine(model, tmp_path):
     stored, saved = load_file(model / "model.safetensors"), tmp_path / "saved"
 
     weights_of(model, saved, max_shard_gb=1e-4)
@@ -91,6 +91,6 @@ def test_export_in_several_files_is_loaded_by_transformers_and_again(model, tmp_
     sizes = [file.stat().st_size for file in saved.glob("*.safetensors")]
     assert len(sizes) >= 3
     assert max(sizes) < 1.1e5
-    theirs = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
-    ours = weights_of(saved)
-    assert all(same_bits(found[name], stored[name]) for name in stored for found in (theirs, ours))
+    by_transformers = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
+    by_engine = weights_of(saved)
+    assert all(same_bits(loaded[name], stored[name]) for name in stored for loaded in (by_transformers, by_engine))

@@ -25,9 +25,8 @@ def logprobs(engine, batch):
 def main(models: Path, layouts: list) -> None:
     batch = make_batch(5, vocab_size=97)
     for path in sorted(models.iterdir()):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation="eager"
-        )  # other implementations ignore soft caps
+        # other implementations of attention ignore soft caps
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         reference, spec = ReferenceTrainEngine(model=model), FinetuneSpec(str(path), 1, device="cpu", optimizer=None)
         reference.initialize(spec)
         expected, source = logprobs(reference, batch), load_file(path / "model.safetensors")

@@ -93,9 +93,8 @@ def resume(model, tmp_path, first, second):
     assert len(moments) > 10
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        rows = slice(
-            VOCABULARY if "word_embeddings" in name else None
-        )  # two ranks pad the vocabulary, one rank does not
+        # without padding: two ranks pad the vocabulary, one rank does not
+        rows = slice(VOCABULARY if "word_embeddings" in name else None)
         assert torch.equal(tensor[rows], after[name][rows]), name
     expected, actual = (json.loads(file.read_text()) for file in metric_files)
     for a, b in zip(expected, actual, strict=True):

@@ -36,8 +36,8 @@ class MegatronEngineConfig(TrainEngineConfig):
     """Keep the optimizer moments in host memory, except during the optimizer step. Saves 8 bytes of GPU memory per
     parameter of a rank; each step then copies the moments to the GPU and back. Requires CUDA."""
     recompute: str = choice("", ("", "selective", "full"))
-    """What to recompute in backward instead of storing it: empty (nothing), `selective` (the inside of attention) or
-    `full` (each layer, of which only the input is stored)."""
+    """Activations to recompute in backward instead of storing them: none (empty), those inside attention
+    (`selective`), or all except the input of each layer (`full`)."""
     transformer_engine: bool = True
     """Use TransformerEngine for the linear layers, if it is installed, on a GPU and with a 16-bit dtype. (It would
     compute float32 in TF32.) If false, torch computes them."""

@@ -46,9 +46,8 @@ class PackedGPT(GPTModel):
             del self.output_layer
             self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)
         if self.pre_process and architecture.family.scaled_embeddings:
-            scale = float(
-                torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype)
-            )  # rounded to the dtype of the embeddings
+            # rounded to the dtype of the embeddings
+            scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype))
             self.embedding.register_forward_hook(lambda _, __, embeddings: embeddings * scale)
         if architecture.window_rope is not None:
             ropes = (architecture.rope, architecture.window_rope)

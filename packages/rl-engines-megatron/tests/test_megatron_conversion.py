@@ -249,7 +249,7 @@ def test_to_megatron_accepts_equal_lm_head_of_tied_model():
         ),
         (
             lambda s: s.update({"model.layers.1.self_attn.k_proj.weight": torch.ones(32, 16)}),
-            r"layers\.1\.self_attn\.k_proj\.weight: expected shape \[16, 16\], actual \[32, 16\]",
+            r"layers\.1\.self_attn\.k_proj\.weight: expected shape \[16, 16\], found \[32, 16\]",
         ),
         (
             lambda s: s.update({"model.layers.1.self_attn.v_proj.weight": torch.ones(16, 16).bfloat16()}),
@@ -283,7 +283,7 @@ def test_to_megatron_rejects_differing_lm_head_of_tied_model():
         (lambda s: s[0].update(extra=torch.ones(1)), r"unknown.*tensor rank 0, pipeline stage 0.*extra"),
         (
             lambda s: s[1].update({"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(16, 24)}),
-            r"linear_fc2\.weight \(tensor rank 1, pipeline stage 0\): expected shape \[16, 12\], actual \[16, 24\]",
+            r"linear_fc2\.weight \(tensor rank 1, pipeline stage 0\): expected shape \[16, 12\], found \[16, 24\]",
         ),
         (
             lambda s: s[1]["decoder.layers.1.input_layernorm.weight"].add_(1),
@@ -294,7 +294,7 @@ def test_to_megatron_rejects_differing_lm_head_of_tied_model():
             lambda s: s[1].update({"embedding.word_embeddings.weight": torch.ones(15, 16).double()}),
             r"word_embeddings\.weight \(tensor rank 1, pipeline stage 0\) is torch\.float64",
         ),
-        (lambda s: s[0].update({"embedding.word_embeddings.weight": None}), r"expected a tensor, actual NoneType"),
+        (lambda s: s[0].update({"embedding.word_embeddings.weight": None}), r"expected a tensor, found NoneType"),
         (lambda s: s.insert(0, s.pop()), r"tensor rank 0, pipeline stage 0"),
     ],
     ids=["missing", "unknown", "misshaped", "drifted-norm", "drifted-tied-head", "other-dtype", "no-tensor", "order"],
@@ -329,7 +329,7 @@ def test_from_megatron_accepts_nan_norms_on_all_ranks():
 def test_from_megatron_rejects_wrong_number_of_shards():
     config = toy_config()
 
-    with pytest.raises(ConfigError, match=r"expected 4 shards .*actual 2"):
+    with pytest.raises(ConfigError, match=r"expected 4 shards .*found 2"):
         from_megatron(shards_of(toy_state(config), config, tp=2), config, tp_size=2, pp_size=2)
 
 

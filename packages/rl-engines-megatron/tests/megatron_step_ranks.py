@@ -36,7 +36,7 @@ def with_entropy(outputs, packed):
 
 
 def zero_loss(outputs, packed):
-    """Return a zero loss, so that only the auxiliary loss of a MoE model remains."""
+    """Return a zero loss, so that only the auxiliary loss of an MoE model remains."""
     return outputs.logprobs.sum() * 0.0, {}
 
 

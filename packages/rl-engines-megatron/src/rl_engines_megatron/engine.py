@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from rl_engines_megatron.model.packed_sequences import PackedSequences
 
 OutputCallback = Callable[[TokenOutputs, PackedBatch], Tensor]
-"""Function that the last pipeline stage calls with the outputs of each micro-batch that has tokens; returns its
-loss."""
+"""Function from the outputs of a micro-batch to its loss. The last stage calls it for each micro-batch with tokens."""
 
 
 class MegatronEngine(TrainEngine):

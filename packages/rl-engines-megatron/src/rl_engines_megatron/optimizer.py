@@ -89,8 +89,10 @@ class Stepper:
             pass
 
     def _create_state(self) -> None:
-        """Create the optimizer state of each parameter, into which a saved state is loaded. torch would create it in
-        the first step."""
+        """Create the optimizer state of each parameter, into which a saved state is loaded.
+
+        torch would create it in the first step.
+        """
         adam = self.settings.name == "adamw"
         names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(self.settings.momentum)
         for optimizer in self.inner.chained_optimizers:
@@ -117,8 +119,7 @@ class Stepper:
             torch.cuda.current_stream().synchronize()  # before the host reads them
 
     def _moments(self) -> list[tuple[int, str, dict[str, Tensor], torch.device]]:
-        """Return the moments: number of the parameter, name of the moment, dict that stores it, and device of the
-        parameter."""
+        """Return parameter number, moment name, dict with the moment, and device of the parameter, for each moment."""
         states = [item for optimizer in self.inner.chained_optimizers for item in optimizer.optimizer.state.items()]
         return [
             (number, name, state, parameter.device)

@@ -15,8 +15,7 @@ from rl_engines_megatron.cpu import without_cuda
 from rl_engines_megatron.model.mixture import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
-"""Order of the dimensions, fastest first: tensor ranks vary fastest, and the ranks of a replica are consecutive.
-`rl_contracts.batch.parallel` uses the same order."""
+"""Order of the dimensions, fastest first, as in `rl_contracts.batch.parallel`. Ranks of a replica are consecutive."""
 
 _users = 0
 """Number of engines in this process that use the groups."""
@@ -73,7 +72,7 @@ def make_groups(
 
 
 def _expert_tensor_ranks(strategy: ParallelStrategy) -> int:
-    """Return the ranks over which each expert matrix is split, in groups that dense and MoE models share.
+    """Return the number of ranks over which each expert matrix is split, in groups that dense and MoE models share.
 
     With several stages the experts occupy all ranks of a stage (`check_experts`). megatron-core requires this for
     `ORDER`.

@@ -126,8 +126,10 @@ class Architecture:
         return layers + self.hidden * (self.vocab if head == "lm" else 1)
 
     def step_flops(self, head: str, tokens: int, pairs: int) -> float:
-        """Return the useful floating-point operations of a training step; see
-        `rl_contracts.models.usage.step_flops`."""
+        """Return the useful floating-point operations of a training step.
+
+        See `rl_contracts.models.usage.step_flops`.
+        """
         from rl_contracts.models.usage import step_flops
 
         matrices = self.matrix_parameters(head)
@@ -152,8 +154,7 @@ def _size(config: Any, name: str, default: int | None = None) -> int:
 
 
 def _reject_variants(config: Any, family: Family) -> None:
-    """Raise `ModelError` for options of a supported family that this engine would compute differently than
-    transformers."""
+    """Raise `ModelError` for model options that this engine would compute differently than transformers."""
     for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         # the bias of q, k and v in Qwen2 is a property of its family; these options also add one to output projections
         if getattr(config, name, False):

@@ -43,7 +43,7 @@ def build(
         "sequence_parallel": config.sequence_parallel,
         "variable_seq_lengths": strategy.pipeline > 1 and config.interleaved == 1,
         "moe_token_dispatcher_type": "alltoall",  # the allgather dispatcher requires micro-batches of one length
-        "batch_p2p_comm": config.interleaved == 1,  # otherwise two ranks confuse their messages in opposite directions
+        "batch_p2p_comm": config.interleaved == 1,  # batched messages between interleaved stages get mixed up
         "perform_initialization": False,
         # megatron-core only sums gradients over ranks and micro-batches; the engine divides by the denominator
         "calculate_per_token_loss": True,
@@ -84,7 +84,7 @@ def build(
 def release(parts: list[PackedGPT]) -> None:
     """Clear references that would keep unused model chunks, their memory and their process groups alive.
 
-    - The token dispatcher of a MoE layer keeps tensors of its last micro-batch. Their autograd graph leads to hooks
+    - The token dispatcher of an MoE layer keeps tensors of its last micro-batch. Their autograd graph leads to hooks
       that reference the model, a cycle that Python's garbage collector does not see.
     - Rotary embeddings are cached in a cache of the class, together with their module.
     - TransformerEngine caches the size and rank of process groups.

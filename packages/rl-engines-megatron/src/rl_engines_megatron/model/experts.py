@@ -28,7 +28,7 @@ from rl_engines_megatron.model.packed_sequences import PackedSequences
 
 
 def expert_spec(experts: Any) -> Any:
-    """Return the constructor of a MoE layer with router, given the constructor of its experts."""
+    """Return the constructor of an MoE layer with router, given the constructor of its experts."""
     return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=RecordingRouter))
 
 
@@ -69,8 +69,8 @@ class Routing:
                 module.watch = self
         for name, parameter in part.named_parameters():
             if ".mlp.experts." in name:
-                # marks gradients to sum over the ranks of this expert, and to update in a separate optimizer;
-                # megatron-core sets this only with e above 1, this engine in all layouts
+                # allreduce=False: sum the gradient over the ranks that hold this expert, and use a separate optimizer.
+                # megatron-core sets it only with e above 1; this engine sets it in all layouts.
                 parameter.allreduce = False  # type: ignore[attr-defined]
         self.ranks = parallel_state.get_tensor_and_context_parallel_group()
         self.begin_step(1, torch.device("cpu"))
@@ -141,8 +141,10 @@ class Routing:
 
     @property
     def auxiliary(self) -> Tensor:
-        """This rank's contribution to the sum over sequences of length times auxiliary loss, without its
-        coefficient."""
+        """Contribution of this rank to the auxiliary loss, without its coefficient.
+
+        The contribution is the sum over sequences of length times loss; `engine.py` divides it by the number of tokens.
+        """
         self._end()
         return self._auxiliary * (self.mixture.experts / len(self.mixture.layers) ** 2)
 
@@ -193,8 +195,7 @@ class ExpertLoad:
     def read(self) -> dict[str, float]:
         """Return the expert metrics since the last call, or an empty dict without steps.
 
-        - `experts/share/max`, `experts/share/min`: largest and smallest fraction of the choices of a layer for one
-        expert.
+        - `experts/share/max`, `experts/share/min`: largest and smallest fraction of a layer's choices for one expert.
         - `experts/entropy`: mean over layers of the entropy of these fractions, relative to a uniform distribution.
         - `experts/dropped`: fraction of the choices that were not sent to an expert.
         """

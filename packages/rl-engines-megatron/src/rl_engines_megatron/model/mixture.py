@@ -40,7 +40,7 @@ class Mixture:
 
     names: ExpertNames
     experts: int
-    """Number of experts of a MoE layer."""
+    """Number of experts of an MoE layer."""
     chosen: int
     """Number of experts that a token is sent to."""
     width: int
@@ -54,8 +54,10 @@ class Mixture:
 
     @classmethod
     def from_hugging_face(cls, config: Any) -> Mixture | None:
-        """Create a `Mixture` from a transformers config or an object with its attributes; return None for a dense
-        model.
+        """Create a `Mixture` from a transformers config, or return None for a dense model.
+
+        Args:
+            config: a transformers config, or an object with its attributes.
 
         Raises:
             ModelError: the config has a sliding window, or sizes that are not numbers.

@@ -41,8 +41,7 @@ class PackedSequences:
     """Tokens of each sequence without padding, over all context ranks, int64 [S]."""
 
     def outputs(self, values: Tensor, of_previous: bool) -> Tensor:
-        """Return per-token outputs [n] of this rank as one entry per token of the micro-batch [N], on all context
-        ranks.
+        """Return one entry per token of the micro-batch [N] from this rank's outputs [n], on all context ranks.
 
         Args:
             values: outputs of the states of this rank.

@@ -88,8 +88,10 @@ class Partition(Settings):
         return pp_rank == self.pp_size - 1
 
     def stage_layers(self, pp_rank: int) -> range:
-        """Return the layer numbers of a stage in the model, from 0; megatron-core numbers them from 0 within the
-        stage."""
+        """Return the layer numbers of a stage in the model, from 0.
+
+        megatron-core numbers them from 0 within the stage.
+        """
         sizes = self.stage_sizes or (self.architecture.layers // self.pp_size,) * self.pp_size
         first = sum(sizes[:pp_rank])
         return range(first, first + sizes[pp_rank])

@@ -59,8 +59,11 @@ def copy_hugging_face(
     max_shard_gb: float,
     parallel: ParallelContext,
 ) -> Snapshot:
-    """Copy the files of `save_hugging_face` of this rank to host memory (collective); return a function that writes
-    them."""
+    """Copy this rank's files of `save_hugging_face` to host memory (collective).
+
+    Returns:
+        A function that writes the files and returns their paths.
+    """
     files = dict(_files(parameters, dtype, max_shard_gb, parallel.rank))
     index = _index({file: _sizes(tensors) for file, tensors in files.items()}, parallel)
     config = copy.deepcopy(config)

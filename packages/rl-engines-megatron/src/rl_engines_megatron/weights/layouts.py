@@ -66,12 +66,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class FusedQKV:
-    """Layout of q [heads*d, ...], k and v [groups*d, ...] as one matrix, interleaved by query group, then split by
-    rows.
+    """Layout of q, k and v as one matrix, interleaved by query group, then split by rows.
 
-    The rows of a group are its query heads, its key head and its value head: q1 q2 k1 v1 | q3 q4 k2 v2 | ... So a rank
-    with whole groups holds all rows that its attention uses. With more ranks than groups the rows are still split
-    evenly, and megatron-core gathers the outputs of a group before it uses them.
+    q has the shape [heads*d, ...], k and v have [groups*d, ...]. The rows of a group are its query heads, its key head
+    and its value head: q1 q2 k1 v1 | q3 q4 k2 v2 | ... So a rank with whole groups holds all rows that its attention
+    uses. With more ranks than groups the rows are still split evenly, and megatron-core gathers the outputs of a group
+    before it uses them.
     """
 
     heads: int

@@ -170,7 +170,7 @@ NAMES = {
     "launcher": (*_set("launcher=slrum"), "did you mean 'slurm'?"),
     "loss": (*_set("algorithm.loss.kind=clipp"), "did you mean 'clip'?"),
     "route": (*_set("publish.route=nccl"), "expected one of auto, shm, disk, broadcast, ipc, found 'nccl'"),
-    "data-set-of-another-form": (*_set("data.name=hh-rlhf", command=SFT), "take another data set, or the command that"),
+    "data-set-of-another-form": (*_set("data.name=hh-rlhf", command=SFT), "choose another data set, or a command that"),
 }
 ALLOCATIONS = {
     "server": (*_set("allocation=embeded:d1+fsdp:d1"), "did you mean 'embedded'?"),
@@ -287,23 +287,23 @@ CODE = {
     ),
 }
 DATA = {
-    "no-file": (*_set("data.path=nowhere.jsonl"), "found nothing there; paths begin at /"),
-    "empty": (*_data(""), "theirs.jsonl: expected rows in the split 'train', found none"),
+    "no-file": (*_set("data.path=nowhere.jsonl"), "found nothing there; correct the path, which is relative to /"),
+    "empty": (*_data(""), "theirs.jsonl: expected examples in the split 'train', found none"),
     "not-json": (*_data(_lines(*ROWS[:2]) + "rubbish\n"), "theirs.jsonl:3: expected one JSON object per line"),
     "another-format": (*_data("messages,answer\n", name="theirs.csv"), "found the extension '.csv'; convert it"),
     "no-parquet": (*_data("rubbish", name="theirs.parquet"), "write or download it again"),
     "other-columns": (
         *_data(_lines({"question": "1?", "answer": "2"})),
-        "say which one it is by data.columns.messages=question",
+        "select it with data.columns.messages=question",
     ),
-    "wrong-mapping": (*_set("data.columns.messages=question"), "name the right one by data.columns.messages"),
+    "wrong-mapping": (*_set("data.columns.messages=question"), "set data.columns.messages to"),
     "mapping-of-a-generated-data-set": (
         *_set("data.name=word-problems", "data.columns.question=q"),
         "data.columns: expected none: data.name=word-problems has no renamable columns",
     ),
     "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: messages: expected a text"),
     "no-such-split": (*_set("data.test_split=validation"), "name another split (data.train_split, data.test_split)"),
-    "no-pairs": (*_data(_lines(*ROWS), command=DPO), "say which one it is by data.columns.chosen=NAME"),
+    "no-pairs": (*_data(_lines(*ROWS), command=DPO), "select it with data.columns.chosen=NAME"),
 }
 TOOLS = {
     "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),

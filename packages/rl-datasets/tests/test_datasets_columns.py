@@ -1,4 +1,4 @@
-"""Columns with other names, and the data set of conversations."""
+"""Mapping of columns, and the data set of conversations."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_columns_of_other_names_are_those_of_the_data_set(tmp_path: Path) -> None:
+def test_columns_option_maps_file_columns_to_expected_names(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": 3})
 
     rows = GSM8K(file, columns={"question": "problem", "answer": "reward_model.ground_truth"})
@@ -31,7 +31,7 @@ def test_columns_of_other_names_are_those_of_the_data_set(tmp_path: Path) -> Non
     assert [sides[side][-1]["content"] for side in ("chosen", "rejected")] == ["2", "3"]
 
 
-def test_columns_may_change_places(tmp_path: Path) -> None:
+def test_columns_option_can_swap_two_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"answer": "1 + 1?", "question": "2"})
 
     row = GSM8K(file, columns={"question": "answer", "answer": "question"})[0]
@@ -40,37 +40,37 @@ def test_columns_may_change_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "columns", "told"),
+    ("dataset", "columns", "message"),
     [
         (
             GSM8K,
             {},
-            "expected a column 'question', found only 'problem', 'solution'; say .*data.columns.question=problem",
+            "expected a column 'question', found only 'problem', 'solution'; .*data.columns.question=problem",
         ),
         (GSM8K, {"question": "problem"}, "a column 'answer', found only .*data.columns.answer=solution"),
         (GSM8K, {"question": "probelm"}, r"a column 'probelm' \(data.columns.question=probelm\), found only 'problem'"),
-        (HHRLHF, {}, "a column 'chosen', found only 'problem', 'solution'; say .* data.columns.chosen=NAME"),
+        (HHRLHF, {}, "a column 'chosen', found only 'problem', 'solution'; .* data.columns.chosen=NAME"),
         (Chat, {}, "a column 'messages', found only .* data.columns.messages=problem"),
-        (Chat, {"question": "problem"}, "found only 'solution', 'problem'; say .* data.columns.messages=problem"),
+        (Chat, {"question": "problem"}, "found only 'solution', 'problem'; .* data.columns.messages=problem"),
     ],
 )
-def test_column_that_is_missing_names_line_columns_and_setting(
-    tmp_path: Path, made: Any, columns: dict[str, str], told: str
+def test_missing_column_error_names_line_columns_and_setting(
+    tmp_path: Path, dataset: Any, columns: dict[str, str], message: str
 ) -> None:
     file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "2"})
 
-    with pytest.raises(DataError, match=told) as error:
-        made(file, columns=columns)
+    with pytest.raises(DataError, match=message) as error:
+        dataset(file, columns=columns)
 
     assert str(error.value).startswith(f"{file}:1: ")
 
 
-def test_column_that_no_data_set_has_is_refused(tmp_path: Path) -> None:
+def test_columns_option_with_unknown_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.columns of gsm8k data: expected .*'question'.*found \['qestion'\]"):
         GSM8K(tmp_path, columns={"qestion": "problem"})
 
 
-def test_chat_in_rl_form_has_the_turns_before_the_answer_and_all_further_columns(tmp_path: Path) -> None:
+def test_chat_rl_form_has_turns_before_the_answer_and_other_columns(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     file = write(
         tmp_path / "a.jsonl",
@@ -88,7 +88,7 @@ def test_chat_in_rl_form_has_the_turns_before_the_answer_and_all_further_columns
     ]
 
 
-def test_chat_in_sft_form_ends_with_the_assistant(tmp_path: Path) -> None:
+def test_chat_sft_form_ends_with_the_assistant(tmp_path: Path) -> None:
     sharegpt = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "#### 2"}]
     file = write(tmp_path / "a.jsonl", {"messages": sharegpt, "x": 1}, {"messages": "1 + 1?", "answer": "#### 2"})
 
@@ -99,7 +99,7 @@ def test_chat_in_sft_form_ends_with_the_assistant(tmp_path: Path) -> None:
     assert rows[0]["messages"] == [USER, ASSISTANT]
 
 
-def test_chat_options_put_a_system_message_before_and_an_instruction_behind_the_question(tmp_path: Path) -> None:
+def test_chat_options_add_system_message_and_instruction(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": "1 + 1?"})
 
     (system, user) = Chat(file, system="Be brief.", instruction="End with ####.")[0]["messages"]
@@ -107,7 +107,7 @@ def test_chat_options_put_a_system_message_before_and_an_instruction_behind_the_
     assert (system, user["content"]) == ({"role": "system", "content": "Be brief."}, "1 + 1?\n\nEnd with ####.")
 
 
-def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -> None:
+def test_chat_from_parquet_has_no_null_message_entries(tmp_path: Path) -> None:
     import datetime
 
     import pyarrow as pa
@@ -126,7 +126,7 @@ def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("row", "form", "told"),
+    ("row", "form", "message"),
     [
         ({"messages": []}, "rl", "messages: expected a text or a list of messages with role and content"),
         ({"messages": [{"text": "hi"}]}, "rl", "expected messages with role and content, found {'text': 'hi'}"),
@@ -135,21 +135,21 @@ def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -
         ({"messages": [USER], "answer": " "}, "sft", "expected text in the column 'answer', found ' '"),
     ],
 )
-def test_chat_row_that_cannot_be_used_names_its_line(tmp_path: Path, row: Any, form: str, told: str) -> None:
+def test_chat_invalid_example_error_names_its_line(tmp_path: Path, row: Any, form: str, message: str) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": [USER, ASSISTANT]}, row)
 
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=message) as error:
         Chat(file, form=form)
 
     assert str(error.value).startswith(f"{file}:2: ")
 
 
-def test_chat_without_a_path_is_refused() -> None:
+def test_chat_without_a_path_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data\.path of chat data: expected a directory"):
         Chat()
 
 
-def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_command_accepts_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "#### 2"}))
 
     (tmp_path / "reward.py").write_text(
@@ -160,12 +160,12 @@ def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["gsm8k", file, "--columns", "question=problem", "answer=solution", *reward]) == 0
     assert "1 of 1 gold answers score 1.0" in capsys.readouterr().out
     assert main(["gsm8k", file, "--columns", "question"]) == 2
-    assert "--columns: expected OURS=THEIRS" in capsys.readouterr().err
+    assert "--columns: expected FIELD=COLUMN" in capsys.readouterr().err
 
 
-def test_missing_column_beside_one_that_lies_inside_of_another_names_that() -> None:
+def test_missing_column_error_lists_nested_columns() -> None:
     rows = [("train.jsonl:1", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": {}})]
-    with pytest.raises(DataError, match=r"found only 'problem', 'reward_model\.ground_truth', 'level'; name"):
+    with pytest.raises(DataError, match=r"found only 'problem', 'reward_model\.ground_truth', 'level';"):
         list(renamed(rows, {"answer": "reward_model.groundtruth"}))
 
 
@@ -194,12 +194,12 @@ def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path, key: str) -> N
     ],
 )
 @pytest.mark.parametrize("form", ["rl", "sft"])
-def test_chat_weight_that_is_not_used_is_rejected(tmp_path: Path, form: str, turn: Any) -> None:
+def test_chat_unsupported_weight_is_rejected(tmp_path: Path, form: str, turn: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*(weight|train|loss_mask)"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [USER, turn]}), form=form)
 
 
-def test_chat_weight_of_a_question_or_row_is_rejected(tmp_path: Path) -> None:
+def test_chat_weight_of_a_question_or_example_is_rejected(tmp_path: Path) -> None:
     for row in ({"messages": [USER | {"weight": 1}, ASSISTANT]}, {"messages": [USER, ASSISTANT], "weight": 0}):
         with pytest.raises(DataError, match="weight"):
             Chat(write(tmp_path / "a.jsonl", row), form="sft")
@@ -207,7 +207,7 @@ def test_chat_weight_of_a_question_or_row_is_rejected(tmp_path: Path) -> None:
         GSM8K(write(tmp_path / "a.jsonl", {"question": "1 + 1?", "answer": "2", "weight": 0}))
 
 
-def test_hh_rlhf_answer_of_weight_0_is_rejected(tmp_path: Path) -> None:
+def test_hh_rlhf_answer_with_weight_0_is_rejected(tmp_path: Path) -> None:
     row = {"prompt": "1 + 1?", "chosen": [ASSISTANT | {"weight": 0}], "rejected": "3"}
     with pytest.raises(DataError, match="chosen"):
         HHRLHF(write(tmp_path / "a.jsonl", row))
@@ -233,7 +233,7 @@ CALL = {"name": "add", "arguments": {}}
     ],
 )
 @pytest.mark.parametrize("form", ["rl", "sft"])
-def test_chat_message_entry_that_is_not_read_is_rejected(tmp_path: Path, form: str, message: Any, key: str) -> None:
+def test_chat_unsupported_message_entry_is_rejected(tmp_path: Path, form: str, message: Any, key: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{key}"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}), form=form)
 
@@ -253,7 +253,7 @@ def test_chat_message_entry_that_is_not_read_is_rejected(tmp_path: Path, form: s
         ({"content": "#### 2", "constraints": ["brief"]}, {**ASSISTANT, "constraints": ["brief"]}),
     ],
 )
-def test_chat_message_of_two_names_has_the_one_that_is_not_empty(tmp_path: Path, entries: Any, expected: Any) -> None:
+def test_chat_message_with_two_entry_names_uses_the_nonempty_one(tmp_path: Path, entries: Any, expected: Any) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": [USER, {"role": "assistant", **entries}]})
 
     assert Chat(file, form="sft")[0]["messages"][1] == {"role": "assistant", "content": "", **expected}
@@ -268,7 +268,7 @@ def test_chat_message_of_two_names_has_the_one_that_is_not_empty(tmp_path: Path,
         ({"messages": json.dumps([{"from": "human", "value": "1 + 1?"}]), "answer": "#### 2"}, "rl"),
     ],
 )
-def test_chat_messages_as_json_text_are_messages(tmp_path: Path, row: Any, form: str) -> None:
+def test_chat_messages_as_json_text_are_parsed(tmp_path: Path, row: Any, form: str) -> None:
     data = Chat(write(tmp_path / "a.jsonl", row), form=form)
 
     assert data[0]["messages"] == [USER, ASSISTANT][: 2 if form == "sft" else 1]
@@ -281,7 +281,7 @@ def test_chat_other_json_text_is_a_question(tmp_path: Path, text: str) -> None:
     assert rows[0]["messages"] == [{"role": "user", "content": f"{text}\n\nin"}]
 
 
-def test_chat_input_beside_messages_as_json_text_is_rejected(tmp_path: Path) -> None:
+def test_chat_input_with_messages_as_json_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'input'"):
         Chat(write(tmp_path / "a.jsonl", {"messages": json.dumps([USER]), "answer": "2", "input": "in"}))
 
@@ -293,7 +293,7 @@ def test_chat_input_beside_messages_as_json_text_is_rejected(tmp_path: Path) -> 
         ({"question": "q", "system": "S", "rules": {"text": "R"}}, {"system": "rules.text"}),
     ],
 )
-def test_renamed_column_beside_another_of_our_name_is_rejected(row: Any, columns: dict[str, str]) -> None:
+def test_renamed_with_an_existing_column_of_the_name_is_rejected(row: Any, columns: dict[str, str]) -> None:
     (name,) = columns
     with pytest.raises(DataError, match=rf"train\.jsonl:1: .*{name!r}.*data\.columns\.unused_{name}={name}"):
         list(renamed([("train.jsonl:1", row)], columns))
@@ -309,7 +309,7 @@ def test_renamed_column_beside_another_of_our_name_is_rejected(row: Any, columns
         ({"input": {"text": "CTX"}}, {"input": "input.text"}, "CTX"),
     ],
 )
-def test_renamed_column_replaces_an_empty_or_equal_one(row: Any, columns: dict[str, str], value: str) -> None:
-    ((_, found),) = renamed([("train.jsonl:1", row)], columns)
+def test_renamed_replaces_an_empty_or_equal_column(row: Any, columns: dict[str, str], value: str) -> None:
+    ((_, record),) = renamed([("train.jsonl:1", row)], columns)
 
-    assert found["input"] == value
+    assert record["input"] == value

@@ -1,4 +1,4 @@
-"""Files of a split: one, or all shards of one kind."""
+"""Files of a split: one file, or all shards of one kind."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from rl_datasets import GSM8K, Chat
 
 
 def write(directory: Path, *names: str) -> Path:
-    """Write one row, named after its file, to each file of JSON lines, and the marks of Parquet to the others."""
+    """Write one example, named after its file, to each JSON lines file, and the magic bytes of Parquet to others."""
     for name in names:
         file = directory / name
         file.parent.mkdir(exist_ok=True)
@@ -30,7 +30,7 @@ def write(directory: Path, *names: str) -> Path:
         ("train-00000-of-00002-abcdef0123.jsonl", "train-00001-of-00002-0123abcdef.jsonl"),
     ],
 )
-def test_split_of_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_split_in_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names: tuple[str, ...]) -> None:
     rows = Chat(write(tmp_path, *names))
 
     expected = [name for name in names if name.startswith(("train.", "train-"))]
@@ -38,13 +38,13 @@ def test_split_of_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names:
 
 
 @pytest.mark.parametrize(
-    ("names", "named"),
+    ("names", "pattern"),
     [
         (("train-00000-of-00002.jsonl",), "shard 1 of 2"),
         (("train-00000-of-00002-abcdef0123.jsonl",), "shard 1 of 2"),
         (
             ("train-00000-of-00001-abcdef.jsonl", "train-00000-of-00001-012345.jsonl"),
-            "once, found .*-abcdef.jsonl; fetch",
+            "once, found .*-abcdef.jsonl;",
         ),
         (("train-00001-of-00003.parquet", "train-00002-of-00003.parquet"), "shard 3 of 3"),
         (("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"), "shard 1 of 3"),
@@ -57,10 +57,10 @@ def test_split_of_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names:
         (("train-00000-of-00002.jsonl", "train-00001-of-00002.parquet"), "train-00001-of-00002.parquet"),
     ],
 )
-def test_split_with_a_missing_shard_or_several_candidates_names_them(
-    tmp_path: Path, names: tuple[str, ...], named: str
+def test_split_with_missing_shard_or_several_candidates_is_rejected(
+    tmp_path: Path, names: tuple[str, ...], pattern: str
 ) -> None:
-    with pytest.raises(DataError, match=named):
+    with pytest.raises(DataError, match=pattern):
         Chat(write(tmp_path, *names))
 
 

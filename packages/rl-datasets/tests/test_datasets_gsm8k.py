@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_gsm8k_in_rl_form_has_question_and_answer(directory):
+def test_gsm8k_rl_form_has_question_and_answer(directory):
     data = GSM8K(directory, "train", "rl")
 
     assert len(data) == 3
@@ -49,7 +49,7 @@ def test_gsm8k_in_rl_form_has_question_and_answer(directory):
     assert data[2]["answer"] == "5"
 
 
-def test_gsm8k_in_sft_form_has_both_messages(directory):
+def test_gsm8k_sft_form_has_both_messages(directory):
     assert GSM8K(str(directory), "test", "sft")[0] == {
         "prompt_id": 0,
         "messages": [
@@ -59,7 +59,7 @@ def test_gsm8k_in_sft_form_has_both_messages(directory):
     }
 
 
-def test_gsm8k_is_a_sequence_whose_rows_are_fresh(directory):
+def test_gsm8k_is_a_sequence_that_copies_its_examples(directory):
     data = GSM8K(directory)
     data[0]["messages"][0]["content"] = "changed"
 
@@ -75,7 +75,7 @@ def test_gsm8k_with_instruction_appends_it_to_the_question(directory):
     assert row["messages"][0]["content"] == ROWS[0]["question"] + "\n\nEnd with #### n."
 
 
-def test_gsm8k_through_the_registry_reads_a_file(directory):
+def test_gsm8k_from_the_registry_reads_a_file(directory):
     assert (
         len(registry.load("rl.datasets", "gsm8k")(path=directory / "train.jsonl", split="train", form="rl", seed=1))
         == 3
@@ -105,14 +105,14 @@ def test_gsm8k_from_several_parquet_files_keeps_their_order(tmp_path):
     assert [row["answer"] for row in GSM8K(tmp_path)] == [ROWS[0]["answer"], ROWS[1]["answer"]]
 
 
-def test_gsm8k_from_a_missing_path_names_it(tmp_path):
+def test_gsm8k_missing_path_error_names_it(tmp_path):
     for path in (tmp_path / "none", "./none/gsm8k", "some/file.jsonl", "none"):
         with pytest.raises(DataError, match="found nothing there") as error:
             GSM8K(path)
         assert str(path) in str(error.value)
 
 
-def test_gsm8k_from_an_unknown_extension_names_it(tmp_path):
+def test_gsm8k_unknown_extension_error_names_it(tmp_path):
     (tmp_path / "data.csv").write_text("question,answer\n")
 
     with pytest.raises(
@@ -121,12 +121,12 @@ def test_gsm8k_from_an_unknown_extension_names_it(tmp_path):
         GSM8K(tmp_path / "data.csv")
 
 
-def test_gsm8k_without_the_split_says_what_is_there(directory):
+def test_gsm8k_missing_split_error_lists_the_files(directory):
     with pytest.raises(DataError, match=r"expected validation\.jsonl .* found test\.jsonl, train\.jsonl"):
         GSM8K(directory, "validation")
 
 
-def test_gsm8k_refuses_another_splits_file(directory):
+def test_gsm8k_rejects_file_of_another_split(directory):
     with pytest.raises(DataError, match="expected the split 'test', found a file named after the split 'train'"):
         GSM8K(directory / "train.jsonl", "test")
 
@@ -136,7 +136,7 @@ def test_gsm8k_refuses_another_splits_file(directory):
     [
         (
             '{"question": "a"}',
-            "expected a column 'answer', found only 'question'; say which one it is by data.columns.answer=NAME",
+            "expected a column 'answer', found only 'question'; .*data.columns.answer=NAME",
         ),
         ('{"answer": "#### 1"}', "expected a column 'question', found only 'answer'"),
         ('{"question": "a", "answer": null}', "expected text in the column 'answer', found None"),
@@ -147,7 +147,7 @@ def test_gsm8k_refuses_another_splits_file(directory):
         ('{"question": "a", ', "expected one JSON object per line"),
     ],
 )
-def test_gsm8k_row_that_is_not_complete_names_file_and_line(tmp_path, bad, message):
+def test_gsm8k_incomplete_example_error_names_file_and_line(tmp_path, bad, message):
     file = tmp_path / "train.jsonl"
     file.write_text(f"{json.dumps(ROWS[0])}\n\n{bad}\n{json.dumps(ROWS[1])}\n")
 
@@ -156,7 +156,7 @@ def test_gsm8k_row_that_is_not_complete_names_file_and_line(tmp_path, bad, messa
     assert str(error.value).startswith(f"{file}:3: ")
 
 
-def test_gsm8k_parquet_row_that_is_not_complete_names_file_and_row(tmp_path):
+def test_gsm8k_incomplete_parquet_row_error_names_file_and_row(tmp_path):
     file = write_parquet(tmp_path / "train.parquet", [ROWS[0], {"question": "a", "answer": None}])
 
     with pytest.raises(DataError, match="row 1: expected text in the column 'answer', found None") as error:
@@ -164,7 +164,7 @@ def test_gsm8k_parquet_row_that_is_not_complete_names_file_and_row(tmp_path):
     assert str(file) in str(error.value)
 
 
-def test_gsm8k_from_files_that_cannot_be_read_names_them(tmp_path):
+def test_gsm8k_unreadable_file_error_names_it(tmp_path):
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe{}")
     (tmp_path / "test.parquet").write_text("no parquet")
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -173,41 +173,41 @@ def test_gsm8k_from_files_that_cannot_be_read_names_them(tmp_path):
         GSM8K(tmp_path, "train")
     with pytest.raises(DataError, match=r"test\.parquet: cannot be read as parquet"):
         GSM8K(tmp_path, "test")
-    with pytest.raises(DataError, match=r"empty\.jsonl: expected rows in the split 'train', found none"):
+    with pytest.raises(DataError, match=r"empty\.jsonl: expected examples in the split 'train', found none"):
         GSM8K(tmp_path / "empty.jsonl")
 
 
 @pytest.mark.slow
-def test_gsm8k_hub_id_that_cannot_be_loaded_says_what_was_tried(tmp_path):
-    code = "import rl_datasets; rl_datasets.GSM8K('nobody-here/nothing', 'train')"
+def test_gsm8k_unknown_hub_id_error_names_expected_sources(tmp_path):
+    code = "import rl_datasets; rl_datasets.GSM8K('no-such-owner/nothing', 'train')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
 
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
     assert done.returncode != 0
-    assert "DataError: nobody-here/nothing: expected a directory or file, or a data set of that id" in done.stderr
+    assert "DataError: no-such-owner/nothing: expected a directory or file, or a data set of that id" in done.stderr
 
 
 @pytest.mark.slow
-def test_gsm8k_hub_out_of_reach_is_not_tried_again_and_again(tmp_path):
-    code = "import rl_datasets; rl_datasets.GSM8K('nobody-here/nothing', 'train')"
-    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
+def test_gsm8k_unreachable_hub_is_not_retried(tmp_path):
+    code = "import rl_datasets; rl_datasets.GSM8K('no-such-owner/nothing', 'train')"
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
 
-    done = subprocess.run([sys.executable, "-c", code], env=nobody, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
     assert "Retrying" not in done.stderr
-    assert "Without a network, give a directory that holds train.jsonl (data.path)" in done.stderr
+    assert "Without a network, set data.path to a directory that contains train.jsonl" in done.stderr
 
 
-def test_gsm8k_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
-    file = tmp_path / "mine.jsonl"
+def test_gsm8k_reads_file_with_byte_order_mark(tmp_path):
+    file = tmp_path / "bom.jsonl"
     file.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}), encoding="utf-8-sig")
 
     assert GSM8K(file)[0]["answer"] == "#### 2"
 
 
-def test_gsm8k_with_unknown_form_or_option_is_refused(directory):
-    with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected to be read in the form rl or sft, found 'dpo'"):
+def test_gsm8k_unknown_form_or_option_is_rejected(directory):
+    with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected the form rl or sft, found 'dpo'"):
         GSM8K(directory, form="dpo")
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""The loaders: every row once per epoch, and exact continuation from any point."""
+"""Data loaders: every example once per epoch, and exact resumption from any position."""
 
 import json
 import time
@@ -25,12 +25,12 @@ def keys(rows: Any) -> list[tuple[int, int]]:
 
 
 def resumed(loader: Any, fresh: Any) -> Any:
-    """`fresh`, continued from `loader`'s state as it would be read from a file."""
+    """Return `fresh` after loading the state of `loader`, converted to JSON and back."""
     fresh.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     return fresh
 
 
-def test_prompt_loader_yields_epochs_for_ever_in_their_order():
+def test_prompt_loader_yields_endless_epochs_in_their_order():
     rows = make_rows(5)
     loader = PromptLoader(rows, seed=3)
 
@@ -43,12 +43,12 @@ def test_prompt_loader_yields_epochs_for_ever_in_their_order():
     assert (loader.epoch, len(loader)) == (2, 5)
 
 
-def test_prompt_loader_without_prompt_ids_gives_row_indices():
+def test_prompt_loader_without_prompt_ids_adds_indices():
     assert [row["prompt_id"] for row in PromptLoader([{"q": "a"}, {"q": "b"}], shuffle=False, epochs=1)] == [0, 1]
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3), st.integers(0, 99))
-def test_prompt_loaders_of_all_shards_give_every_row_once_per_epoch(n, num_shards, epochs, seed):
+def test_prompt_loaders_of_all_shards_yield_each_example_once_per_epoch(n, num_shards, epochs, seed):
     num_shards = min(n, num_shards)
     rows = make_rows(n)
 
@@ -79,30 +79,30 @@ def test_prompt_loader_resumed_anywhere_continues_exactly(data):
 
 
 @given(st.data())
-def test_prompt_loaders_resumed_with_any_numbers_of_shards_give_every_row_once_per_epoch(data):
+def test_prompt_loaders_resumed_with_other_shards_yield_each_example_once(data):
     n, epochs = data.draw(st.integers(4, 20), "rows"), data.draw(st.integers(1, 4), "epochs")
     counts = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5), "numbers of shards")
     taken: list[tuple[int, int]] = []
     states: list[Any] = []
-    for life, count in enumerate(counts):
+    for restart, count in enumerate(counts):
         shards = [PromptLoader(make_rows(n), seed=7, epochs=epochs, num_shards=count, shard=i) for i in range(count)]
-        if life:
+        if restart:
             data.draw(st.randoms(use_true_random=False)).shuffle(states)
             for shard in shards:
                 shard.load_states(states)
-        for shard in shards:  # each goes ahead by itself, also by whole epochs
-            found = keys(islice(shard, data.draw(st.integers(0, n)) if life + 1 < len(counts) else None))
-            assert [epoch for epoch, _ in found] == sorted(epoch for epoch, _ in found)
-            taken += found
+        for shard in shards:  # shards advance independently, also by whole epochs
+            pairs = keys(islice(shard, data.draw(st.integers(0, n)) if restart + 1 < len(counts) else None))
+            assert [epoch for epoch, _ in pairs] == sorted(epoch for epoch, _ in pairs)
+            taken += pairs
         states = json.loads(json.dumps([shard.state_dict() for shard in shards]))
 
     assert sorted(taken) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
 
 
-def test_prompt_loaders_of_another_number_deal_what_is_left_in_order_and_then_whole_epochs():
+def test_prompt_loaders_with_other_shards_split_the_rest_then_whole_epochs():
     order = EpochOrder(10, seed=3)
     former = [PromptLoader(make_rows(10), seed=3, num_shards=2, shard=shard) for shard in range(2)]
-    for shard, count in zip(former, (3, 5), strict=True):  # places 0 2 4, and all of 1 3 5 7 9
+    for shard, count in zip(former, (3, 5), strict=True):  # places 0, 2, 4, and all of 1, 3, 5, 7, 9
         list(islice(shard, count))
 
     shards = [PromptLoader(make_rows(10), seed=3, num_shards=3, shard=shard) for shard in range(3)]
@@ -116,7 +116,7 @@ def test_prompt_loaders_of_another_number_deal_what_is_left_in_order_and_then_wh
     assert keys(islice(shards[2], 3)) == [(1, order.indices(1)[i]) for i in (2, 5, 8)]
 
 
-def test_prompt_loader_state_of_the_same_number_of_shards_continues_bit_for_bit():
+def test_prompt_loader_load_states_with_same_shards_is_load_state_dict():
     former = [PromptLoader(make_rows(9), num_shards=2, shard=shard) for shard in range(2)]
     list(islice(former[1], 6))
     states = [shard.state_dict() for shard in former]
@@ -129,7 +129,7 @@ def test_prompt_loader_state_of_the_same_number_of_shards_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_prompt_loader_state_of_what_was_dealt_anew_stays_small():
+def test_prompt_loader_state_after_redistribution_stays_small():
     former = [PromptLoader(make_rows(100_000), num_shards=2, shard=shard) for shard in range(2)]
     for shard, count in zip(former, (40_000, 10), strict=True):
         list(islice(shard, count))
@@ -149,14 +149,14 @@ def test_prompt_loader_state_of_what_was_dealt_anew_stays_small():
         ([0, 1, 1], "expected a state with num_shards=3, found num_shards=2"),
     ],
 )
-def test_prompt_loader_refuses_states_that_are_not_one_of_each_shard(shards, message):
+def test_prompt_loader_rejects_states_without_exactly_one_per_shard(shards, message):
     states = [PromptLoader(make_rows(6), num_shards=2, shard=shard).state_dict() for shard in shards]
 
     with pytest.raises(ConfigError, match=message):
         PromptLoader(make_rows(6), num_shards=3).load_states(states)
 
 
-def test_prompt_loader_refuses_states_of_another_order_for_another_number_of_shards():
+def test_prompt_loader_with_other_shards_rejects_states_of_another_order():
     states = [PromptLoader(make_rows(6), seed=1).state_dict()]
 
     with pytest.raises(ConfigError, match="seed=0, found seed=1"):
@@ -177,7 +177,7 @@ def test_batch_loader_resumed_anywhere_continues_exactly(n, batch_size, drop_las
     assert taken == whole
 
 
-def test_loader_at_its_end_stays_there_and_resumes_there():
+def test_loader_at_its_end_stays_and_resumes_at_its_end():
     loader = PromptLoader(make_rows(3), epochs=1)
     assert len(list(loader)) == 3
 
@@ -186,7 +186,7 @@ def test_loader_at_its_end_stays_there_and_resumes_there():
     assert keys(resumed(loader, PromptLoader(make_rows(3), epochs=2))) == keys(PromptLoader(make_rows(3), epochs=2))[3:]
 
 
-def test_batch_loader_after_its_last_smaller_batch_resumes_at_the_end():
+def test_batch_loader_after_its_short_batch_resumes_at_the_end():
     loader, again = (BatchLoader(make_rows(5), 2, epochs=1, drop_last=False) for _ in range(2))
     assert [len(batch) for batch in loader] == [2, 2, 1]
 
@@ -197,13 +197,13 @@ def test_batch_loader_after_its_last_smaller_batch_resumes_at_the_end():
             next(again)
 
 
-def test_loader_state_taken_before_the_first_row_is_the_start():
+def test_loader_state_before_the_first_example_is_the_start():
     loader = PromptLoader(make_rows(4), epochs=1)
 
     assert keys(resumed(loader, PromptLoader(make_rows(4), epochs=1))) == keys(loader)
 
 
-def test_loader_loads_a_state_after_it_was_used():
+def test_loader_can_load_a_state_after_use():
     loader = PromptLoader(make_rows(4), epochs=1)
     state = loader.state_dict()
     first = keys(loader)
@@ -223,14 +223,14 @@ def test_loader_loads_a_state_after_it_was_used():
         ({"num_shards": 3}, 7, "rows=7, found rows=6"),
     ],
 )
-def test_prompt_loader_refuses_a_state_of_another_order(arguments, n, message):
+def test_prompt_loader_rejects_a_state_of_another_order(arguments, n, message):
     state = PromptLoader(make_rows(6), num_shards=3).state_dict()
 
     with pytest.raises(ConfigError, match=message):
         PromptLoader(make_rows(n), **arguments).load_state_dict(state)
 
 
-def test_loader_refuses_a_state_of_other_rows():
+def test_loader_rejects_a_state_of_other_data():
     rows = make_rows(6)
     state = PromptLoader(rows).state_dict()
 
@@ -247,7 +247,7 @@ def test_batch_loader_cuts_each_epoch_into_batches(drop_last):
     assert batches == [[(e, i) for i in order.indices(e)[s : s + 4]] for e in range(2) for s in starts]
 
 
-def test_batch_loader_gives_the_same_batches_for_every_number_of_shards():
+def test_batch_loader_yields_the_same_batches_for_every_number_of_shards():
     rows = make_rows(12)
     whole = [sorted(keys(batch)) for batch in BatchLoader(rows, 4, epochs=1)]
 
@@ -272,22 +272,22 @@ def test_batch_loader_resumes_with_another_number_of_shards():
     [
         (10, 4, {"num_shards": 3}, "batch_size: expected a positive multiple of the 3 shards, found 4"),
         (10, 0, {}, "batch_size"),
-        (3, 4, {}, "at least one batch of 4 rows, found 3"),
-        (9, 4, {"num_shards": 2, "drop_last": False}, "a last batch with a row for each of 2 shards, found 1"),
+        (3, 4, {}, "at least one batch of 4 examples, found 3"),
+        (9, 4, {"num_shards": 2, "drop_last": False}, "drop_last=False: .* 2 shards, found 1"),
         (10, 4, {"num_shards": 2, "shard": 2}, "shard"),
         (10, 4, {"num_shards": 0}, "num_shards"),
         (10, 4, {"epochs": -1}, "epochs"),
     ],
 )
-def test_batch_loader_that_cannot_work_is_refused(n, batch_size, arguments, message):
+def test_batch_loader_rejects_invalid_arguments(n, batch_size, arguments, message):
     with pytest.raises(ConfigError, match=message):
         BatchLoader(make_rows(n), batch_size, **arguments)
 
 
-def test_prompt_loader_resume_costs_the_same_wherever_it_stopped():
+def test_prompt_loader_resume_does_not_replay_epochs():
     loader = PromptLoader(make_rows(1000))
     state = loader.state_dict()
-    state["epoch"] = 10**9  # would take hours if it were replayed
+    state["epoch"] = 10**9  # would take hours to replay
 
     started = time.process_time()
     loader.load_state_dict(state)
@@ -296,7 +296,7 @@ def test_prompt_loader_resume_costs_the_same_wherever_it_stopped():
     assert time.process_time() - started < 5
 
 
-def test_loader_state_of_torchdata_continues_at_its_position():
+def test_loader_state_of_torchdata_resumes_at_its_position():
     loader = PromptLoader(make_rows(10), seed=1)
     first = list(islice(loader, 14))
     saved = {"epoch": 1, "position": 4}

@@ -1,4 +1,4 @@
-"""Preference pairs: HH-RLHF's form from files, and generated ones."""
+"""Preference pairs in HH-RLHF's format from files, and generated ones."""
 
 import json
 import random
@@ -35,13 +35,13 @@ def test_hh_rlhf_dialogues_become_messages(tmp_path):
     assert data[0]["rejected"][:-1] == data[0]["chosen"][:-1]
 
 
-def test_hh_rlhf_prompt_and_answers_apart(tmp_path):
+def test_hh_rlhf_separate_prompt_and_answers_are_joined(tmp_path):
     data = HHRLHF(_file(tmp_path, {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}))
 
     assert data[0]["chosen"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def test_hh_rlhf_lists_of_messages(tmp_path):
+def test_hh_rlhf_lists_of_messages_are_kept(tmp_path):
     user = {"role": "user", "content": "2 + 2?"}
     sides = {
         side: [user, {"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))
@@ -94,21 +94,21 @@ def test_hh_rlhf_prompt_is_in_each_conversation_once(tmp_path, prompt, chosen, r
 
 
 @pytest.mark.parametrize("text", ["Here is one:\n\nHuman: Hello!\n\nAssistant: Hi", "So:\n\nAssistant: x"])
-def test_hh_rlhf_text_that_begins_without_a_mark_is_one_turn(tmp_path, text):
+def test_hh_rlhf_text_without_a_mark_at_the_start_is_one_turn(tmp_path, text):
     row = HHRLHF(_file(tmp_path, {"prompt": f"Continue. {text}", "chosen": text, "rejected": "No."}))[0]
 
     assert row["chosen"] == _talk(f"Continue. {text}", text)
 
 
-def test_hh_rlhf_messages_are_read_as_chat_data_are(tmp_path):
+def test_hh_rlhf_messages_are_read_like_chat_data(tmp_path):
     call = {"name": "weather", "arguments": '{"town": "Ulm"}'}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "Weather "}, {"type": "text", "text": "in Ulm?"}]},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}], "name": None},
         {"from": "observation", "value": "rain"},
     ]
-    answers = ({"role": "assistant", "content": text, "reasoning_content": "so"} for text in ("Rain.", "Sun."))
-    row = HHRLHF(_file(tmp_path, dict(zip(("chosen", "rejected"), ([*turns, a] for a in answers), strict=True))))[0]
+    last_turns = ({"role": "assistant", "content": text, "reasoning_content": "so"} for text in ("Rain.", "Sun."))
+    row = HHRLHF(_file(tmp_path, dict(zip(("chosen", "rejected"), ([*turns, a] for a in last_turns), strict=True))))[0]
 
     function = {"name": "weather", "arguments": {"town": "Ulm"}}
     assert row["chosen"] == [
@@ -119,7 +119,7 @@ def test_hh_rlhf_messages_are_read_as_chat_data_are(tmp_path):
     ]
 
 
-def test_hh_rlhf_answers_may_differ_from_an_earlier_turn_on(tmp_path):
+def test_hh_rlhf_sides_may_differ_from_an_earlier_assistant_turn(tmp_path):
     sides = {"chosen": _talk("1?", "a", "2?", "b"), "rejected": _talk("1?", "c", "3?", "d")}
 
     assert HHRLHF(_file(tmp_path, sides))[0]["rejected"] == sides["rejected"]
@@ -150,12 +150,12 @@ def test_hh_rlhf_answers_may_differ_from_an_earlier_turn_on(tmp_path):
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "4", "rejected": "5"},
     ],
 )
-def test_hh_rlhf_pair_that_is_no_question_with_two_answers_is_rejected(tmp_path, row):
+def test_hh_rlhf_pair_without_one_question_and_two_answers_is_rejected(tmp_path, row):
     with pytest.raises(DataError, match=r"train\.jsonl:2"):
         HHRLHF(_file(tmp_path, ROW, row))
 
 
-def test_hh_rlhf_answer_that_begins_with_the_prompt_alone_is_accepted(tmp_path):
+def test_hh_rlhf_one_answer_that_begins_with_the_prompt_is_accepted(tmp_path):
     row = HHRLHF(_file(tmp_path, {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hello"}))[0]
 
     assert row["chosen"] == _talk("Hi", "Hi there!")
@@ -169,7 +169,7 @@ def test_hh_rlhf_answers_may_differ_in_reasoning_or_calls(tmp_path):
         assert row["chosen"][1].keys() - row["rejected"][1].keys() == entry.keys()
 
 
-def test_hh_rlhf_row_is_made_anew(tmp_path):
+def test_hh_rlhf_copies_its_examples(tmp_path):
     data = HHRLHF(_file(tmp_path, ROW))
     data[0]["chosen"][0]["content"] = "changed"
 
@@ -182,19 +182,19 @@ def test_hh_rlhf_row_is_made_anew(tmp_path):
     [
         (
             {"chosen": ROW["chosen"]},
-            "expected a column 'rejected', found only 'chosen'; say .* by data.columns.rejected=NAME",
+            "expected a column 'rejected', found only 'chosen'; .*data.columns.rejected=NAME",
         ),
-        ({**ROW, "rejected": ROW["chosen"]}, "chosen and rejected are the same"),
+        ({**ROW, "rejected": ROW["chosen"]}, "expected different chosen and rejected"),
         ({**ROW, "rejected": DIALOGUE}, "expected 'rejected' to end with an assistant turn"),
         ({**ROW, "rejected": 3}, "rejected: expected a text or a list of messages"),
     ],
 )
-def test_hh_rlhf_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
+def test_hh_rlhf_invalid_pair_error_names_its_line(tmp_path, row, message):
     with pytest.raises(DataError, match=rf"train\.jsonl:2.*{message}"):
         HHRLHF(_file(tmp_path, ROW, row))
 
 
-def test_hh_rlhf_other_form_or_option_is_refused(tmp_path):
+def test_hh_rlhf_unknown_form_or_option_is_rejected(tmp_path):
     path = _file(tmp_path, ROW)
 
     with pytest.raises(ConfigError, match="form"):
@@ -203,7 +203,7 @@ def test_hh_rlhf_other_form_or_option_is_refused(tmp_path):
         HHRLHF(path, level=3)
 
 
-def test_hh_rlhf_empty_file_is_refused(tmp_path):
+def test_hh_rlhf_empty_file_is_rejected(tmp_path):
     with pytest.raises(DataError, match="found none"):
         HHRLHF(_file(tmp_path))
 
@@ -235,11 +235,11 @@ def test_parse_dialogue_with_blank_lines_keeps_marks_at_lines():
     ]
 
 
-def test_parse_dialogue_text_without_marks_is_no_dialogue():
+def test_parse_dialogue_without_marks_returns_no_turns():
     assert parse_dialogue("Assistants: unite") == []
 
 
-def test_word_problem_pairs_differ_in_the_answer_alone():
+def test_word_problem_pairs_differ_only_in_the_answer():
     data = WordProblemPairs(seed=3, size=60)
 
     for row in data[:60]:
@@ -249,7 +249,7 @@ def test_word_problem_pairs_differ_in_the_answer_alone():
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_with_mistake_has_that_mistake_and_no_other(mistake):
+def test_with_mistake_makes_only_that_mistake(mistake):
     for problem in WordProblems(seed=1, size=50).problems:
         right = problem.worked_answer()
         wrong = with_mistake(problem, mistake, random.Random(0))
@@ -260,11 +260,11 @@ def test_with_mistake_has_that_mistake_and_no_other(mistake):
         assert wrong != right
         assert wrong.count("\n") == right.count("\n")
         sums = [line[2:].split(">>")[0].split("=") for line in wrong.splitlines()[:-1]]
-        false = sum(eval(left) != int(result) for left, result in sums)
-        assert false == (mistake == "result")
+        wrong_results = sum(eval(formula) != int(result) for formula, result in sums)
+        assert wrong_results == (mistake == "result")
 
 
-def test_word_problem_pairs_splits_and_seeds():
+def test_word_problem_pairs_are_reproducible_with_disjoint_splits():
     assert WordProblemPairs(seed=1, size=20)[0] == WordProblemPairs(seed=1, size=20)[0]
     train, test = (
         {row["chosen"][0]["content"] for row in WordProblemPairs(split=s, size=200)[:200]} for s in ("train", "test")
@@ -272,6 +272,6 @@ def test_word_problem_pairs_splits_and_seeds():
     assert not train & test
 
 
-def test_pairs_are_found_by_name():
+def test_pairs_are_registered_by_name():
     assert registry.load("rl.datasets", "hh-rlhf") is HHRLHF
     assert registry.load("rl.datasets", "word-problem-pairs") is WordProblemPairs

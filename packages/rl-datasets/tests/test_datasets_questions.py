@@ -1,4 +1,4 @@
-"""Columns that belong to a question, in chat data, questions with answers, and pairs."""
+"""Columns that belong to a question, in chat data, GSM8K data and preference pairs."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def write(path: Path, *rows: Any) -> Path:
         ),
     ],
 )
-def test_chat_columns_of_the_question_are_in_the_messages(
+def test_chat_question_columns_are_in_the_messages(
     tmp_path: Path, form: str, row: Any, columns: dict[str, str], question: list[tuple[str, str]]
 ) -> None:
     messages = Chat(write(tmp_path / "a.jsonl", row), form=form, columns=columns)[0]["messages"]
@@ -91,14 +91,12 @@ def test_chat_columns_of_the_question_are_in_the_messages(
         *(({"messages": "Who?", "answer": "Ann", name: "Ann was here."}, name) for name in UNREAD),
     ],
 )
-def test_chat_column_that_is_not_in_the_question_is_rejected_by_name(
-    tmp_path: Path, form: str, row: Any, column: str
-) -> None:
+def test_chat_unread_question_column_is_rejected_by_name(tmp_path: Path, form: str, row: Any, column: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{column!r}"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [HI, ARR]}, row), form=form)
 
 
-def test_chat_columns_whose_text_is_in_the_question_or_empty_are_accepted(tmp_path: Path) -> None:
+def test_chat_columns_that_are_empty_or_in_the_question_are_accepted(tmp_path: Path) -> None:
     row = {
         "messages": "Which? A: hens\nB: eggs",
         "answer": "B",
@@ -113,7 +111,7 @@ def test_chat_columns_whose_text_is_in_the_question_or_empty_are_accepted(tmp_pa
     assert Chat(write(tmp_path / "a.jsonl", row))[0]["choices"] == ["hens", "eggs"]
 
 
-def test_chat_column_named_unused_is_left_out_of_the_question(tmp_path: Path) -> None:
+def test_chat_column_named_unused_is_excluded_from_the_question(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": "hi", "answer": "Arr", "context": "Ann was here."})
 
     row = Chat(file, columns={"unused_context": "context"})[0]
@@ -121,13 +119,13 @@ def test_chat_column_named_unused_is_left_out_of_the_question(tmp_path: Path) ->
     assert row == {"prompt_id": 0, "messages": [HI], "answer": "Arr", "unused_context": "Ann was here."}
 
 
-def test_chat_answer_of_messages_follows_the_question(tmp_path: Path) -> None:
+def test_chat_answer_as_messages_follows_the_question(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": [HI], "completion": [ARR]})
 
     assert Chat(file, form="sft", columns={"messages": "prompt", "answer": "completion"})[0]["messages"] == [HI, ARR]
 
 
-def test_gsm8k_columns_of_the_question_are_in_the_messages(tmp_path: Path) -> None:
+def test_gsm8k_question_columns_are_in_the_messages(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"question": 7, "input": "plus 1", "answer": "8", "system": "Add."})
 
     row = GSM8K(file, instruction="Be brief.")[0]

@@ -1,4 +1,4 @@
-"""Texts of rows: half characters, empty ones, and answers that are no finite numbers."""
+"""Texts of examples: half characters, empty texts, and answers that are not finite."""
 
 import json
 from pathlib import Path
@@ -31,21 +31,21 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(("made", "row"), HALVES)
-def test_text_that_is_not_utf8_is_rejected_by_row(tmp_path: Path, made: Any, row: Any) -> None:
+@pytest.mark.parametrize(("dataset", "row"), HALVES)
+def test_invalid_utf8_text_is_rejected_with_its_line(tmp_path: Path, dataset: Any, row: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*invalid_text"):
-        made(write(tmp_path / "a.jsonl", row))
+        dataset(write(tmp_path / "a.jsonl", row))
 
 
-@pytest.mark.parametrize(("made", "row"), HALVES)
-def test_text_that_is_not_utf8_is_replaced_on_request(tmp_path: Path, made: Any, row: Any) -> None:
-    text = json.dumps(made(write(tmp_path / "a.jsonl", row), invalid_text="replace")[0], ensure_ascii=False)
+@pytest.mark.parametrize(("dataset", "row"), HALVES)
+def test_invalid_utf8_text_is_replaced_on_request(tmp_path: Path, dataset: Any, row: Any) -> None:
+    text = json.dumps(dataset(write(tmp_path / "a.jsonl", row), invalid_text="replace")[0], ensure_ascii=False)
 
     assert "half \ufffd" in text
     assert text.encode()
 
 
-def test_bytes_of_another_encoding_are_rejected_by_row_or_replaced(tmp_path: Path) -> None:
+def test_bytes_of_another_encoding_are_rejected_or_replaced(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"messages": "1?", "answer": "2"}\n{"messages": "caf\xe9", "answer": "2"}\n')
 
@@ -54,23 +54,23 @@ def test_bytes_of_another_encoding_are_rejected_by_row_or_replaced(tmp_path: Pat
     assert Chat(file, invalid_text="replace")[1]["messages"][0]["content"] == "caf\ufffd"
 
 
-def test_invalid_text_of_another_value_is_rejected(tmp_path: Path) -> None:
+def test_invalid_text_option_with_unknown_value_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="invalid_text"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ASSISTANT]}), invalid_text="drop")
 
 
 @pytest.mark.parametrize("answer", ["NaN", "1e400", "-Infinity", "[1.0, NaN]"])
 @pytest.mark.parametrize(
-    ("made", "form", "question"),
+    ("dataset", "form", "question"),
     [(Chat, "rl", "messages"), (Chat, "sft", "messages"), (GSM8K, "rl", "question"), (GSM8K, "sft", "question")],
 )
-def test_answer_that_is_not_finite_is_rejected_by_row(
-    tmp_path: Path, made: Any, form: str, question: str, answer: str
+def test_nonfinite_answer_is_rejected_with_its_line(
+    tmp_path: Path, dataset: Any, form: str, question: str, answer: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"{question}": "1 + 1?", "answer": {answer}}}\n')
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: "):
-        made(tmp_path / "a.jsonl", form=form)
+        dataset(tmp_path / "a.jsonl", form=form)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_answer_that_is_not_finite_is_rejected_by_row(
     ],
 )
 @pytest.mark.parametrize("form", ["rl", "sft"])
-def test_empty_question_or_completion_is_rejected_by_row(tmp_path: Path, form: str, row: Any) -> None:
+def test_empty_question_or_answer_is_rejected_with_its_line(tmp_path: Path, form: str, row: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: "):
         Chat(write(tmp_path / "a.jsonl", row), form=form)
 
 
 @pytest.mark.parametrize("row", [{"prompt": [{**USER, "content": " "}]}, {"prompt": "hi", "chosen": " "}])
-def test_pair_with_an_empty_question_or_answer_is_rejected_by_row(tmp_path: Path, row: Any) -> None:
+def test_pair_with_empty_question_or_answer_is_rejected_with_its_line(tmp_path: Path, row: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: "):
         HHRLHF(write(tmp_path / "a.jsonl", {"chosen": "2", "rejected": "3", **row}))
 
@@ -116,7 +116,7 @@ def test_empty_turns_with_tool_calls_and_empty_results_are_accepted(tmp_path: Pa
         ([{"text": "a", "type": None}], "a"),
     ],
 )
-def test_tool_result_of_parts_is_json_unless_they_are_texts(tmp_path: Path, content: Any, text: str) -> None:
+def test_tool_result_is_json_unless_all_parts_are_texts(tmp_path: Path, content: Any, text: str) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "find", "arguments": {}}]}
     messages = [USER, call, {"role": "tool", "content": content}, ASSISTANT]
 
@@ -135,7 +135,7 @@ def test_tool_result_of_parts_is_json_unless_they_are_texts(tmp_path: Path, cont
     ],
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_message_part_that_is_no_text_is_rejected(tmp_path: Path, role: str, part: Any, kind: str) -> None:
+def test_message_part_that_is_not_text_is_rejected(tmp_path: Path, role: str, part: Any, kind: str) -> None:
     message = {"role": role, "content": [part, {"type": "input_text", "text": "y"}, "z"]}
 
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{kind}"):

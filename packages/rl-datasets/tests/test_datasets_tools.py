@@ -1,4 +1,4 @@
-"""Tools of rows, and the nulls that Arrow adds to them and to tool calls."""
+"""Tools of examples, and the nulls that Arrow adds to them and to tool calls."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def write(path: Path, *rows: Any) -> Path:
         {"tools": [WEATHER, STOCK], "functions": [WEATHER["function"], STOCK["function"]]},
     ],
 )
-def test_tools_of_any_form_are_schemas_in_the_row(tmp_path: Path, columns: dict[str, Any]) -> None:
+def test_tools_of_any_format_are_schemas_in_the_example(tmp_path: Path, columns: dict[str, Any]) -> None:
     chat = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], **columns})
     pair = write(tmp_path / "b.jsonl", {"prompt": "Weather?", "chosen": "Rain.", "rejected": "Sun.", **columns})
     sums = write(tmp_path / "c.jsonl", {"question": "2?", "answer": "2", **columns})
@@ -56,7 +56,7 @@ def test_tools_of_any_form_are_schemas_in_the_row(tmp_path: Path, columns: dict[
 
 @pytest.mark.parametrize("empty", [[], "[]", "null", "", None])
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_tools_of_a_row_without_any_are_no_entry(tmp_path: Path, column: str, empty: Any) -> None:
+def test_empty_tools_column_adds_no_entry(tmp_path: Path, column: str, empty: Any) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], column: empty})
 
     assert Chat(file, form="sft")[0].keys() == {"prompt_id", "messages"}
@@ -65,7 +65,7 @@ def test_tools_of_a_row_without_any_are_no_entry(tmp_path: Path, column: str, em
 
 @pytest.mark.parametrize("columns", [{"tools": ["search"]}, {"tools": [WEATHER], "tool_defs": [STOCK]}, {"tools": "a"}])
 @pytest.mark.parametrize("form", ["rl", "sft"])
-def test_tools_that_are_no_schemas_are_rejected(tmp_path: Path, form: str, columns: dict[str, Any]) -> None:
+def test_tools_that_are_not_schemas_are_rejected(tmp_path: Path, form: str, columns: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*tool"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], **columns}), form=form)
 
@@ -86,7 +86,7 @@ def test_parquet_nulls_in_calls_and_tools_are_removed(tmp_path: Path) -> None:
     assert [row["extra"] for row in Chat(tmp_path)] == [{"a": 1, "b": None}, {"a": None, "b": 2}]
 
 
-def test_json_nulls_in_calls_and_tools_stay(tmp_path: Path) -> None:
+def test_json_nulls_in_calls_and_tools_are_kept(tmp_path: Path) -> None:
     nullable = tool("weather", "town") | {"strict": None}
     messages = talk("weather", town=None)
 
@@ -95,8 +95,8 @@ def test_json_nulls_in_calls_and_tools_stay(tmp_path: Path) -> None:
     assert (row["messages"], row["tools"]) == (messages, [nullable])
 
 
-def called(tmp_path: Path, *calls: Any) -> list[dict[str, Any]]:
-    """Return the tool calls of a row as they were read."""
+def read_calls(tmp_path: Path, *calls: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of an example as `Chat` reads them."""
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
     return Chat(write(tmp_path / "a.jsonl", {"messages": messages}), form="sft")[0]["messages"][1]["tool_calls"]
 
@@ -116,16 +116,16 @@ def called(tmp_path: Path, *calls: Any) -> list[dict[str, Any]]:
 def test_tool_call_arguments_of_any_name_are_read(tmp_path: Path, call: dict[str, Any]) -> None:
     expected = {"type": "function", "id": "a", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
 
-    assert called(tmp_path, {**call, "id": "a"}) == [expected]
+    assert read_calls(tmp_path, {**call, "id": "a"}) == [expected]
 
 
 @pytest.mark.parametrize("arguments", [{"arguments": ""}, {"arguments": None}, {"arguments": "{}"}, {}])
 def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    assert called(tmp_path, {"name": "now", **arguments})[0]["function"] == {"name": "now", "arguments": {}}
+    assert read_calls(tmp_path, {"name": "now", **arguments})[0]["function"] == {"name": "now", "arguments": {}}
 
 
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("call", "pattern"),
     [
         ({"name": "weather", "arguments": "{'town': 'Ulm'}"}, "town"),
         ({"name": "weather", "arguments": ["Ulm"]}, "Ulm"),
@@ -135,16 +135,16 @@ def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, argumen
         ({"function": {"name": "weather", "arguments": {}, "town": "Ulm"}}, "town"),
     ],
 )
-def test_tool_call_with_entries_that_are_not_read_is_rejected(tmp_path: Path, call: dict[str, Any], named: str) -> None:
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{named}"):
-        called(tmp_path, call)
+def test_tool_call_with_unsupported_entries_is_rejected(tmp_path: Path, call: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{pattern}"):
+        read_calls(tmp_path, call)
 
 
 XLAM = [{"name": "weather", "arguments": {"town": "Ulm"}}, {"name": "stock", "arguments": {"ticker": "ACME"}}]
 
 
 @pytest.mark.parametrize(("answer", "calls"), [(XLAM, XLAM), (json.dumps(XLAM), XLAM), (json.dumps(XLAM[0]), XLAM[:1])])
-def test_chat_answer_of_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any, calls: Any) -> None:
+def test_chat_answer_with_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any, calls: Any) -> None:
     row = {"query": "Weather?", "answers": answer, "tools": json.dumps([WEATHER["function"], STOCK["function"]])}
     file, columns = write(tmp_path / "a.jsonl", row), {"messages": "query", "answer": "answers"}
 
@@ -167,7 +167,7 @@ def test_chat_answer_of_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: 
         ('{"name": "Ann", "arguments": 1}', []),
     ],
 )
-def test_chat_answer_of_other_json_is_text(tmp_path: Path, answer: str, tools: list[Any]) -> None:
+def test_chat_answer_with_other_json_is_text(tmp_path: Path, answer: str, tools: list[Any]) -> None:
     row = {"messages": "Weather?", "answer": answer, "tools": tools}
 
     turn = Chat(write(tmp_path / "a.jsonl", row), form="sft")[0]["messages"][1]

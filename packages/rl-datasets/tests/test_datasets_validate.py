@@ -15,7 +15,7 @@ BAD = {"question": "How many?", "answer": "I forgot"}
 
 
 def ending_reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **_):
-    """1.0 if the text after the hashes is that of the answer."""
+    """Return 1.0 if the text after `####` equals that of the answer, else 0.0."""
     if "####" not in answer:
         raise RewardError("no gold answer")
     return float(completions.split("####")[1] == answer.split("####")[1])
@@ -36,7 +36,7 @@ def dataset(tmp_path: Path, rows: list[dict[str, str]], form: str = "rl") -> GSM
 
 
 @pytest.mark.parametrize("reward_fn", [ending_reward_fn, async_reward_fn])
-def test_validate_of_sound_rows_is_ok(tmp_path, reward_fn):
+def test_validate_valid_examples_is_ok(tmp_path, reward_fn):
     report = validate(dataset(tmp_path, [GOOD, GOOD]), reward_fn)
 
     assert report.ok
@@ -44,16 +44,16 @@ def test_validate_of_sound_rows_is_ok(tmp_path, reward_fn):
 
 
 @pytest.mark.parametrize("reward_fn", [ending_reward_fn, async_reward_fn])
-def test_validate_of_a_broken_row_names_it(tmp_path, reward_fn):
+def test_validate_invalid_example_is_reported(tmp_path, reward_fn):
     report = validate(dataset(tmp_path, [GOOD, BAD, GOOD]), reward_fn)
 
     assert not report.ok
     assert [(o.index, o.reason) for o in report.offences] == [(1, "RewardError: no gold answer")]
     assert "2 of 3 gold answers" in str(report)
-    assert "row 1: RewardError: no gold answer; its answer ends: 'I forgot'" in str(report)
+    assert "example 1: RewardError: no gold answer; its answer ends with 'I forgot'" in str(report)
 
 
-def test_validate_with_a_reward_below_one_lists_all_and_shows_some(tmp_path):
+def test_validate_reward_below_one_lists_all_and_prints_some(tmp_path):
     report = validate(dataset(tmp_path, [GOOD] * 25), half_reward_fn)
 
     assert len(report.offences) == 25
@@ -61,8 +61,8 @@ def test_validate_with_a_reward_below_one_lists_all_and_shows_some(tmp_path):
     assert "and 5 more" in str(report)
 
 
-def test_validate_without_answers_or_rows_is_refused(tmp_path):
-    with pytest.raises(DataError, match="expected an 'answer' in row 0, found only prompt_id, messages"):
+def test_validate_without_answers_or_examples_is_rejected(tmp_path):
+    with pytest.raises(DataError, match="expected an 'answer' in example 0, found only prompt_id, messages"):
         validate(dataset(tmp_path, [GOOD], "sft"), ending_reward_fn)
     with pytest.raises(DataError, match="found none"):
         validate([], ending_reward_fn)
@@ -83,7 +83,7 @@ def test_validate_command_reports_both_splits(tmp_path):
     assert done.stdout == "gsm8k train: 2 of 2 gold answers score 1.0\ngsm8k test: 2 of 2 gold answers score 1.0\n"
 
 
-def test_validate_command_with_offending_rows_fails_and_lists_them(tmp_path, capsys):
+def test_validate_command_with_failing_examples_lists_them(tmp_path, capsys):
     dataset(tmp_path, [GOOD])
     (tmp_path / "my_zero.py").write_text(
         "def zero(prompt, completions, prompt_ids, completion_ids, **_):\n    return 0.0\n"
@@ -94,10 +94,10 @@ def test_validate_command_with_offending_rows_fails_and_lists_them(tmp_path, cap
         code = main(["gsm8k", str(tmp_path), "--reward", "my_zero:zero", "--split", "test"])
 
     assert code == 1
-    assert "0 of 1 gold answers score 1.0\n  row 0: scores 0.0" in capsys.readouterr().out
+    assert "0 of 1 gold answers score 1.0\n  example 0: scores 0.0" in capsys.readouterr().out
 
 
-def test_validate_command_that_cannot_run_says_why(tmp_path, capsys):
+def test_validate_command_prints_why_it_cannot_run(tmp_path, capsys):
     assert main(["gsm9k", str(tmp_path), "--reward", "json:dumps"]) == 2
     assert "unknown name 'gsm9k'" in capsys.readouterr().err
     assert main(["gsm8k", str(tmp_path / "none"), "--reward", "json:dumps"]) == 2
@@ -105,7 +105,7 @@ def test_validate_command_that_cannot_run_says_why(tmp_path, capsys):
 
 
 @pytest.mark.skipif(bool(entry_points(group="rl.rewards", name="gsm8k")), reason="rl-rewards is installed")
-def test_validate_command_without_a_reward_package_names_it(tmp_path, capsys):
+def test_validate_command_without_rl_rewards_names_it(tmp_path, capsys):
     dataset(tmp_path, [GOOD])
 
     assert main(["gsm8k", str(tmp_path)]) == 2
@@ -113,15 +113,15 @@ def test_validate_command_without_a_reward_package_names_it(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not entry_points(group="rl.rewards", name="gsm8k"), reason="rl-rewards is not installed")
-def test_validate_command_with_the_gsm8k_reward_finds_the_broken_row(tmp_path, capsys):
+def test_validate_command_with_gsm8k_reward_reports_invalid_example(tmp_path, capsys):
     dataset(tmp_path, [GOOD, BAD])
 
     assert main(["gsm8k", str(tmp_path), "--split", "train"]) == 1
-    assert "row 1: RewardError: expected `answer` to be a worked answer" in capsys.readouterr().out
+    assert "example 1: RewardError: expected `answer` to be a worked answer" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not entry_points(group="rl.rewards", name="gsm8k"), reason="rl-rewards is not installed")
-def test_validate_command_of_the_generated_problems_succeeds(capsys):
+def test_validate_command_of_generated_problems_succeeds(capsys):
     assert main(["word-problems", "--seed", "5"]) == 0
     assert "word-problems test: 512 of 512 gold answers score 1.0" in capsys.readouterr().out

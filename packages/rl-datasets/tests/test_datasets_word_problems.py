@@ -22,14 +22,14 @@ SEEDS = st.integers(0, 2**32)
 MARK = re.compile(r"<<(\d+)([+-])(\d+)=(\d+)>>(\d+)")
 
 
-def test_problem_two_steps_reads_like_gsm8k() -> None:
+def test_problem_with_two_steps_reads_like_gsm8k() -> None:
     problem = Problem("Ann", "eggs", 11, (Step("finds", 3), Step("sells", 4)))
 
     assert problem.question == "Ann has 11 eggs, finds 3, then sells 4. How many eggs does Ann have?"
     assert problem.worked_answer() == "<<11+3=14>>14\n<<14-4=10>>10\n#### 10"
 
 
-def test_problem_one_and_three_steps_join_their_clauses() -> None:
+def test_problem_with_one_or_three_steps_joins_its_clauses() -> None:
     one = Problem("Ben", "pens", 5, (Step("loses", 1),))
     three = Problem("Ben", "pens", 12, (Step("loses", 1), Step("wins", 2), Step("gets", 3)))
 
@@ -37,16 +37,14 @@ def test_problem_one_and_three_steps_join_their_clauses() -> None:
     assert three.question.startswith("Ben has 12 pens, loses 1, wins 2, then gets 3. How many")
 
 
-def test_worked_answer_mistaken_operations_keeps_arithmetic_right() -> None:
+def test_worked_answer_with_wrong_operations_has_right_arithmetic() -> None:
     problem = Problem("Ann", "eggs", 11, (Step("finds", 3), Step("sells", 4)))
 
     assert problem.worked_answer("-+") == "<<11-3=8>>8\n<<8+4=12>>12\n#### 12"
 
 
 @given(seed=SEEDS, level=st.integers(1, MAX_LEVEL), data=st.data())
-def test_worked_answer_any_operations_is_well_formed_and_never_negative(
-    seed: int, level: int, data: st.DataObject
-) -> None:
+def test_worked_answer_is_well_formed_and_never_negative(seed: int, level: int, data: st.DataObject) -> None:
     problem = draw_problem(random.Random(seed), level)
     operations = data.draw(st.lists(st.sampled_from("+-"), min_size=level, max_size=level))
 
@@ -56,16 +54,16 @@ def test_worked_answer_any_operations_is_well_formed_and_never_negative(
     for line, step, operation in zip(lines, problem.steps, operations, strict=True):
         match = MARK.fullmatch(line)
         assert match is not None
-        left, sign, right, result, shown = match.groups()
-        assert (int(left), sign, int(right)) == (value, operation, step.amount)
+        first_operand, operator, second_operand, result, repeated_result = match.groups()
+        assert (int(first_operand), operator, int(second_operand)) == (value, operation, step.amount)
         value = value + step.amount if operation == "+" else value - step.amount
-        assert int(result) == int(shown) == value >= 0
+        assert int(result) == int(repeated_result) == value >= 0
     assert last == f"#### {value}"
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS, levels=st.sets(st.integers(1, MAX_LEVEL), min_size=1))
-def test_splits_any_seed_and_levels_share_no_core(seed: int, levels: set[int]) -> None:
+def test_word_problems_splits_share_no_core(seed: int, levels: set[int]) -> None:
     train = WordProblems(split="train", seed=seed, levels=sorted(levels), size=300)
     test = WordProblems(split="test", seed=seed, levels=sorted(levels), size=100)
 
@@ -74,14 +72,14 @@ def test_splits_any_seed_and_levels_share_no_core(seed: int, levels: set[int]) -
     assert len(set(train.problems)) == 300
 
 
-def test_word_problems_same_seed_gives_same_rows_and_other_seed_others() -> None:
+def test_word_problems_depend_on_the_seed() -> None:
     first, again, other = (WordProblems(seed=seed, size=50) for seed in (3, 3, 4))
 
     assert list(first) == list(again)
     assert list(first) != list(other)
 
 
-def test_word_problems_rl_row_carries_answer_level_and_verbs() -> None:
+def test_word_problems_rl_example_has_answer_level_and_verbs() -> None:
     rows = WordProblems(seed=1, size=20, levels=3)
 
     row = rows[7]
@@ -93,7 +91,7 @@ def test_word_problems_rl_row_carries_answer_level_and_verbs() -> None:
     assert set(row["verbs"]) <= set(OPERATION_OF)
 
 
-def test_word_problems_sft_row_ends_with_worked_answer() -> None:
+def test_word_problems_sft_example_ends_with_worked_answer() -> None:
     rows = WordProblems(form="sft", seed=1, size=20)
 
     assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"]
@@ -101,7 +99,7 @@ def test_word_problems_sft_row_ends_with_worked_answer() -> None:
     assert rows[2:4] == [rows[2], rows[3]]
 
 
-def test_word_problems_levels_are_mixed_in_equal_parts() -> None:
+def test_word_problems_levels_have_equal_counts() -> None:
     rows = WordProblems(seed=1, size=90, levels=[1, 2, 3])
 
     assert [sum(row["level"] == level for row in rows) for level in (1, 2, 3)] == [30, 30, 30]
@@ -115,7 +113,7 @@ def test_word_problems_defaults_hold_out_512_with_every_verb() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"split": "validation"}, "split"),
         ({"form": "dpo"}, "form"),
@@ -127,6 +125,6 @@ def test_word_problems_defaults_hold_out_512_with_every_verb() -> None:
         pytest.param({"levels": 1, "split": "test", "size": 100_000}, "at most about", marks=pytest.mark.slow),
     ],
 )
-def test_word_problems_impossible_settings_are_refused(options: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_word_problems_invalid_options_are_rejected(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         WordProblems(**options)  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""Conversations of any kind: rows with `messages`, for supervised learning and, with a reward, for reinforcement
-learning."""
+"""Data set of conversations: examples with `messages`, for supervised learning or, with a reward, for RL."""
 
 from __future__ import annotations
 
@@ -21,35 +20,36 @@ from rl_datasets.tools import is_tools, read_tools
 
 @dataclass(frozen=True)
 class ChatOptions(FileOptions):
-    """What may be set beyond path, split and form."""
+    """Options of `chat` in addition to path, split and form."""
 
     subset: str | None = None
     """Configuration name on the hub, and the folder of that name in a local copy of the hub's repository."""
     system: str = ""
-    """A system message that is put before each conversation which has none."""
+    """System message to insert before each conversation without one."""
     instruction: str = ""
-    """Appended to the last question after a blank line, for example how to end the answer."""
+    """Text to append to the last question after a blank line, for example the required form of the answer."""
 
 
-_ANSWERS = (("answer", "content"), ("tool_calls", "tool_calls"))
-"""Entries of a row in RL form, and those of its last message that they are."""
+_ANSWER_ENTRIES = (("answer", "content"), ("tool_calls", "tool_calls"))
+"""Entries of an example in RL form, each with the entry of the last message that it is copied from."""
 
 
 class Chat(Rows[dict[str, Any]]):
-    """The rows of one split, in the order of the file.
+    """Examples of one split, in the order of the file.
 
-    A row's `messages` are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text: the
-    user's question, or a dialogue. See `rl_datasets.conversations.read_messages`, and
+    The `messages` of an example are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text:
+    the user's question, or a dialogue. See `rl_datasets.conversations.read_messages`, and
     `rl_datasets.questions.read_question` for the columns `system`, `history` and `input`.
 
-    RL form: `{"prompt_id": row index, "messages": up to the answer, "answer": ..., ...}`. A last message of the
-    assistant's is no part of the prompt; where the row has no `answer`, its text is, and its `tool_calls` are an entry
-    of the row. All further columns that JSON can hold go along, and a reward is given them as keyword arguments.
+    RL form: `{"prompt_id": index, "messages": up to the answer, "answer": ..., ...}`. A last message of the assistant
+    is removed from the prompt. If the record has no `answer`, the text of this message becomes the `answer`, and its
+    `tool_calls` become an entry of the example. All other columns that JSON can represent are kept, and a reward gets
+    them as keyword arguments.
 
-    SFT form: `{"prompt_id": row index, "messages": all of them}`. Where they end with a question, the row's `answer`
-    comes behind them: a text, messages, or, in a row with tools, a list of calls `{"name", "arguments"}`.
+    SFT form: `{"prompt_id": index, "messages": all messages}`. If they end with a question, the record's `answer` is
+    appended: a text, messages, or, in a record with tools, a list of calls `{"name", "arguments"}`.
 
-    Both have `tools` where the row has any, see `rl_datasets.tools.read_tools`.
+    Both forms include `tools` if the record has tools; see `rl_datasets.tools.read_tools`.
     """
 
     reads_files = True
@@ -63,35 +63,39 @@ class Chat(Rows[dict[str, Any]]):
         columns: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Read and check all rows.
+        """Read and check all examples.
 
         Args:
             path: directory, file or hub id; see `rl_datasets.files.read_records`.
             split: `train` or `test`, for example.
             form: `rl` or `sft`.
-            seed: part of every data set's signature; nothing is generated.
-            columns: our names (`messages`, `answer`, arguments of the reward) to those in the file.
+            seed: ignored, because nothing is generated; every data set accepts it.
+            columns: map from expected names (`messages`, `answer`, arguments of the reward) to columns of the file.
             **options: fields of `ChatOptions`.
 
         Raises:
-            ConfigError: no path, or an unknown form or option.
-            DataError: nothing can be read there, or a row lacks its messages or the text to learn, or has text that is
-                not UTF-8.
+            ConfigError: `path` is empty, or `form` or an option is unknown.
+            DataError: the data cannot be read, or a record lacks its messages or the text to learn, or has text that
+                is not UTF-8.
         """
         require(bool(path), "data.path of chat data", "a directory, a .jsonl or .parquet file, or a hub id", str(path))
         require_form("chat", form, ("rl", "sft"))
-        made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
-        records = read_records(path, split, chosen.subset, columns)
+        build, chat_options = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
+        records = read_records(path, split, chat_options.subset, columns)
         super().__init__(
             [
-                checked(record[0], made(record, _messages(record, chosen, columns)) | read_tools(record), chosen)
+                checked(
+                    record[0],
+                    build(record, _messages(record, chat_options, columns)) | read_tools(record),
+                    chat_options,
+                )
                 for record in records
             ]
         )
         if not self._items:
             raise DataError(
-                f"{path}: expected rows in the split {split!r}, found none; is its file empty? (Commands need no "
-                "test rows with evaluation.rows=0.)"
+                f"{path}: expected examples in the split {split!r}, found none; check whether its file is empty, or "
+                "set evaluation.rows=0 if you need no test data"
             )
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +103,7 @@ class Chat(Rows[dict[str, Any]]):
 
 
 def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
-    """Return the RL form of a row."""
+    """Return the RL form of an example."""
     where, row = record
     rest = {name: value for name, value in row.items() if name != "messages" and not is_tools(name) and _plain(value)}
     if messages[-1]["role"] == "assistant":
@@ -107,17 +111,17 @@ def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
         if rest.get("answer") is None:
             _require_learned(where, [last])
             reject_empty(where, [last])
-            rest |= {name: last[key] for name, key in _ANSWERS if last.get(key)}
+            rest |= {name: last[key] for name, key in _ANSWER_ENTRIES if last.get(key)}
     if isinstance(rest.get("answer"), str) and not rest["answer"].strip():
-        raise DataError(f"{where}: expected text in the column 'answer', found {rest['answer']!r}; remove the row")
+        raise DataError(f"{where}: expected text in the column 'answer', found {rest['answer']!r}; remove the example")
     reject_empty(where, messages)
     if not any(message["role"] != "system" for message in messages):
-        raise DataError(f"{where}: expected messages with a question before the answer, found none; remove the row")
+        raise DataError(f"{where}: expected messages with a question before the answer, found none; remove the example")
     return {**rest, "messages": messages}
 
 
 def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
-    """Return the SFT form of a row."""
+    """Return the SFT form of an example."""
     where, row = record
     reject_row_weight(where, row)
     if messages[-1]["role"] != "assistant":
@@ -128,7 +132,7 @@ def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
 
 
 def _answer(record: Record, role: str) -> list[Message]:
-    """Return the turns of the column `answer`: text, messages, or calls in a row that has tools."""
+    """Return the turns of the column `answer`: text, messages, or calls if the record has tools."""
     where, row = record
     if "answer" not in row:
         raise missing(f"{where}: the messages end with a turn of {role!r}", row, "answer")
@@ -146,7 +150,7 @@ def _answer(record: Record, role: str) -> list[Message]:
 
 
 def _has_calls(value: Any) -> bool:
-    """Whether a value is a tool call or a list of tool calls."""
+    """Return whether a value is a tool call or a list of tool calls."""
     calls = value if isinstance(value, list) else [value]
     return bool(calls) and all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls)
 
@@ -154,12 +158,12 @@ def _has_calls(value: Any) -> bool:
 def _require_learned(where: str, messages: list[Message]) -> None:
     if not any(map(is_learned, messages)):
         raise DataError(
-            f"{where}: expected an assistant turn to learn from, found that all have the weight 0; remove the row"
+            f"{where}: expected an assistant turn to learn from, found weight 0 in all of them; remove the example"
         )
 
 
 def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:
-    """The conversation of a row, with the options' system message and instruction."""
+    """Return the conversation of an example, with the system message and instruction of the options."""
     where, row = record
     if "messages" not in row:
         raise missing(where, {(columns or {}).get(name, name): value for name, value in row.items()}, "messages")
@@ -167,14 +171,14 @@ def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] |
     reject_unread(record, "messages", messages)
     if options.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": options.system})
-    asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if options.instruction and asked is not None:
-        asked["content"] = f"{asked['content']}\n\n{options.instruction}"
+    question = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if options.instruction and question is not None:
+        question["content"] = f"{question['content']}\n\n{options.instruction}"
     return messages
 
 
 def _plain(value: Any) -> bool:
-    """Whether JSON can hold a value, as what goes to a reward's process must be."""
+    """Return whether JSON can represent a value, which is required to send it to a reward worker."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _plain(inner) for key, inner in value.items())
     if isinstance(value, list):

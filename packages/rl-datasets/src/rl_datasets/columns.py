@@ -1,4 +1,4 @@
-"""Columns by the names that they have elsewhere (`data.columns`), and what is said where one is missing."""
+"""Map columns of a file to the expected names (`data.columns`), and report missing columns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from rl_contracts.errors import ConfigError, DataError
 
 Record = tuple[str, dict[str, Any]]
-"""Where a record stands (`train.jsonl:17`), and the record."""
+"""Location of a record (`train.jsonl:17`), and the record."""
 
 QUESTION = ("system", "history", "input", "tools")
-"""Columns that every data set of files reads beside its question."""
+"""Columns that every file-based data set reads in addition to its question."""
 
 UNUSED = "unused_"
-"""Beginning of the names by which columns are left out (`data.columns.unused_context=context`)."""
+"""Prefix of names that exclude a column from the question (`data.columns.unused_context=context`)."""
 
 USUAL: dict[str, tuple[str, ...]] = {
     "question": ("problem", "prompt", "query", "instruction", "input"),
@@ -24,68 +24,69 @@ USUAL: dict[str, tuple[str, ...]] = {
     "chosen": ("accepted", "preferred", "winner", "answer_w"),
     "rejected": ("refused", "dispreferred", "loser", "answer_l"),
 }
-"""What others call a column of ours, the likeliest first."""
+"""Names of each expected column in public data sets, the likeliest first."""
 
 
 def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[Record]:
-    """Records whose columns have our names.
+    """Yield the records with their columns renamed to the expected names.
 
     Args:
-        records: as they were read.
-        columns: our name of a column to the one that it has there, with dots for what lies inside of another
+        records: records as read from the file.
+        columns: map from expected names to columns of the file, with dots for nested values
             (`reward_model.ground_truth`).
 
     Raises:
-        DataError: a record has no such column, or another part of the question by our name, which would be lost.
+        DataError: a record lacks such a column, or already has a question column of the expected name, which would be
+            lost.
     """
-    sources = {name for theirs in columns.values() for name in (theirs, theirs.partition(".")[0])}
+    sources = {name for source in columns.values() for name in (source, source.partition(".")[0])}
     for where, row in records:
         if not columns:
             yield where, row
             continue
-        found = {}
-        for ours, theirs in columns.items():
-            there, found[ours] = _inside(row, theirs)
-            if not there:
+        values = {}
+        for field, source in columns.items():
+            exists, values[field] = _lookup(row, source)
+            if not exists:
                 raise DataError(
-                    f"{where}: expected a column {theirs!r} (data.columns.{ours}={theirs}), found {_names(row)}; name "
-                    f"the right one by data.columns.{ours}, or complete the row"
+                    f"{where}: expected a column {source!r} (data.columns.{field}={source}), found {_names(row)}; "
+                    f"set data.columns.{field} to the right column, or complete the example"
                 )
-            if ours in QUESTION and ours not in sources and row.get(ours) not in (None, "", [], {}, found[ours]):
+            if field in QUESTION and field not in sources and row.get(field) not in (None, "", [], {}, values[field]):
                 raise DataError(
-                    f"{where}: expected no column {ours!r} beside {theirs!r} (data.columns.{ours}={theirs}), found "
-                    f"{row[ours]!r:.60}; leave it out by data.columns.{UNUSED}{ours}={ours}, or read it instead"
+                    f"{where}: expected no column {field!r} beside {source!r} (data.columns.{field}={source}), found "
+                    f"{row[field]!r:.60}; exclude it by data.columns.{UNUSED}{field}={field}, or read it instead"
                 )
-        yield where, {name: value for name, value in row.items() if name not in columns.values()} | found
+        yield where, {name: value for name, value in row.items() if name not in columns.values()} | values
 
 
 def require_known(name: str, columns: Mapping[str, str] | None, known: tuple[str, ...]) -> None:
-    """Reject names that are none of a data set's columns, and do not begin with `UNUSED`.
+    """Reject names that the data set does not know and that do not begin with `UNUSED`.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: a name is unknown.
     """
-    odd = sorted(name for name in columns or () if name not in known and not name.startswith(UNUSED))
-    if odd:
-        raise ConfigError(f"data.columns of {name} data: expected names of its columns {known}, found {odd}")
+    unknown = sorted(name for name in columns or () if name not in known and not name.startswith(UNUSED))
+    if unknown:
+        raise ConfigError(f"data.columns of {name} data: expected names of its columns {known}, found {unknown}")
 
 
 def missing(where: str, row: Mapping[str, Any], column: str) -> DataError:
-    """The error of a record without a column that it needs: which, what is there, and the setting that maps it."""
-    likely = [name for name in USUAL.get(column, ()) if _inside(row, name)[0]]
+    """Return the error for a missing column: its name, the columns of the record, and the setting that maps one."""
+    likely = [name for name in USUAL.get(column, ()) if _lookup(row, name)[0]]
     return DataError(
-        f"{where}: expected a column {column!r}, found {_names(row)}; say which one it is by "
-        f"data.columns.{column}={likely[0] if likely else 'NAME'}, or complete the row"
+        f"{where}: expected a column {column!r}, found {_names(row)}; select it with "
+        f"data.columns.{column}={likely[0] if likely else 'NAME'}, or complete the example"
     )
 
 
-def _inside(row: Mapping[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether a row has a column, and its value: one of that very name, or a path into others."""
+def _lookup(row: Mapping[str, Any], name: str) -> tuple[bool, Any]:
+    """Return whether a record has a column of this exact name or nested path, and its value."""
     if name in row:
         return True, row[name]
     outer, _, rest = name.partition(".")
     inner = row.get(outer)
-    return _inside(inner, rest) if rest and isinstance(inner, Mapping) else (False, None)
+    return _lookup(inner, rest) if rest and isinstance(inner, Mapping) else (False, None)
 
 
 def _names(row: Mapping[str, Any]) -> str:
@@ -94,5 +95,5 @@ def _names(row: Mapping[str, Any]) -> str:
 
 
 def _paths(name: str, value: Any) -> list[str]:
-    """The names by which a column can be called: of one that holds others, theirs."""
+    """Return the names that can select a column: its name, or the paths of its nested columns."""
     return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]

@@ -1,4 +1,4 @@
-"""Read conversations: the one reader of messages for chat, preference and tool data."""
+"""Reader of conversations, shared by chat, preference and tool data."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "ai", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
-"""Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), and the chat templates' names for them."""
+"""Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), mapped to the names that chat templates use."""
 _ROLE = ("role", "from")
 _CONTENT = ("content", "value")
 _CALLS = ("tool_calls", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""Names of a call's arguments (OpenAI, Llama, LangChain, Anthropic)."""
+"""Names for the arguments of a call (OpenAI, Llama, LangChain, Anthropic)."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _EMPTY: tuple[Any, ...] = ("", [], {})
 _CALL = {"id", "index", "type"}
-"""Further entries of a call."""
+"""Additional entries that a call may have."""
 _ROW_SWITCHES = ("weight", "loss_weight", "sample_weight", "train", "trainable")
 _SWITCHES = (*_ROW_SWITCHES, "training", "learn", "loss")
-"""Entries that say whether a turn is learned."""
+"""Entries that state whether a turn is learned."""
 _NOT_READ = re.compile(
     r"(image|audio|video|document)s?|functions|function_calls|tools|is_target|no_grad"
     r"|(.*_)?(weight|train|learn|loss|mask|supervis|ignore).*"
 )
-"""Entries of a message that no chat template shows, and other names for whether a turn is learned."""
+"""Entries of a message that no chat template renders, and unsupported names for whether a turn is learned."""
 
 
 def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
     """Return the messages of a column.
 
     Args:
-        where: place of the row, for errors.
+        where: location of the record, for errors.
         value: a list of messages, one message, one of these as JSON text, or another text. A text that begins with
             `Human:` or `Assistant:` is a dialogue (see `parse_dialogue`), any other is one message.
-        role: role of a text that is no dialogue.
+        role: role of a text that is not a dialogue.
 
     Returns:
-        Messages with `role`, a text `content`, and the further entries of each that are not null; `tool_calls` as
-        OpenAI writes them, with arguments as objects. An assistant turn that is not learned has `weight` 0, whichever
-        entry says so.
+        Messages with `role`, a text `content`, and all other entries that are not null. `tool_calls` have OpenAI's
+        format, with arguments as objects. An assistant turn that is not learned has `weight` 0, whatever the name of
+        the entry in the file.
 
     Raises:
-        DataError: the value holds no messages, or a message or an entry of it cannot be read.
+        DataError: the value has no messages, or a message or an entry of it cannot be read.
     """
     value = decoded(value)
     if isinstance(value, str) and value.strip() and not is_dialogue(value):
@@ -64,23 +64,23 @@ def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
     messages = parse_dialogue(value) if isinstance(value, str) else [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(
-            f"{where}: expected a text or a list of messages with role and content, found {value!r:.60}; complete the "
-            "row or remove it"
+            f"{where}: expected a text or a list of messages with role and content, found {value!r:.60}; complete or "
+            "remove the example"
         )
     return [_message(where, message) for message in messages]
 
 
 def is_dialogue(text: str) -> bool:
-    """Whether a text begins with the mark of a turn."""
+    """Return whether a text begins with the mark of a turn."""
     return _FIRST_TURN.match(text) is not None
 
 
 def parse_dialogue(text: str) -> list[Message]:
     """Return the turns of a text marked `\\n\\nHuman:` and `\\n\\nAssistant:`; none if it does not begin with a mark.
 
-    Marks may also follow a single line break, in a text that has no other marks after a blank line.
-    Turns that follow each other with the same role are joined by a blank line, because chat templates ask for
-    alternation. A mark of the assistant with nothing after it, at the end, opens the answer and is no turn.
+    If no later mark follows a blank line, marks after a single line break also count. Consecutive turns of the same
+    role are joined by a blank line, because chat templates require alternating roles. An assistant mark at the end
+    with no text after it opens the answer and is not a turn.
     """
     if not is_dialogue(text):
         return []
@@ -97,43 +97,43 @@ def parse_dialogue(text: str) -> list[Message]:
 
 
 def without_opening(messages: list[Message]) -> list[Message]:
-    """Return the messages of a prompt without an empty assistant turn at their end, which only opens the answer."""
+    """Return the messages of a prompt without a final empty assistant turn, which only opens the answer."""
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" and is_empty(messages[-1]) else messages
 
 
 def is_empty(message: Message) -> bool:
-    """Whether a message has neither text nor tool calls."""
+    """Return whether a message has neither text nor tool calls."""
     return not message["content"].strip() and not message.get("tool_calls")
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a message is an assistant turn to learn from."""
+    """Return whether a message is an assistant turn to learn from."""
     return bool(message["role"] == "assistant" and message.get("weight") != 0)
 
 
 def reject_row_weight(where: str, row: Mapping[str, Any]) -> None:
-    """Reject a row with a weight of its own: every row counts once.
+    """Reject a record with a weight other than 1, because every example counts once.
 
     Raises:
-        DataError: names the column.
+        DataError: a weight column is not 1 or null.
     """
     for name in _ROW_SWITCHES:
         if row.get(name, 1) not in (1, None):
             raise DataError(
                 f"{where}: expected 1 in {name!r}, because each example counts once, found {row[name]!r:.60}; "
-                f"remove the row, or leave the column out by data.columns.{UNUSED}{name}={name}"
+                f"remove the example, or exclude the column by data.columns.{UNUSED}{name}={name}"
             )
 
 
 def _message(where: str, message: Any) -> Message:
-    """Return one message without the entries that are null."""
+    """Return one message without null entries."""
     entries = _entries(message)
     name, content, calls = (_one_of(where, entries, names) for names in (_ROLE, _CONTENT, _CALLS))
     if name == "function_call":
         content, calls = None, content
     calls = parsed(calls)
     if not isinstance(name, str) or (content is None and not calls):
-        raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; correct the row")
+        raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; correct the example")
     role = name.strip().lower()
     role = _ROLES.get(role, role)
     weight = _weight(where, role, entries)
@@ -141,20 +141,20 @@ def _message(where: str, message: Any) -> Message:
         if _NOT_READ.fullmatch(key.lower()) and value not in _EMPTY:
             raise DataError(
                 f"{where}: expected messages without {key!r}, which is not read, found {value!r:.60} (role {role}); "
-                "remove it or the row, and mark turns that are not learned by weight 0"
+                "remove it or the example, and mark turns that are not learned by weight 0"
             )
     result = {**entries, **weight, "role": role, "content": _text(where, role, content)}
     return result | ({"tool_calls": _calls(where, calls)} if calls else {})
 
 
 def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
-    """Return the weight 0 of a turn that is not learned, and take the entries that say it out of a message."""
+    """Return `{"weight": 0}` for a turn that is not learned, else `{}`; remove the entries that state it."""
     switches = {key: entries.pop(key) for key in _SWITCHES if key in entries}
     for key, value in switches.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(
-                f"{where}: expected {' or '.join(_SWITCHES)} with 0 or 1 in messages, found {key}={value!r:.60}; turns "
-                "are learned or not, so change or remove it"
+                f"{where}: expected {' or '.join(_SWITCHES)} with 0 or 1 in messages, found {key}={value!r:.60}; "
+                "change or remove it"
             )
         if value and (role != "assistant" or not all(switches.values())):
             raise DataError(
@@ -165,31 +165,31 @@ def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
 
 
 def _text(where: str, role: str, content: Any) -> str:
-    """Return content as a text: a list of text parts is joined, another result of a tool is written as JSON."""
+    """Return content as text: join a list of text parts; write numbers and other results of tools as JSON."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    others = [part for part in parts if not _is_text(role, part)]
-    if isinstance(content, list) and not others:
+    unread = [part for part in parts if not _is_text(role, part)]
+    if isinstance(content, list) and not unread:
         return "".join(part if isinstance(part, str) else part["text"] for part in parts)
     is_number = isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content)
     if role == "tool" or is_number:
         return json.dumps(content, ensure_ascii=False, default=str)
     raise DataError(
         f"{where}: expected a text or a list of text parts as content (role {role}), found "
-        f"{(others or parts)[0]!r:.60}; only text is read, so remove the row"
+        f"{(unread or parts)[0]!r:.60}; only text is read, so remove the example"
     )
 
 
 def _is_text(role: str, part: Any) -> bool:
-    """Whether a part of a message is a text, or an object that holds one and nothing else to show."""
+    """Return whether a part of a message is a text, or an object that contains only a text."""
     entries = _entries(part)
     is_part = entries.get("type") in _TEXT_PARTS or entries.keys() == {"text"}
     return isinstance(entries.get("text"), str) if is_part else isinstance(part, str) and role != "tool"
 
 
 def _calls(where: str, value: Any) -> list[dict[str, Any]]:
-    """Return tool calls as `{"type": "function", "function": {"name", "arguments"}}` with objects as arguments."""
+    """Return tool calls as `{"type": "function", "function": {"name", "arguments"}}`, with arguments as objects."""
     return [_call(where, call) for call in (value if isinstance(value, list) else [value])]
 
 
@@ -200,44 +200,44 @@ def _call(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise DataError(
             f"{where}: expected tool calls with the name of a function and an object as arguments, found "
-            f"{value!r:.120}; correct the row"
+            f"{value!r:.120}; correct the example"
         )
     if unread := sorted(call.keys() - _CALL):
         raise DataError(
             f"{where}: expected a name, arguments and {', '.join(sorted(_CALL))} in tool calls, found also "
-            f"{', '.join(unread)}; remove it, or rename it if it holds the arguments"
+            f"{', '.join(unread)}; remove it, or rename it if it contains the arguments"
         )
     return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries that are not null, because Parquet gives every object all keys; none of what is no object."""
+    """Return the non-null entries of an object, because Parquet gives every object all keys; else an empty dict."""
     return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, Mapping) else {}
 
 
 def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Take the entries of these names out, and return the one that is not empty; None where there is none."""
-    given = [entries.pop(name) for name in names if name in entries]
-    filled = [value for value in given if value not in _EMPTY]
+    """Remove the entries of these names, and return the one that is not empty, or None."""
+    values = [entries.pop(name) for name in names if name in entries]
+    filled = [value for value in values if value not in _EMPTY]
     if any(value != filled[0] for value in filled):
         raise DataError(f"{where}: expected one of {', '.join(names)}, found {filled!r:.120}; keep one of them")
-    return (filled or given or [None])[0]
+    return (filled or values or [None])[0]
 
 
 def has_messages(value: Any) -> bool:
-    """Whether a value is a message or a list of messages."""
+    """Return whether a value is a message or a list of messages."""
     messages = value if isinstance(value, list) else [value]
     return bool(messages) and all(isinstance(item, Mapping) and {*_ROLE} & item.keys() for item in messages)
 
 
 def decoded(value: Any) -> Any:
-    """Return the messages that a text of JSON holds; any other value as it is."""
-    found = parsed(value)
-    return found if has_messages(found) else value
+    """Return the messages in a JSON text, or any other value unchanged."""
+    result = parsed(value)
+    return result if has_messages(result) else value
 
 
 def parsed(value: Any) -> Any:
-    """Return the object, list or null that a text of JSON holds; any other value as it is."""
+    """Return the object, list or null in a JSON text, or any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

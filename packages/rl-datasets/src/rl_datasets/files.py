@@ -1,6 +1,6 @@
-"""Records of a data set, wherever they lie: a directory, a file or the Hugging Face hub.
+"""Read the records of a data set from a directory, a file or the Hugging Face hub.
 
-Every error is a `DataError` that names the file, and the line where there is one.
+Every error is a `DataError` that names the file, and the line if there is one.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", 
 _READ_SUFFIXES = (".jsonl", ".parquet")
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?:-[0-9a-f]+)?\.\w+")
 PARQUET = b"PAR1"
-"""With which a file of that kind begins and ends."""
+"""First and last bytes of a Parquet file."""
 HUB_SECONDS = 10.0
-"""Within which the hub answers, or counts as out of reach."""
+"""Timeout in seconds of the check whether the hub is reachable."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def read_records(
     path: str | Path, split: str, subset: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """Yield the records of one split. Messages and tools of Parquet files and the hub have no null entries.
+    """Yield the records of one split. Messages and tools from Parquet files and the hub have no null entries.
 
     Args:
         path: a directory with `<split>.jsonl`, `<split>.parquet`, or shards `<split>-*` of one of these kinds (there
-            or in `subset/`); a `.jsonl` or `.parquet` file; or a hub id `owner/name`. A file is any split that is asked
-            for, unless it has another split's name.
+            or in `subset/`); a `.jsonl` or `.parquet` file; or a hub id `owner/name`. A file serves as any requested
+            split, unless it is named after another split.
         split: `train` or `test`, for example.
-        subset: the part of the data set, where it has several: the hub's configuration name.
+        subset: configuration name on the hub, for a data set that has several.
         columns: see `rl_datasets.columns.renamed`.
 
     Raises:
-        DataError: nothing is there, the file is of an unknown kind, it cannot be read, a shard is missing, there are
-            several candidates, or a record lacks one of `columns`.
+        DataError: the path does not exist, the file is of an unknown kind or cannot be read, a shard is missing, there
+            are several candidates, or a record lacks one of `columns`.
     """
     records, is_arrow = _records(path, split, subset)
     for where, row in renamed(records, columns or {}):
@@ -51,7 +51,7 @@ def read_records(
 
 
 def _records(path: str | Path, split: str, subset: str | None) -> tuple[Iterator[Record], bool]:
-    """Return the records of a split, and whether they are Arrow's, whose structs have all keys."""
+    """Return the records of a split, and whether they come from Arrow, whose structs have all keys."""
     local = Path(path).expanduser()
     if local.is_dir():
         files = _files_of_split(local, split, subset)
@@ -62,8 +62,8 @@ def _records(path: str | Path, split: str, subset: str | None) -> tuple[Iterator
         return _read_hub(str(path), split, subset), True
     else:
         raise DataError(
-            f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; paths begin at "
-            f"{Path.cwd()}"
+            f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; correct the "
+            f"path, which is relative to {Path.cwd()}"
         )
     is_arrow = files[0].suffix != ".jsonl"
     return _read_parquet(files) if is_arrow else _read_jsonl(files), is_arrow
@@ -78,17 +78,17 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
     if any(file.suffix in _READ_SUFFIXES for file in files):
         _check_shards(directory, split, files)
         return files
-    found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+    names = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
     raise DataError(
-        f"{directory}: expected {split}.jsonl or {split}.parquet (nothing else is read) for the split {split!r}, found "
-        f"{found}; "
-        "put the file there or name another split (data.train_split, data.test_split); with evaluation.rows=0 a run "
-        "needs no held-out rows"
+        f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found "
+        f"{names}; "
+        "add the file, name another split (data.train_split, data.test_split), or set evaluation.rows=0 to train "
+        "without held-out examples"
     )
 
 
 def _check_shards(directory: Path, split: str, files: list[Path]) -> None:
-    """Reject files of which some would not be read: one file, or all shards of one kind in one folder, are a split."""
+    """Reject a split that is neither one file nor all shards of one kind in one folder."""
     names = [str(file.relative_to(directory)) for file in files]
     shards = [_SHARD.fullmatch(name) for name in names]
     kinds = {
@@ -98,7 +98,7 @@ def _check_shards(directory: Path, split: str, files: list[Path]) -> None:
     if len(kinds) > 1:
         raise DataError(
             f"{directory}: expected the split {split!r} in one file, or in shards of one kind, found "
-            f"{', '.join(names[:8])}; remove or rename those that are not to be read"
+            f"{', '.join(names[:8])}; remove or rename the other files"
         )
     if shards[0]:
         total = int(shards[0]["total"])
@@ -106,20 +106,20 @@ def _check_shards(directory: Path, split: str, files: list[Path]) -> None:
         first = int(0 not in numbers)
         if numbers != [*range(first, total + first)]:
             missing = sorted({*range(first, total + first)} - {*numbers})
-            lacks = f"; shard {', '.join(map(str, missing[:8]))} of {total} is missing" if missing else ""
+            gaps = f"; shard {', '.join(map(str, missing[:8]))} of {total} is missing" if missing else ""
             raise DataError(
-                f"{directory}: expected each shard of the split {split!r} once, found {', '.join(names[:8])}{lacks}; "
-                "fetch or write the shards again"
+                f"{directory}: expected each shard of the split {split!r} once, found {', '.join(names[:8])}{gaps}; "
+                "download or write the shards again"
             )
 
 
 def _check_file(file: Path, split: str) -> None:
     if file.suffix not in _READ_SUFFIXES:
         raise DataError(f"{file}: expected a .jsonl or .parquet file, found the extension {file.suffix!r}; convert it")
-    named = re.sub(r"-\d+(-of-\d+(-[0-9a-f]+)?)?", "", file.stem)
-    if named in _SPLITS and named != split:
+    split_of_name = re.sub(r"-\d+(-of-\d+(-[0-9a-f]+)?)?", "", file.stem)
+    if split_of_name in _SPLITS and split_of_name != split:
         raise DataError(
-            f"{file}: expected the split {split!r}, found a file named after the split {named!r}; "
+            f"{file}: expected the split {split!r}, found a file named after the split {split_of_name!r}; "
             f"give its directory, so that each split is read from its own file"
         )
 
@@ -127,7 +127,7 @@ def _check_file(file: Path, split: str) -> None:
 def _read_jsonl(files: list[Path]) -> Iterator[Record]:
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # rows are checked one by one
+            with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # checked per example
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
@@ -140,32 +140,32 @@ def _parse_line(where: str, line: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         if not line.isascii() and SURROGATE.search(line):
-            raise DataError(f"{where}: cannot be read as UTF-8 text; save it as that") from error
+            raise DataError(f"{where}: cannot be read as UTF-8 text; save it as UTF-8") from error
         raise DataError(
-            f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}; mend the line"
+            f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}; correct the line"
         ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}; mend the line")
+        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}; correct the line")
     return record
 
 
 def _read_parquet(files: list[Path]) -> Iterator[Record]:
     for file in files:
         _check_parquet(file)
-    from datasets import load_dataset  # takes seconds; jsonl does without it
+    from datasets import load_dataset  # the import takes seconds, and JSON lines do not need it
 
     for file in files:
         try:
-            # streamed: nothing is written to a cache directory
+            # Streaming writes nothing to a cache directory.
             rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
             for index, row in enumerate(rows):
                 yield f"{file} row {index}", dict(row)
-        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        except (OSError, ValueError) as error:  # pyarrow raises ValueErrors
             raise DataError(f"{file}: cannot be read as parquet: {error}; write or download it again") from error
 
 
 def _check_parquet(file: Path) -> None:
-    """Refuse what is cut off, or stands for a file that was not fetched, before anybody tries to read it."""
+    """Reject a truncated file, or a placeholder of a file that was not downloaded, before reading it."""
     try:
         with file.open("rb") as data:
             begin = data.read(len(PARQUET))
@@ -185,13 +185,13 @@ def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
 
     offline = config.HF_HUB_OFFLINE
     try:
-        config.HF_HUB_OFFLINE = offline or not _answers(hub_id)  # else it tries again and again, for a minute
+        config.HF_HUB_OFFLINE = offline or not _is_hub_reachable(hub_id)  # else the client retries for a minute
         rows = load_dataset(hub_id, subset, split=split)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
         raise DataError(
             f"{hub_id}: expected a directory or file, or a data set of that id on the hub with the split {split!r}; "
-            f"there is no such path here, and the hub says: {error}. Without a network, give a directory that holds "
-            f"{split}.jsonl (data.path)"
+            f"there is no such path, and the hub reports: {error}. Without a network, set data.path to a directory "
+            f"that contains {split}.jsonl"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline
@@ -199,15 +199,15 @@ def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
         yield f"{hub_id} {split} row {index}", dict(row)
 
 
-def _answers(hub_id: str) -> bool:
-    """Whether the hub says anything of a data set."""
+def _is_hub_reachable(hub_id: str) -> bool:
+    """Return whether the hub responds to a request for a data set, even with an error."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().dataset_info(hub_id, timeout=HUB_SECONDS)
-    except HfHubHTTPError:  # there is none, for example
+    except HfHubHTTPError:  # for example, no such data set
         return True
-    except Exception:  # noqa: BLE001 - whichever HTTP library the hub's client has
+    except Exception:  # noqa: BLE001 - the exception class depends on the HTTP library of the hub's client
         return False
     return True

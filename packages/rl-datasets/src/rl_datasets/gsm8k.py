@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al., arXiv 2110.14168), or any set of questions and worked answers of its form."""
+"""Data set GSM8K (Cobbe et al., arXiv 2110.14168), or any questions with worked answers in its format."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FORMS = ("rl", "sft")
 
 @dataclass(frozen=True)
 class GSM8KOptions(FileOptions):
-    """What may be set beyond path, split and form."""
+    """Options of `gsm8k` in addition to path, split and form."""
 
     subset: str = "main"
     """Configuration name on the hub, and the folder of that name in a local copy of the hub's repository."""
     instruction: str = ""
-    """Appended to each question after a blank line, for example how to end the answer."""
+    """Text to append to each question after a blank line, for example the required form of the answer."""
 
 
 class GSM8K(Rows[dict[str, Any]]):
-    """The rows of one split, in the order of the file.
+    """Examples of one split, in the order of the file.
 
-    RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
-    `{"prompt_id": row index, "messages": [the question, the worked answer]}`. The worked answers keep their
-    calculator marks (`<<48/2=24>>`) and end with `#### n`. Columns `system`, `history` and `input` belong to the
-    question (see `rl_datasets.questions.read_question`), and `tools` is an entry of the row.
+    RL form: `{"prompt_id": index, "messages": [the question], "answer": worked answer}`. SFT form:
+    `{"prompt_id": index, "messages": [the question, the worked answer]}`. The worked answers keep their calculator
+    marks (`<<48/2=24>>`) and end with `#### n`. Columns `system`, `history` and `input` belong to the question (see
+    `rl_datasets.questions.read_question`), and `tools` is an entry of the example.
     """
 
     reads_files = True
@@ -49,19 +49,19 @@ class GSM8K(Rows[dict[str, Any]]):
         columns: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Read and check all rows.
+        """Read and check all examples.
 
         Args:
             path: hub id, directory or file; see `rl_datasets.files.read_records`.
             split: `train` or `test`.
             form: `rl` or `sft`.
-            seed: part of every data set's signature; this one generates nothing. The loader shuffles.
-            columns: `question`, `answer`, `system`, `history`, `input`, `tools` to their names in the file.
+            seed: ignored, because nothing is generated; every data set accepts it. The loader shuffles.
+            columns: map from `question`, `answer`, `system`, `history`, `input` and `tools` to columns of the file.
             **options: fields of `GSM8KOptions`.
 
         Raises:
-            ConfigError: an unknown form, column or option.
-            DataError: nothing can be read there, or a row lacks its question or answer.
+            ConfigError: `form`, a column or an option is unknown.
+            DataError: the data cannot be read, or a record lacks its question or answer.
         """
         require_form("gsm8k", form, FORMS)
         self.form = form
@@ -70,7 +70,9 @@ class GSM8K(Rows[dict[str, Any]]):
         records = read_records(path, split, self._options.subset, columns)
         super().__init__([checked(record[0], _question_and_answer(record), self._options) for record in records])
         if not self._items:
-            raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
+            raise DataError(
+                f"{path}: expected examples in the split {split!r}, found none; check whether its file is empty"
+            )
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
         messages = [dict(message) for message in item["messages"]]

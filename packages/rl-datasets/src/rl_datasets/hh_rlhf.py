@@ -1,4 +1,4 @@
-"""Preference pairs in the form of Anthropic's HH-RLHF (Bai et al., arXiv 2204.05862), or any set of pairs like it."""
+"""Data set of preference pairs in the format of Anthropic's HH-RLHF (Bai et al., arXiv 2204.05862)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from rl_datasets.tools import read_tools
 _SIDES = ("chosen", "rejected")
 _OPENING = re.compile(r"\n\nAssistant:\s*$")
 _COMPARED = ("role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Entries by which messages differ; others (`id`, `name`, `timestamp`) do not count."""
+"""Entries of messages that are compared; others (`id`, `name`, `timestamp`) are ignored."""
 
 
 class HHRLHF(Rows[dict[str, Any]]):
-    """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
-    messages}`, and `tools` where the row has any.
+    """Preference pairs of one split, in the order of the file.
 
-    A side is a list of messages `{"role", "content"}` or a text. A text that begins with a mark, `\\n\\nHuman:` or
-    `\\n\\nAssistant:` as in HH-RLHF, is a dialogue; any other is one assistant turn. With a `prompt` (text or messages)
-    in the row, a side either begins with the messages of the prompt or is the answer to it. See
-    `rl_datasets.conversations.read_messages`, and `rl_datasets.questions.read_question` for the columns `system`,
-    `history` and `input`.
+    An example is `{"prompt_id": index, "chosen": messages, "rejected": messages}`, and `tools` if the record has any.
+
+    In the file, `chosen` and `rejected` (the sides) are lists of messages `{"role", "content"}` or texts. A text that
+    begins with a mark, `\\n\\nHuman:` or `\\n\\nAssistant:` as in HH-RLHF, is a dialogue; any other is one assistant
+    turn. If the record has a `prompt` (text or messages), a side either begins with the messages of the prompt or is
+    the answer to it. See `rl_datasets.conversations.read_messages`, and `rl_datasets.questions.read_question` for the
+    columns `system`, `history` and `input`.
     """
 
     reads_files = True
@@ -53,28 +54,31 @@ class HHRLHF(Rows[dict[str, Any]]):
         columns: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Read and check all rows.
+        """Read and check all pairs.
 
         Args:
             path: hub id, directory or file; see `rl_datasets.files.read_records`.
             split: `train` or `test`.
             form: `pairs`.
-            seed: part of every data set's signature; nothing is generated.
-            columns: `chosen`, `rejected`, `prompt`, `system`, `history`, `input`, `tools` to their names in the file.
+            seed: ignored, because nothing is generated; every data set accepts it.
+            columns: map from `chosen`, `rejected`, `prompt`, `system`, `history`, `input` and `tools` to columns of
+                the file.
             **options: fields of `rl_datasets.texts.FileOptions`.
 
         Raises:
-            ConfigError: another form, or an unknown column or option.
-            DataError: nothing can be read there, a row lacks a side or its question, a side does not end with an
-                assistant turn, both are the same, or they answer different questions.
+            ConfigError: `form` is not `pairs`, or a column or an option is unknown.
+            DataError: the data cannot be read, a record lacks a side or its question, a side does not end with an
+                assistant turn, both sides are equal, or they answer different questions.
         """
         require_form("hh-rlhf", form, ("pairs",))
-        chosen = read_options(FileOptions, "hh-rlhf", options)
+        file_options = read_options(FileOptions, "hh-rlhf", options)
         require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt", *QUESTION))
         records = read_records(path, split, columns=columns)
-        super().__init__([checked(record[0], _pair(index, record), chosen) for index, record in enumerate(records)])
+        super().__init__(
+            [checked(record[0], _pair(index, record), file_options) for index, record in enumerate(records)]
+        )
         if not self._items:
-            raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
+            raise DataError(f"{path}: expected pairs in the split {split!r}, found none; check its file")
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, **{side: [dict(message) for message in item[side]] for side in _SIDES}}
@@ -89,14 +93,16 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     reject_row_weight(where, row)
     _reject_repeated_text(where, row)
     sides = {side: _side(record, side, prompt) for side in _SIDES}
-    if [*map(_shown, sides["chosen"])] == [*map(_shown, sides["rejected"])]:
-        raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
+    if [*map(_compared_entries, sides["chosen"])] == [*map(_compared_entries, sides["rejected"])]:
+        raise DataError(
+            f"{where}: expected different chosen and rejected answers, found equal ones; remove the example"
+        )
     _require_one_question(where, sides["chosen"], sides["rejected"])
     return {"prompt_id": index, **sides, **read_tools(record)}
 
 
 def _prompt(record: Record) -> list[Message]:
-    """Return the messages of the column `prompt` without the mark of the answer at its end."""
+    """Return the messages of the column `prompt`, without a final mark that opens the answer."""
     prompt = record[1]["prompt"]
     if isinstance(prompt, str) and not is_dialogue(prompt):
         prompt = _OPENING.sub("", prompt)
@@ -110,17 +116,17 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
     if prompt:
         if isinstance(row[side], str) and isinstance(row["prompt"], str) and _is_marked(row["prompt"]):
             messages = [{**message, "content": message["content"].strip()} for message in messages]
-        messages = _after_prompt(where, side, prompt, messages)
+        messages = _with_prompt(where, side, prompt, messages)
     messages = with_system(record, messages)
     if not is_learned(messages[-1]) or is_empty(messages[-1]):
         raise DataError(
             f"{where}: expected {side!r} to end with an assistant turn to learn, found {row[side]!r:.60}; complete "
-            "the row"
+            "the example"
         )
     if not any(message["role"] == "user" for message in messages):
         raise DataError(
-            f"{where}: expected a question before the answer in {side!r}, found {row[side]!r:.60}; name its column by "
-            f"data.columns.prompt, or complete the row"
+            f"{where}: expected a question before the answer in {side!r}, found {row[side]!r:.60}; select its column "
+            f"with data.columns.prompt, or complete the example"
         )
     reject_empty(where, [message for message in messages if message["role"] == "user"][-1:])
     reject_unread(record, "prompt", messages)
@@ -131,19 +137,20 @@ def _is_marked(prompt: str) -> bool:
     return is_dialogue(prompt) or _OPENING.search(prompt) is not None
 
 
-def _after_prompt(where: str, side: str, prompt: list[Message], messages: list[Message]) -> list[Message]:
-    """Return a conversation whose side either begins with the prompt or is the answer alone."""
-    (prompt_system, asked), (side_system, turns) = _split_system(prompt), _split_system(messages)
+def _with_prompt(where: str, side: str, prompt: list[Message], messages: list[Message]) -> list[Message]:
+    """Return the whole conversation of a side that begins with the prompt or is only the answer."""
+    (prompt_system, question), (side_system, turns) = _split_system(prompt), _split_system(messages)
     if prompt_system and side_system and _key(prompt_system[0]) != _key(side_system[0]):
         raise DataError(f"{where}: expected one system message, found another in {side!r} than in the prompt; keep one")
     system = side_system or prompt_system
-    if [*map(_key, turns[: len(asked)])] == [*map(_key, asked)]:
+    if [*map(_key, turns[: len(question)])] == [*map(_key, question)]:
         return [*system, *turns]
-    if turns and turns[0]["role"] == "assistant" and asked[-1]["role"] != "assistant":
-        return [*system, *asked, *turns]
+    if turns and turns[0]["role"] == "assistant" and question[-1]["role"] != "assistant":
+        return [*system, *question, *turns]
     raise DataError(
         f"{where}: expected {side!r} to begin with the messages of the prompt, or to be the answer to it, found "
-        f"{turns[0] if turns else messages[0]!r:.60} after a prompt that ends with {asked[-1]!r:.60}; correct the row"
+        f"{turns[0] if turns else messages[0]!r:.60} after a prompt that ends with {question[-1]!r:.60}; correct the "
+        "example"
     )
 
 
@@ -153,14 +160,14 @@ def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]
 
 
 def _reject_repeated_text(where: str, row: Mapping[str, Any]) -> None:
-    """Reject answers without marks that both begin with the text of the prompt: the prompt would be there twice."""
+    """Reject unmarked answers that both begin with the text of the prompt, because the prompt would appear twice."""
     texts = [row.get("prompt"), *(row[side] for side in _SIDES)]
     if not all(isinstance(text, str) and text and not is_dialogue(text) for text in texts):
         return
     prompt, *sides = texts
     if all(side.startswith(prompt) for side in sides):
         raise DataError(
-            f"{where}: expected answers beside the prompt, found that chosen and rejected both begin with the text of "
+            f"{where}: expected answers without the prompt, found that chosen and rejected both begin with the text of "
             f"the prompt {prompt!r:.60}; remove it from them"
         )
 
@@ -172,15 +179,15 @@ def _require_one_question(where: str, chosen: list[Message], rejected: list[Mess
             if one is None or other is None or not one["role"] == other["role"] == "assistant":
                 raise DataError(
                     f"{where}: expected chosen and rejected to answer the same question, found that they differ in "
-                    f"message {number}, {one!r:.60} and {other!r:.60}; correct or remove the row"
+                    f"message {number}, {one!r:.60} and {other!r:.60}; correct or remove the example"
                 )
             return
 
 
 def _key(message: Message) -> Message:
-    """Return a message in the form in which questions are compared: blanks around its text do not count."""
-    return {**_shown(message), "content": message["content"].strip()}
+    """Return the entries of a message to compare questions by, with whitespace around its text removed."""
+    return {**_compared_entries(message), "content": message["content"].strip()}
 
 
-def _shown(message: Message) -> Message:
+def _compared_entries(message: Message) -> Message:
     return {name: message.get(name) for name in _COMPARED}

@@ -1,6 +1,6 @@
-"""Data loaders that can be saved at any row and continue exactly there.
+"""Data loaders that can be saved at any example and resume exactly there.
 
-The rows are in memory and nothing is read ahead, so the saved position is that of the rows handed out.
+All examples are in memory and nothing is prefetched, so the saved position is that of the last example returned.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Which rows a shard sees in which epoch, as a pure function.
+    """Order of the examples of one shard in each epoch, as a pure function.
 
-    The rows of an epoch are permuted by (seed, epoch) and dealt like cards: shard s of S takes places s, s + S, ... So
-    every row comes exactly once per epoch over all shards. Where the number of rows does not divide, the first
-    shards have one row more; nothing is dropped or repeated to even that out.
+    The examples of an epoch are permuted by (seed, epoch) and distributed in turn: shard s of S takes places s, s + S,
+    ... of the permutation. All shards together yield every example exactly once per epoch. If the number of examples is
+    not divisible by S, the first shards have one example more; none is dropped or repeated.
     """
 
     rows: int
-    """Rows in the data set, at least 1 per shard."""
+    """Number of examples in the data set, at least 1 per shard."""
     seed: int = 0
-    """Together with the epoch, seeds the permutation."""
+    """Seed of the permutations, together with the epoch."""
     shuffle: bool = True
-    """False: rows come in the order of the data set in every epoch."""
+    """Whether to permute the examples; otherwise every epoch has the order of the data set."""
     num_shards: int = 1
-    """Readers that share the rows."""
+    """Number of readers that share the examples."""
     shard: int = 0
-    """Which of them this is, from 0."""
+    """Index of this shard, from 0."""
 
     def __post_init__(self) -> None:
         require(self.num_shards >= 1, "num_shards", "at least 1", self.num_shards)
@@ -47,7 +47,7 @@ class EpochOrder:
         require(
             self.rows >= self.num_shards,
             "data set",
-            f"at least one row for each of {self.num_shards} shards",
+            f"at least one example for each of {self.num_shards} shards",
             self.rows,
         )
 
@@ -58,19 +58,19 @@ class EpochOrder:
 
     @property
     def size(self) -> int:
-        """Rows of this shard in one epoch."""
+        """Number of examples of this shard in one epoch."""
         return len(self.places)
 
     def indices(self, epoch: int) -> list[int]:
-        """Row indices of this shard in `epoch`, in order."""
+        """Return the example indices of this shard in `epoch`, in order."""
         return self.permutation(epoch)[self.shard :: self.num_shards]
 
     def permutation(self, epoch: int) -> list[int]:
-        """Row indices of all shards in `epoch`, by place."""
+        """Return the example indices of all shards in `epoch`, by place."""
         places = list(range(self.rows))
         if self.shuffle:
-            # Sorted by random keys, because of `random` only `random()` promises the same stream in every Python
-            # version: a run must resume in its own order after an upgrade.
+            # Sort by random keys: only `random.random()` guarantees the same sequence in every Python version, and a
+            # run must resume in the same order after an upgrade.
             stream = random.Random(f"{self.seed}/{epoch}")
             keys = [stream.random() for _ in places]
             places.sort(key=keys.__getitem__)
@@ -78,11 +78,11 @@ class EpochOrder:
 
 
 class Positions(Iterator[tuple[int, int]]):
-    """(epoch, place) without end, or for `epochs`.
+    """Iterator over pairs (epoch, place), endless or for `epochs` epochs.
 
     Args:
-        places: of every epoch, in order.
-        epochs: how many; None for no end.
+        places: places of this shard in every epoch, in order.
+        epochs: number of epochs; None for no end.
     """
 
     def __init__(self, places: range, epochs: int | None) -> None:
@@ -90,7 +90,7 @@ class Positions(Iterator[tuple[int, int]]):
         self.places, self.epochs = places, epochs
         self.epoch = self.position = 0
         self.left: list[tuple[int, range]] = []
-        """Epochs and places that come before all others: this shard's part of what other shards had left of them."""
+        """Epochs and places to yield first: this shard's part of the unfinished epochs of all former shards."""
 
     def __next__(self) -> tuple[int, int]:
         if self.left and self._is_due(self.left[0][0]):
@@ -99,39 +99,39 @@ class Positions(Iterator[tuple[int, int]]):
             return epoch, places[0]
         if not self._is_due(self.epoch):
             raise StopIteration
-        here = self.epoch, self.places[self.position]
+        current = self.epoch, self.places[self.position]
         self.position += 1
         if self.position == len(self.places):
             self.epoch, self.position = self.epoch + 1, 0
-        return here
+        return current
 
     def _is_due(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """The next item's epoch and its position in `places`, and what is left before it, if anything is."""
-        left = [[epoch, places.start, places.stop, places.step] for epoch, places in self.left]
-        return {"epoch": self.epoch, "position": self.position} | ({"left": left} if left else {})
+        """Return the epoch of the next item, its position in `places`, and the epochs and places to yield before it."""
+        remaining = [[epoch, places.start, places.stop, places.step] for epoch, places in self.left]
+        return {"epoch": self.epoch, "position": self.position} | ({"left": remaining} if remaining else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position."""
+        """Resume at a saved position."""
         self.epoch, self.position = state["epoch"], state["position"]
         self.left = [(epoch, range(*places)) for epoch, *places in state.get("left", ())]
 
 
 class ResumableLoader[T](Iterator[T]):
-    """What the loaders share: iteration, state, and refusing a state of other data or another layout."""
+    """Base of the loaders: iteration, saved state, and rejection of a state of other data or another layout."""
 
     def __init__(self, places: range, epochs: int | None, identity: dict[str, Any]) -> None:
         self._identity = identity
         self._positions = Positions(places, epochs)
 
     def __next__(self) -> T:
-        """The next item; at the end of the last epoch StopIteration, however often it is asked."""
+        """Return the next item, or raise StopIteration after the last epoch, also on later calls."""
         return self._item(*next(self._positions))
 
     def __len__(self) -> int:
-        """Items in one epoch."""
+        """Return the number of items in one epoch."""
         return len(self._positions.places)
 
     @property
@@ -140,15 +140,14 @@ class ResumableLoader[T](Iterator[T]):
         return self._positions.left[0][0] if self._positions.left else self._positions.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last item that was handed out, as JSON values."""
+        """Return the position after the last item returned, as JSON values."""
         return {"identity": dict(self._identity), **self._positions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Resume at the position of `state`.
 
         Raises:
-            ConfigError: the state is of other rows, another seed or another number of shards, whose order is not this
-                one's.
+            ConfigError: the state has other data, another seed or another number of shards, and so another order.
         """
         self._check(state, self._identity)
         self._positions.load_state_dict(_position(state))
@@ -164,15 +163,15 @@ class ResumableLoader[T](Iterator[T]):
 
     @abstractmethod
     def _item(self, epoch: int, place: int) -> T:
-        """The item at `place` of `epoch`."""
+        """Return the item at `place` of `epoch`."""
 
 
 class PromptLoader(ResumableLoader[Row]):
-    """Single rows for ever, or for `epochs`: the prompts of one data-parallel head.
+    """Loader of single examples, endless or for `epochs` epochs: the prompts of one data-parallel leader.
 
-    Each row is a copy of the data set's with its `epoch`, and with its index as `prompt_id` where it has none.
-    Shards share the rows as `EpochOrder` says: once per epoch over all shards, none dropped. Their epochs need not end
-    together: where the rows do not divide, a shard with a row more takes longer for each.
+    Each example is a copy with its `epoch`, and with its index as `prompt_id` if it has none. `EpochOrder` distributes
+    the examples over the shards: once per epoch over all shards, none dropped. Shards may end an epoch at different
+    times, because the first shards have one example more if the number is not divisible.
     """
 
     def __init__(
@@ -185,18 +184,18 @@ class PromptLoader(ResumableLoader[Row]):
         num_shards: int = 1,
         shard: int = 0,
     ) -> None:
-        """Start at the first row of epoch 0.
+        """Start at the first example of epoch 0.
 
         Args:
             rows: the data set.
-            seed: of the order; the same on all shards.
-            epochs: passes over the data; None for no end.
-            shuffle: False for the data set's own order.
-            num_shards: readers that share the rows.
-            shard: which of them this is.
+            seed: seed of the order, equal on all shards.
+            epochs: number of passes over the data; None for no end.
+            shuffle: whether to shuffle; False keeps the order of the data set.
+            num_shards: number of readers that share the examples.
+            shard: index of this shard.
 
         Raises:
-            ConfigError: a setting that cannot work, or fewer rows than shards.
+            ConfigError: a setting is out of range, or there are fewer examples than shards.
         """
         self._rows = rows
         self._order = EpochOrder(len(rows), seed, shuffle, num_shards, shard)
@@ -205,13 +204,13 @@ class PromptLoader(ResumableLoader[Row]):
         super().__init__(self._order.places, epochs, identity)
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue from the states of all shards, whatever their number was and however far each had come.
+        """Resume from the states of all former shards, for any number of them and at any positions.
 
-        With the same number this is `load_state_dict` of this shard's. With another one the places that are left of the
-        epochs that any shard had begun are dealt anew, in order; after them come whole epochs again.
+        With the same number of shards, this loads the state of this shard. With another number, the remaining places of
+        all epochs that any shard had begun are distributed again, in order; whole epochs follow.
 
         Raises:
-            ConfigError: as `load_state_dict`; or they are not one state of each shard.
+            ConfigError: as for `load_state_dict`, or there is not exactly one state per shard.
         """
         order, count = self._order, len(states)
         by_shard = sorted(states, key=lambda state: int(state["identity"]["shard"]))
@@ -221,11 +220,13 @@ class PromptLoader(ResumableLoader[Row]):
             self.load_state_dict(by_shard[order.shard])
             return
         positions = [_position(state) for state in by_shard]
-        whole, left = _left_over(positions, order.rows)
-        mine: dict[int, list[int]] = defaultdict(list)
-        for epoch, place in left[order.shard :: order.num_shards]:
-            mine[epoch].append(place)
-        runs = [(epoch, places) for epoch, some in mine.items() for places in _progressions(some)]
+        whole, remaining = _remaining_places(positions, order.rows)
+        local_places: dict[int, list[int]] = defaultdict(list)
+        for epoch, place in remaining[order.shard :: order.num_shards]:
+            local_places[epoch].append(place)
+        runs = [
+            (epoch, places) for epoch, shard_places in local_places.items() for places in _progressions(shard_places)
+        ]
         self._positions.epoch, self._positions.position, self._positions.left = whole, 0, runs
 
     def _item(self, epoch: int, place: int) -> Row:
@@ -234,12 +235,12 @@ class PromptLoader(ResumableLoader[Row]):
 
 
 class BatchLoader(ResumableLoader[list[Row]]):
-    """Batches of rows for supervised training: the same batches for every number of shards.
+    """Loader of batches of examples for supervised training: the same batches for every number of shards.
 
-    An epoch's permutation is cut into batches of `batch_size`; a shard takes rows shard, shard + num_shards, ... of
-    each. So the batches, and with them the gradients, do not depend on how many processes share the work, and a state
-    may be resumed with another number of them. The rows left over at the end of an epoch are dropped (another epoch
-    leaves out others), or come as a short batch with `drop_last=False`.
+    The permutation of an epoch is cut into batches of `batch_size`; a shard takes examples shard, shard + num_shards,
+    ... of each batch. So the batches, and therefore the gradients, do not depend on the number of processes, and a
+    state can be resumed with another number of them. The remaining examples at the end of an epoch are dropped (each
+    epoch drops others), or form a short batch with `drop_last=False`.
     """
 
     def __init__(
@@ -258,16 +259,17 @@ class BatchLoader(ResumableLoader[list[Row]]):
 
         Args:
             rows: the data set.
-            batch_size: rows in one batch over all shards; a multiple of `num_shards`.
-            seed: of the order; the same on all shards.
-            epochs: passes over the data; None for no end.
-            shuffle: False for the data set's own order.
-            drop_last: False for a short batch at the end of an epoch. It must hold a row for every shard.
-            num_shards: processes that share each batch.
-            shard: which of them this is.
+            batch_size: number of examples in one batch over all shards; a multiple of `num_shards`.
+            seed: seed of the order, equal on all shards.
+            epochs: number of passes over the data; None for no end.
+            shuffle: whether to shuffle; False keeps the order of the data set.
+            drop_last: whether to drop the remaining examples of an epoch; False yields them as a short batch, which
+                must have an example for every shard.
+            num_shards: number of processes that share each batch.
+            shard: index of this shard.
 
         Raises:
-            ConfigError: a setting that cannot work, or too few rows for a batch.
+            ConfigError: a setting is out of range, or there are too few examples for a batch.
         """
         require(num_shards >= 1, "num_shards", "at least 1", num_shards)
         require(0 <= shard < num_shards, "shard", f"0 to {num_shards - 1}", shard)
@@ -277,65 +279,68 @@ class BatchLoader(ResumableLoader[list[Row]]):
             f"a positive multiple of the {num_shards} shards",
             batch_size,
         )
-        full, left = divmod(len(rows), batch_size)
-        short = left > 0 and not drop_last
-        require(full > 0 or short, "data set", f"at least one batch of {batch_size} rows", len(rows))
+        full, remaining = divmod(len(rows), batch_size)
+        short = remaining > 0 and not drop_last
+        require(full > 0 or short, "data set", f"at least one batch of {batch_size} examples", len(rows))
         require(
-            not short or left >= num_shards,
+            not short or remaining >= num_shards,
             "drop_last=False",
-            f"a last batch with a row for each of {num_shards} shards",
-            left,
+            f"a last batch with an example for each of {num_shards} shards",
+            remaining,
         )
         self._rows = rows
         self._indices = lru_cache(maxsize=1)(EpochOrder(len(rows), seed, shuffle).indices)
         self._batch_size = batch_size
-        self._share = slice(shard, None, num_shards)
+        self._shard_slice = slice(shard, None, num_shards)
         identity = _identity(rows, seed, shuffle) | {"batch_size": batch_size, "drop_last": drop_last}
         super().__init__(range(full + short), epochs, identity)
 
     def _item(self, epoch: int, place: int) -> list[Row]:
         start = place * self._batch_size
         batch = self._indices(epoch)[start : start + self._batch_size]
-        return [{"prompt_id": i, **self._rows[i], "epoch": epoch} for i in batch[self._share]]
+        return [{"prompt_id": i, **self._rows[i], "epoch": epoch} for i in batch[self._shard_slice]]
 
 
-def _left_over(positions: Sequence[dict[str, Any]], rows: int) -> tuple[int, list[tuple[int, int]]]:
-    """The first epoch that no shard has begun, and (epoch, place) of all that is left before it, in order.
+def _remaining_places(positions: Sequence[dict[str, Any]], rows: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the first epoch that no shard has begun, and the remaining pairs (epoch, place) before it, in order.
 
     Args:
-        positions: states of the samplers of all shards.
-        rows: of an epoch.
+        positions: positions of all shards.
+        rows: number of examples in an epoch.
     """
-    whole = max(at["epoch"] + (at["position"] > 0) for at in positions)
-    left: list[tuple[int, int]] = []
-    for shard, at in enumerate(positions):
-        left += [(epoch, place) for epoch, *places in at.get("left", ()) for place in range(*places)]
-        places, skipped = range(shard, rows, len(positions)), at["position"]
-        for epoch in range(at["epoch"], whole):
-            left += [(epoch, place) for place in places[skipped:]]
+    whole = max(state["epoch"] + (state["position"] > 0) for state in positions)
+    remaining: list[tuple[int, int]] = []
+    for shard, state in enumerate(positions):
+        remaining += [(epoch, place) for epoch, *places in state.get("left", ()) for place in range(*places)]
+        places, skipped = range(shard, rows, len(positions)), state["position"]
+        for epoch in range(state["epoch"], whole):
+            remaining += [(epoch, place) for place in places[skipped:]]
             skipped = 0
-    return whole, sorted(left)
+    return whole, sorted(remaining)
 
 
 def _progressions(numbers: Iterable[int]) -> list[range]:
-    """Ascending numbers as ranges, which are few where most numbers are equally far apart."""
-    found: list[range] = []
+    """Return ascending numbers as ranges, one for each run of equally spaced numbers."""
+    ranges: list[range] = []
     for number in numbers:
-        last = found[-1] if found else range(0)
+        last = ranges[-1] if ranges else range(0)
         if len(last) == 1 or (last and number - last[-1] == last.step):
-            found[-1] = range(last[0], number + 1, number - last[-1])
+            ranges[-1] = range(last[0], number + 1, number - last[-1])
         else:
-            found.append(range(number, number + 1))
-    return found
+            ranges.append(range(number, number + 1))
+    return ranges
 
 
 def _position(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the position in a state of a loader; earlier versions kept the state of torchdata's loader."""
+    """Return the position in the state of a loader; earlier versions stored the state of torchdata's loader."""
     return state["loader"]["_index_sampler_state"] if "loader" in state else state
 
 
 def _identity(rows: Sequence[Row], seed: int, shuffle: bool) -> dict[str, Any]:
-    """What fixes the order and the rows in it. A few rows stand for all: other data rarely agrees on them."""
+    """Return the values that determine the order and its examples.
+
+    The fingerprint covers the first, middle and last example only; other data rarely has the same three.
+    """
     samples = [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})] if len(rows) else []
     text = json.dumps(samples, sort_keys=True, default=lambda value: type(value).__name__)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
-"""Read the columns that belong to a question: `system`, `history` and `input`; others are rejected by name.
+"""Read the columns that belong to a question (`system`, `history`, `input`), and reject other such columns by name.
 
-`tools` is read by `rl_datasets.tools`.
+`rl_datasets.tools` reads the column `tools`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXTS = (
     *("premise", "hypothesis", "choices", "options", "endings", "option_a", "option_b", "option_c", "option_d"),
     *("opa", "opb", "opc", "opd", "starter_code", "sql_context", "schema", "api_list"),
 )
-"""Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU, HellaSwag, SNLI)."""
+"""Columns with a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU, HellaSwag, SNLI)."""
 _NOT_READ = (
     *("image", "images", "image_path", "image_url", "video", "videos", "audio", "audios", "audio_path"),
     "chat_template_kwargs",
@@ -28,15 +28,15 @@ _NOT_READ = (
 
 
 def read_question(record: Record, column: str, value: Any) -> list[Message]:
-    """Return the messages of a column with the row's `system` before them.
+    """Return the messages of a column, preceded by the record's `system` message.
 
-    Where the column is one text, `input` is appended after a blank line, and the turns of `history` (messages, or pairs
-    of a question and its answer) come before it, as in Alpaca's format.
+    If the column is one text, `input` is appended after a blank line, and the turns of `history` (messages, or pairs of
+    a question and its answer) come before it, as in Alpaca's format.
 
     Args:
-        record: place and columns of the row.
+        record: location and columns of the record.
         column: name of the column, for errors.
-        value: what it holds.
+        value: content of the column.
 
     Raises:
         DataError: a column cannot be read.
@@ -45,27 +45,27 @@ def read_question(record: Record, column: str, value: Any) -> list[Message]:
     value = decoded(value)
     messages = read_messages(f"{where}: {column}", value)
     if isinstance(value, str) and not is_dialogue(value):
-        for _, given in _named(row, ("input",)):
-            if isinstance(given, str | int) and str(given).strip():
-                messages[0]["content"] += f"\n\n{given}"
+        for _, text in _named(row, ("input",)):
+            if isinstance(text, str | int) and str(text).strip():
+                messages[0]["content"] += f"\n\n{text}"
         for name, turns in _named(row, _HISTORY)[:1]:
             messages = [*_history(where, name, turns), *messages]
     return with_system(record, messages)
 
 
 def with_system(record: Record, messages: list[Message]) -> list[Message]:
-    """Return messages that begin with the row's `system` column, where it has one.
+    """Return the messages, beginning with the record's `system` column if it has one.
 
     Raises:
-        DataError: it is no text, or the messages begin with another system message.
+        DataError: the column is not a text, or the messages begin with another system message.
     """
     where, row = record
     for name, text in _named(row, _SYSTEM):
         if not isinstance(text, str):
-            raise DataError(f"{where}: expected a text in the column {name!r}, found {text!r:.60}; correct the row")
+            raise DataError(f"{where}: expected a text in the column {name!r}, found {text!r:.60}; correct the example")
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": text}, *messages]
-        elif _normal(messages[0]["content"]) != _normal(text):
+        elif _normalize_spaces(messages[0]["content"]) != _normalize_spaces(text):
             raise DataError(
                 f"{where}: expected one system message, found {text!r:.60} in the column {name!r} and "
                 f"{messages[0]['content']!r:.60} before it; keep one of them"
@@ -74,15 +74,15 @@ def with_system(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def reject_unread(record: Record, column: str, messages: list[Message]) -> None:
-    """Reject a row with a column of its question whose text is not in the messages up to the last question.
+    """Reject a record with a question column whose text is missing from the messages up to the last question.
 
     Args:
-        record: place and columns of the row.
-        column: the one that was read.
+        record: location and columns of the record.
+        column: the column that was read into `messages`.
         messages: the conversation.
 
     Raises:
-        DataError: names the column.
+        DataError: a column was not read.
     """
     where, row = record
     columns = {
@@ -93,17 +93,17 @@ def reject_unread(record: Record, column: str, messages: list[Message]) -> None:
     if not columns:
         return
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
-    shown = _normal("\n".join(message["content"] for message in messages[: last + 1]))
+    question_text = _normalize_spaces("\n".join(message["content"] for message in messages[: last + 1]))
     for name, value in columns.items():
-        if name.lower() in _NOT_READ or any(_normal(text) not in shown for text in _texts(value)):
+        if name.lower() in _NOT_READ or any(_normalize_spaces(text) not in question_text for text in _texts(value)):
             raise DataError(
                 f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
-                f"that they do not have it; add it to them, or leave it out by data.columns.{UNUSED}{name}={name}"
+                f"messages without it; add it to them, or exclude it by data.columns.{UNUSED}{name}={name}"
             )
 
 
 def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Return the columns of these names, in any case, that are not empty."""
+    """Return the non-empty columns with one of these names, ignoring case."""
     return [(name, value) for name, value in row.items() if name.lower() in names and value not in (None, "", [], {})]
 
 
@@ -117,7 +117,7 @@ def _history(where: str, name: str, value: Any) -> list[Message]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts of a column: of messages their contents, of other lists and objects all values."""
+    """Yield the texts of a column: the contents of messages, or all values of other lists and objects."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
@@ -129,5 +129,5 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _normal(text: str) -> str:
+def _normalize_spaces(text: str) -> str:
     return " ".join(text.split())

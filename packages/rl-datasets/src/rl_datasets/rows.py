@@ -1,4 +1,4 @@
-"""A data set as a sequence of rows that are made when they are asked for."""
+"""Data set as a sequence of examples that are built on access."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from rl_contracts.errors import ConfigError
 
 
 class Rows[T](Sequence[dict[str, Any]]):
-    """Indexing and slicing over `_row`, which makes a row of an item. It is made anew each time: changing it changes
-    nothing here."""
+    """Sequence of examples with indexing and slicing.
+
+    `_row` builds an example from an item. It builds a new one on each access, so callers may change it.
+    """
 
     reads_files: ClassVar[bool] = False
-    """Whether `path` may be one file, which is then any split that is asked for."""
+    """Whether `path` may be one file, which then serves as any requested split."""
 
     def __init__(self, items: Sequence[T]) -> None:
         self._items = items
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of examples."""
         return len(self._items)
 
     @overload
@@ -29,7 +31,7 @@ class Rows[T](Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """The row, or the rows of a slice."""
+        """Return the example, or the examples of a slice."""
         positions = range(len(self))[index]
         if isinstance(positions, int):
             return self._row(positions, self._items[positions])
@@ -37,30 +39,30 @@ class Rows[T](Sequence[dict[str, Any]]):
 
     @abstractmethod
     def _row(self, index: int, item: T) -> dict[str, Any]:
-        """Row `index`, 0 to len - 1, made of its item."""
+        """Build example `index`, 0 to len - 1, from its item."""
 
 
 def require_form(name: str, form: str, forms: tuple[str, ...]) -> None:
-    """Refuse a form that a data set does not have.
+    """Reject a form that the data set does not support.
 
     Raises:
-        ConfigError: names those that it has.
+        ConfigError: `form` is not one of `forms`.
     """
     if form not in forms:
         raise ConfigError(
-            f"data.name={name}: expected to be read in the form {' or '.join(forms)}, found {form!r}, which this "
-            "command learns from; take another data set, or the command that goes with this one"
+            f"data.name={name}: expected the form {' or '.join(forms)}, found {form!r}, which this "
+            "command requires; choose another data set, or a command that trains on this one"
         )
 
 
-def read_options[T](cls: type[T], name: str, given: dict[str, Any]) -> T:
-    """The options of a data set, a dataclass, from a config's keys.
+def read_options[T](cls: type[T], name: str, values: dict[str, Any]) -> T:
+    """Build the options of a data set, a dataclass, from `data.options`.
 
     Raises:
-        ConfigError: a key is unknown.
+        ConfigError: an option is unknown.
     """
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    unknown = sorted(set(given) - set(known))
+    names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(names))
     if unknown:
-        raise ConfigError(f"data.options of data.name={name}: expected {', '.join(known)}, found {', '.join(unknown)}")
-    return cls(**given)
+        raise ConfigError(f"data.options of data.name={name}: expected {', '.join(names)}, found {', '.join(unknown)}")
+    return cls(**values)

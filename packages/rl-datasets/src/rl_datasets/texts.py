@@ -1,4 +1,4 @@
-"""Check the texts of rows when they are read: UTF-8, not empty, and answers that are finite."""
+"""Check the texts of examples on reading: valid UTF-8, not empty, and finite answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_datasets.conversations import Message, is_empty
 
 @dataclass(frozen=True)
 class FileOptions:
-    """Options of every data set that reads files."""
+    """Options shared by all data sets that read files."""
 
     invalid_text: str = "reject"
     """Handling of text that is not UTF-8, such as half an emoji (`\\ud83d` in JSON): `reject` or `replace` it."""
@@ -26,10 +26,10 @@ class FileOptions:
 
 
 def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, Any]:
-    """Return a row whose `answer` is finite, and whose texts are UTF-8 or were replaced.
+    """Check that `answer` is finite and all texts are UTF-8, and return the example with invalid text replaced.
 
     Raises:
-        DataError: names the place of the row.
+        DataError: `answer` is not finite, or a text is not UTF-8 and `options.invalid_text` is `reject`.
     """
     require_finite(where, row.get("answer"))
     try:
@@ -37,8 +37,8 @@ def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, 
     except UnicodeEncodeError as error:
         if options.invalid_text == "reject":
             raise DataError(
-                f"{where}: expected text that is UTF-8, found half a character or another encoding after "
-                f"{error.object[max(error.start - 20, 0) : error.start]!r}; correct the row, or set "
+                f"{where}: expected UTF-8 text, found half a character or another encoding after "
+                f"{error.object[max(error.start - 20, 0) : error.start]!r}; correct the example, or set "
                 "data.options.invalid_text=replace"
             ) from None
         return {name: replace_invalid_text(value) for name, value in row.items()}
@@ -46,13 +46,13 @@ def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, 
 
 
 def require_finite(where: str, answer: Any) -> None:
-    """Reject an answer that is or holds NaN or infinity.
+    """Reject an answer that is or contains NaN or infinity.
 
     Raises:
-        DataError: names the place of the row.
+        DataError: the answer is not finite.
     """
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise DataError(f"{where}: expected a finite number in the column 'answer', found {answer}; remove the row")
+        raise DataError(f"{where}: expected a finite number in the column 'answer', found {answer}; remove the example")
     if isinstance(answer, list | Mapping):
         for inner in answer.values() if isinstance(answer, Mapping) else answer:
             require_finite(where, inner)
@@ -62,8 +62,10 @@ def reject_empty(where: str, messages: Iterable[Message]) -> None:
     """Reject a question without text, and an answer without text and tool calls.
 
     Raises:
-        DataError: names the place of the row.
+        DataError: a message is empty.
     """
     for message in messages:
         if message["role"] in ("user", "assistant") and is_empty(message):
-            raise DataError(f"{where}: expected text in every {message['role']} message, found none; remove the row")
+            raise DataError(
+                f"{where}: expected text in every {message['role']} message, found none; remove the example"
+            )

@@ -1,4 +1,4 @@
-"""Read the tools of a row, and remove the nulls that Arrow adds to them and to messages."""
+"""Read the tools of a record, and remove the nulls that Arrow adds to them and to messages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rl_datasets.columns import UNUSED, Record
 from rl_datasets.conversations import has_messages, parsed
 
 COLUMNS = ("tools", "tool_defs", "functions", "available_tools")
-"""Names of the column in public data sets."""
+"""Names of the tools column in public data sets."""
 
 
 def read_tools(record: Record) -> dict[str, list[dict[str, Any]]]:
-    """Return `{"tools": JSON schemas as OpenAI writes them}`, or an empty dict where a row has none.
+    """Return `{"tools": JSON schemas in OpenAI's format}`, or an empty dict if the record has no tools.
 
     Args:
-        record: one of `COLUMNS`, in any case, is a list of schemas or its JSON text; a schema without the outer
-            `{"type": "function"}` gets it.
+        record: location and columns of the record. A column named in `COLUMNS`, ignoring case, is a list of schemas or
+            its JSON text. A schema without the outer `{"type": "function"}` gets it.
 
     Raises:
-        DataError: a column holds something else, or two of them differ.
+        DataError: a column is not such a list, or two of them differ.
     """
     where, row = record
     tools: list[dict[str, Any]] = []
@@ -40,18 +40,18 @@ def _schema(where: str, name: str, value: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
             f"{where}: expected JSON schemas of functions in the column {name!r}, found {value!r:.60}; correct it, or "
-            f"leave the column out by data.columns.{UNUSED}{name}={name}"
+            f"exclude the column by data.columns.{UNUSED}{name}={name}"
         )
     return dict(schema) if "function" in schema else {"type": "function", "function": dict(schema)}
 
 
 def is_tools(name: str) -> bool:
-    """Whether a column of this name holds the tools of a row."""
+    """Return whether a column of this name contains the tools of a record."""
     return name.lower() in COLUMNS
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of Parquet or Arrow whose messages and tools have no null entries: its structs have all keys."""
+    """Return a record of Parquet or Arrow, whose structs have all keys, without nulls in its messages and tools."""
     return {
         name: _without_nulls(value) if is_tools(name) or has_messages(value) else value for name, value in row.items()
     }

@@ -1,8 +1,8 @@
-"""Shows, without a model, that the gold answers of a data set score 1.0.
+"""Check, without a model, that the gold answers of a data set score 1.0.
 
     python -m rl_datasets.validate gsm8k path/to/gsm8k
 
-A row that fails here can teach a policy nothing, or the wrong thing.
+A policy learns nothing, or wrong answers, from an example that fails this check.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offence:
-    """A row whose gold answer does not score 1.0."""
+    """Example whose gold answer does not score 1.0."""
 
     index: int
-    """Its index in the data set."""
+    """Index of the example in the data set."""
     reason: str
-    """The score, or the error."""
+    """Score, or the error."""
     completion: str
-    """The gold answer that was scored."""
+    """Gold answer that was scored."""
 
     def __str__(self) -> str:
-        return f"row {self.index}: {self.reason}; its answer ends: {self.completion[-60:]!r}"
+        return f"example {self.index}: {self.reason}; its answer ends with {self.completion[-60:]!r}"
 
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What `validate` found."""
+    """Result of `validate`."""
 
     rows: int
-    """Rows that were scored."""
+    """Number of examples that were scored."""
     offences: tuple[Offence, ...]
-    """Those that did not score 1.0, in order."""
+    """Examples that did not score 1.0, in order."""
 
     @property
     def ok(self) -> bool:
@@ -61,17 +61,17 @@ class ValidationReport:
 
 
 def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> ValidationReport:
-    """Score each row's gold answer as if a model had written it.
+    """Score the gold answer of each example as if a model had written it.
 
     Args:
-        rows: a data set in RL form: each row has `messages` and `answer`.
-        reward_fn: plain or async.
+        rows: a data set in RL form: each example has `messages` and `answer`.
+        reward_fn: a reward function, plain or async.
 
     Raises:
-        DataError: there are no rows, or one has no `answer` (a data set in SFT form, for example).
+        DataError: there are no examples, or one has no `answer` (in SFT form, for example).
     """
     if not len(rows):
-        raise DataError("validate: expected rows, found none")
+        raise DataError("validate: expected examples, found none; check the data set and its split")
     with asyncio.Runner() as runner:
         offences = [
             Offence(index, reason, str(row["answer"]))
@@ -84,7 +84,7 @@ def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> Valid
 def _offence(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
     if "answer" not in row:
         raise DataError(
-            f"validate: expected an 'answer' in row {index}, found only {', '.join(row)}; load the data in its RL form"
+            f"validate: expected an 'answer' in example {index}, found only {', '.join(row)}; load the data in RL form"
         )
     prompt = row["messages"][-1]["content"] if row.get("messages") else ""
     data = {key: value for key, value in row.items() if key not in ("messages", "prompt_id")}
@@ -102,24 +102,30 @@ async def _awaited(score: Any) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if all gold answers score 1.0, 1 if not, 2 if they cannot be scored."""
+    """Run the command line, and return 0 if all gold answers score 1.0, 1 if not, 2 if they cannot be scored."""
     parser = argparse.ArgumentParser(prog="python -m rl_datasets.validate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", help="data set: a registered name (gsm8k, word-problems) or a dotted path")
-    parser.add_argument("path", nargs="?", help="where it lies, if it is not generated: hub id, directory or file")
-    parser.add_argument("--split", nargs="+", default=["train", "test"], help="default: train test")
+    parser.add_argument("path", nargs="?", help="hub id, directory or file, for data that is not generated")
+    parser.add_argument("--split", nargs="+", default=["train", "test"], help="splits to check (default: train test)")
     parser.add_argument("--reward", default="gsm8k", help="reward: a registered name or a dotted path (default: gsm8k)")
-    parser.add_argument("--seed", type=int, default=0, help="of generated problems")
-    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="for example question=problem")
+    parser.add_argument("--seed", type=int, default=0, help="seed of generated problems")
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="FIELD=COLUMN",
+        help="columns of the file, for example question=problem",
+    )
     options = parser.parse_args(arguments)
-    where: dict[str, Any] = {} if options.path is None else {"path": options.path}
+    dataset_arguments: dict[str, Any] = {} if options.path is None else {"path": options.path}
     if "" not in sys.path:
-        sys.path.append("")  # dotted paths may name files of the current directory
+        sys.path.append("")  # so that dotted paths find modules in the current directory
     try:
-        where |= {"columns": _columns(options.columns)} if options.columns else {}
+        dataset_arguments |= {"columns": _columns(options.columns)} if options.columns else {}
         reward_fn = registry.load("rl.rewards", options.reward)
         dataset = registry.load("rl.datasets", options.name)
         reports = {
-            split: validate(dataset(split=split, form="rl", seed=options.seed, **where), reward_fn)
+            split: validate(dataset(split=split, form="rl", seed=options.seed, **dataset_arguments), reward_fn)
             for split in options.split
         }
     except RLError as error:
@@ -130,11 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(report.ok for report in reports.values()) else 1
 
 
-def _columns(given: Sequence[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given]
+def _columns(arguments: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in arguments]
     for pair in pairs:
-        require(all(pair), "--columns", "OURS=THEIRS, for example question=problem", "".join(pair))
-    return {ours: theirs for ours, _, theirs in pairs}
+        require(all(pair), "--columns", "FIELD=COLUMN, for example question=problem", "".join(pair))
+    return {name: column for name, _, column in pairs}
 
 
 if __name__ == "__main__":

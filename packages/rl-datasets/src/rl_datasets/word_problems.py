@@ -1,5 +1,6 @@
-"""Generated word problems in GSM8K's form, small enough for a tiny model to solve and endless enough to hold some out;
-and preference pairs of them, a right answer and one with a mistake.
+"""Generated word problems in GSM8K's format, and preference pairs of a right answer and one with a mistake.
+
+The problems are easy enough for a tiny model, and numerous enough to hold some out.
 
     Ann has 11 eggs, finds 3, then sells 4. How many eggs does Ann have?
 
@@ -7,9 +8,9 @@ and preference pairs of them, a right answer and one with a mistake.
     <<14-4=10>>10
     #### 10
 
-Which words mean adding and which mean taking away is all there is to understand; the rest is arithmetic with small
-numbers. Level n has n steps. Neither choice of operations can lead below zero, so that an answer with mistaken
-operations is as well-formed as the right one.
+A model has to learn only which verbs mean addition and which mean subtraction; the rest is arithmetic with small
+numbers. Level n has n steps. No choice of operations leads below zero, so an answer with wrong operations is as
+well-formed as the right one.
 """
 
 from __future__ import annotations
@@ -27,32 +28,35 @@ from rl_datasets.rows import Rows, read_options, require_form
 ADDING = ("finds", "buys", "wins", "gets", "earns", "collects")
 TAKING = ("sells", "loses", "drops", "donates", "discards", "lends")
 OPERATION_OF: dict[str, str] = dict.fromkeys(ADDING, "+") | dict.fromkeys(TAKING, "-")
-"""What each verb does to the number of things."""
+"""Operation that each verb stands for."""
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Ida")
 ITEMS = ("eggs", "pens", "cards", "coins", "cups", "books", "shells", "stamps")
 
 MAX_LEVEL = 3
 MAX_AMOUNT = 4
-"""A step adds or takes away 1 to this many."""
+"""Maximum amount that a step adds or subtracts; the minimum is 1."""
 _STARTS = 5
-"""How many first numbers a level has; the smallest covers its steps even if all of them take away."""
+"""Number of possible start values of a level; the smallest stays at or above zero if all steps subtract."""
 
 MISTAKES = ("operation", "result", "unfinished")
-"""What may be wrong with a rejected answer: one step adds where it should take away, or the reverse; one result is off
-and the rest follows from it; or the line with the final number is missing."""
+"""Kinds of mistakes in a rejected answer.
+
+`operation`: one step adds instead of subtracting, or the reverse. `result`: one result is wrong, and later steps
+continue from it. `unfinished`: the line with the final number is missing.
+"""
 _OFF_BY = (-2, -1, 1, 2)
 
 _DEFAULT_SIZES = {"train": 8192, "test": 512}
-_HELD_OUT_SHARE = 5
-"""One in so many problems is held out."""
-_MAX_FRUITLESS_DRAWS = 20_000
-"""Draws in a row without a new problem after which there are taken to be no more."""
+_HELD_OUT_DIVISOR = 5
+"""One of this many problems is held out."""
+_MAX_FAILED_DRAWS = 20_000
+"""Consecutive draws without a new problem after which generation stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One clause: `finds 3`."""
+    """Clause of a problem, such as `finds 3`."""
 
     verb: str
     amount: int
@@ -60,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One story: who, what, how many at first, and what happens."""
+    """Word problem: a person, items, their number at the start, and the steps."""
 
     name: str
     item: str
@@ -69,31 +73,31 @@ class Problem:
 
     @property
     def core(self) -> tuple[int, tuple[Step, ...]]:
-        """What has to be worked out, without who and what. Train and test share no core."""
+        """Arithmetic of the problem, without the person and the items. Train and test share no core."""
         return self.start, self.steps
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """`+` or `-` for each step, as its verb means it."""
+        """Operation `+` or `-` of each step, according to its verb."""
         return tuple(OPERATION_OF[step.verb] for step in self.steps)
 
     @property
     def question(self) -> str:
-        """The story and its question."""
+        """Text of the problem."""
         clauses = [f"{step.verb} {step.amount}" for step in self.steps]
         first, last = clauses[:-1], clauses[-1]
-        told = ", ".join([f"{self.name} has {self.start} {self.item}", *first])
-        joined = f"{told}, then {last}" if first else f"{told} and {last}"
+        start = ", ".join([f"{self.name} has {self.start} {self.item}", *first])
+        joined = f"{start}, then {last}" if first else f"{start} and {last}"
         return f"{joined}. How many {self.item} does {self.name} have?"
 
     def worked_answer(self, operations: Sequence[str] = (), slips: Sequence[int] = ()) -> str:
-        """One line with calculator marks per step, then `#### n`.
+        """Return one line with calculator marks per step, then `#### n`.
 
         Args:
-            operations: `+` or `-` per step; by default the right ones. Others give an answer whose arithmetic is right
-                and whose understanding is not.
-            slips: by how much each step's result is off, to the other side where it would be below zero; by default
-                nowhere.
+            operations: `+` or `-` per step; by default the right ones. With others the arithmetic is right, but the
+                operations do not match the verbs.
+            slips: error to add to the result of each step, by default 0. If the result would be below zero, the
+                absolute error is added instead.
         """
         value = self.start
         lines = []
@@ -108,15 +112,15 @@ class Problem:
 
 @dataclass
 class WordProblemsOptions(Settings):
-    """What may be set beyond split, form and seed."""
+    """Options of generated problems in addition to split, form and seed."""
 
     setting: ClassVar[str] = "word-problems data"
     levels: Sequence[int] = bounded(
         (2,), f"one or more of 1 to {MAX_LEVEL}", lambda levels: levels and {*levels} <= {*range(1, MAX_LEVEL + 1)}
     )
-    """Numbers of steps, 1 to 3, mixed in equal parts; a single one may be given as a number."""
+    """Levels to generate in equal parts, each a number of steps from 1 to 3; a single level may be an integer."""
     size: int | None = bounded(None, "at least 1, or none", lambda size: size is None or size >= 1)
-    """Number of distinct problems; by default 8192 to train on and 512 held out."""
+    """Number of distinct problems; by default 8192 for training and 512 held out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.levels, int):
@@ -127,11 +131,11 @@ class WordProblemsOptions(Settings):
 class WordProblems(Rows[Problem]):
     """Distinct generated problems of one split.
 
-    RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer, "level": steps, "verbs":
-    [their verbs]}`. SFT form: `{"prompt_id": row index, "messages": [the question, the worked answer]}`.
+    RL form: `{"prompt_id": index, "messages": [the question], "answer": worked answer, "level": number of steps,
+    "verbs": [verb of each step]}`. SFT form: `{"prompt_id": index, "messages": [the question, the worked answer]}`.
 
-    A hash of the seed and the problem's core decides its split, so the splits stay disjoint whatever their sizes, and a
-    held-out problem is not a known one about other things.
+    A hash of the seed and the problem's core determines its split. So the splits are disjoint for all sizes, and a
+    held-out problem never differs from a training problem only in the person or the items.
     """
 
     def __init__(
@@ -142,27 +146,28 @@ class WordProblems(Rows[Problem]):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Generate all rows.
+        """Generate all examples.
 
         Args:
-            path: part of every data set's signature; nothing is read, so it has to be empty.
+            path: must be empty, because nothing is read; every data set accepts it.
             split: `train` or `test` (held out).
             form: `rl` or `sft`.
-            seed: makes the problems and decides which are held out.
+            seed: seed of the problems and of the split into train and test.
             **options: fields of `WordProblemsOptions`.
 
         Raises:
-            ConfigError: a path, an unknown split, form or option, or more problems than there are.
+            ConfigError: `path` is not empty, the split, form or an option is unknown, or there are fewer distinct
+                problems than requested.
         """
-        expected = "none, because the problems are generated (data.name=chat or gsm8k reads files of your own)"
+        expected = "no path, because the problems are generated (data.name=chat or gsm8k reads files)"
         require(not path, "data.path with data.name=word-problems", expected, path)
         require_choice("split", split, tuple(_DEFAULT_SIZES))
         require_form("word-problems", form, ("rl", "sft"))
         self.form = form
-        chosen = read_options(WordProblemsOptions, "word-problems", options)
-        size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
-        self.problems: list[Problem] = list(_generate(split, seed, tuple(chosen.levels), size))
-        """The problems behind the rows, in the same order."""
+        problem_options = read_options(WordProblemsOptions, "word-problems", options)
+        size = _DEFAULT_SIZES[split] if problem_options.size is None else problem_options.size
+        self.problems: list[Problem] = list(_generate(split, seed, tuple(problem_options.levels), size))
+        """Problems of the examples, in the same order."""
         super().__init__(self.problems)
 
     def _row(self, index: int, problem: Problem) -> dict[str, Any]:
@@ -180,13 +185,13 @@ class WordProblems(Rows[Problem]):
 
 
 def split_of(problem: Problem, seed: int) -> str:
-    """The split that a problem belongs to under a seed: `train` or `test`."""
+    """Return the split of a problem for a seed: `train` or `test`."""
     digest = hashlib.blake2b(repr((seed, problem.core)).encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0 else "train"
+    return "test" if int.from_bytes(digest, "big") % _HELD_OUT_DIVISOR == 0 else "train"
 
 
 def draw_problem(rng: random.Random, level: int) -> Problem:
-    """A problem of `level` steps, of either split."""
+    """Return a random problem with `level` steps, of either split."""
     lowest = MAX_AMOUNT * level
     verbs = ADDING + TAKING
     steps = tuple(Step(rng.choice(verbs), rng.randint(1, MAX_AMOUNT)) for _ in range(level))
@@ -194,34 +199,36 @@ def draw_problem(rng: random.Random, level: int) -> Problem:
     return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, steps)
 
 
-@lru_cache(maxsize=4)  # a command reads its rows several times: to count, to measure, to train
+@lru_cache(maxsize=4)  # a command reads its examples several times: to count, to measure, to train
 def _generate(split: str, seed: int, levels: tuple[int, ...], size: int) -> tuple[Problem, ...]:
-    """`size` distinct problems of a split, the levels in turn.
+    """Return `size` distinct problems of a split, with levels in turn.
 
     Raises:
-        ConfigError: so many distinct problems were not found.
+        ConfigError: there are fewer than `size` distinct problems.
     """
     rng = random.Random(f"{seed} {split}")
-    found: dict[Problem, None] = {}  # a set that keeps the order
-    fruitless = 0
-    while len(found) < size and fruitless < _MAX_FRUITLESS_DRAWS:
-        problem = draw_problem(rng, levels[len(found) % len(levels)])
-        is_new = problem not in found and split_of(problem, seed) == split
-        fruitless = 0 if is_new else fruitless + 1
+    problems: dict[Problem, None] = {}  # an ordered set
+    failed_draws = 0
+    while len(problems) < size and failed_draws < _MAX_FAILED_DRAWS:
+        problem = draw_problem(rng, levels[len(problems) % len(levels)])
+        is_new = problem not in problems and split_of(problem, seed) == split
+        failed_draws = 0 if is_new else failed_draws + 1
         if is_new:
-            found[problem] = None
+            problems[problem] = None
     require(
-        len(found) == size,
+        len(problems) == size,
         "word-problems data: size",
-        f"at most about {len(found)} for levels {list(levels)} of the {split} split",
+        f"at most about {len(problems)} for levels {list(levels)} of the {split} split",
         size,
     )
-    return tuple(found)
+    return tuple(problems)
 
 
 class WordProblemPairs(Rows[Problem]):
-    """One pair per generated problem: `{"prompt_id": row index, "chosen": [question, right answer], "rejected":
-    [question, wrong answer], "mistake": one of MISTAKES}`, the mistakes in equal parts.
+    """Generated preference pairs, one per problem, with all kinds of mistakes in equal parts.
+
+    An example is `{"prompt_id": index, "chosen": [question, right answer], "rejected": [question, wrong answer],
+    "mistake": one of MISTAKES}`.
     """
 
     def __init__(
@@ -232,17 +239,18 @@ class WordProblemPairs(Rows[Problem]):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Generate all rows.
+        """Generate all examples.
 
         Args:
-            path: part of every data set's signature; nothing is read, so it has to be empty.
+            path: must be empty, because nothing is read; every data set accepts it.
             split: `train` or `test` (held out).
             form: `pairs`.
-            seed: makes problems and mistakes and decides which problems are held out.
+            seed: seed of the problems, the mistakes, and the split into train and test.
             **options: fields of `rl_datasets.word_problems.WordProblemsOptions`.
 
         Raises:
-            ConfigError: a path, an unknown split, form or option, or more problems than there are.
+            ConfigError: `path` is not empty, the split, form or an option is unknown, or there are fewer distinct
+                problems than requested.
         """
         require_form("word-problem-pairs", form, ("pairs",))
         super().__init__(WordProblems(path, split, "rl", seed, **options).problems)
@@ -260,7 +268,7 @@ class WordProblemPairs(Rows[Problem]):
 
 
 def with_mistake(problem: Problem, mistake: str, draw: random.Random) -> str:
-    """A worked answer that is wrong in one way (see `MISTAKES`)."""
+    """Return a worked answer with one mistake (see `MISTAKES`)."""
     if mistake == "unfinished":
         return problem.worked_answer().rpartition("\n")[0]
     place = draw.randrange(len(problem.steps))

@@ -1,4 +1,4 @@
-"""The reward of programs."""
+"""Reward for programs."""
 
 import json
 import time
@@ -81,21 +81,21 @@ PROGRAM = "print(int(input()) + 1)\n"
         f"Use {FENCE}python{FENCE} here.\n{FENCE}python\n{PROGRAM}{FENCE}",
     ],
 )
-def test_find_program_of_a_fenced_block_returns_its_content(completion):
+def test_find_program_with_a_fenced_block_returns_its_content(completion):
     assert find_program(completion) == PROGRAM
 
 
-def test_find_program_of_blocks_that_call_nothing_returns_the_last():
+def test_find_program_with_blocks_without_calls_returns_the_last():
     assert find_program(f"{FENCE}python\nx = 1\n{FENCE}\n{FENCE}python\nx = 2\n{FENCE}") == "x = 2\n"
 
 
 @pytest.mark.parametrize("end", ["", "</answer>", "\nExplanation: it's short.", " Done!"])
-def test_find_program_with_a_closing_mark_after_code_ends_there(end):
+def test_find_program_with_a_closing_fence_after_code_ends_there(end):
     for program in (PROGRAM.strip(), f"{PROGRAM}    "):
         assert find_program(f"So:\n{FENCE}python\n{program}{FENCE}{end}") == program
 
 
-def test_find_program_of_many_marks_after_code_takes_bounded_time():
+def test_find_program_with_many_fences_takes_bounded_time():
     started = time.process_time()
     find_program(f"{FENCE}python\nprint(0){FENCE}\n" * 4000 + f"x {FENCE}" * 20_000)
 
@@ -107,12 +107,12 @@ def test_find_program_without_a_python_block_returns_none(completion):
     assert find_program(completion) is None
 
 
-def test_find_program_with_a_fence_in_a_string_returns_all_of_it():
+def test_find_program_with_a_fence_in_a_string_returns_the_whole_block():
     for code in (f"s = '''{FENCE}'''\n{PROGRAM}", f"s = '''\n{FENCE}\nx\n{FENCE}\n'''\n{PROGRAM}"):
         assert find_program(f"So:\n{FENCE}python\n{code}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}") == code
 
 
-def test_find_program_of_a_function_returns_the_block_that_defines_it():
+def test_find_program_for_a_function_returns_its_definition():
     defines, uses = "def f(x):\n    return x\n", "print(f(3))\n"
     completion = f"{FENCE}python\n{defines}{FENCE}\nFor example:\n{FENCE}python\n{uses}{FENCE}"
 
@@ -159,7 +159,7 @@ def test_same_value_compares_floats_within_tolerance():
         {"tests": '[{"input": "1\\n2", "output": "3"}]', "metadata": '{"func_name": "add"}'},
     ],
 )
-def test_read_tests_of_a_function_accepts_its_result(row):
+def test_read_tests_for_a_function_accepts_its_result(row):
     (test,) = read_tests(row["tests"], row.get("fn_name"), row.get("metadata"))
 
     assert (test.function, test.given) == ("add", [1, 2])
@@ -195,7 +195,7 @@ def test_read_tests_with_listed_arguments_keeps_texts():
         {"inputs": [["1", "2"]], "outputs": [["3"]], "fn_name": None},
     ],
 )
-def test_read_tests_of_a_script_compares_its_output(tests):
+def test_read_tests_for_a_script_compares_its_output(tests):
     (test,) = read_tests(tests, metadata="from a contest")
 
     assert test.script("code") == ("code", "1\n2")
@@ -203,10 +203,10 @@ def test_read_tests_of_a_script_compares_its_output(tests):
 
 
 def test_read_tests_with_an_input_of_zero_keeps_it():
-    assert [test.given for test in read_tests([{"input": given, "output": 0} for given in (0, None)])] == ["0", ""]
+    assert [test.given for test in read_tests([{"input": value, "output": 0} for value in (0, None)])] == ["0", ""]
 
 
-def test_read_tests_of_a_function_takes_text_that_is_no_json_as_it_is():
+def test_read_tests_for_a_function_keeps_text_that_is_not_json():
     (test,) = read_tests([{"input": "hello\n2", "output": "hellohello"}], "f")
 
     assert test.given == ["hello", 2]
@@ -230,7 +230,7 @@ def test_read_tests_of_a_function_takes_text_that_is_no_json_as_it_is():
         [{"input": "1", "output": "1", "testtype": "functional"}],
     ],
 )
-def test_code_reward_of_unreadable_tests_raises_reward_error(tests):
+def test_code_reward_with_unreadable_tests_raises_reward_error(tests):
     with pytest.raises(RewardError, match="expected `tests`"):
         code_reward_fn("", ADDS, [], [], tests=tests)
 
@@ -251,7 +251,7 @@ def test_code_reward_calls_a_method_of_class_solution():
 
 
 @pytest.mark.parametrize("name", ["max", "gcd", "pow"])
-def test_code_reward_of_a_function_that_only_the_judge_imports_is_zero(name):
+def test_code_reward_without_own_definition_of_the_function_is_zero(name):
     tests = {"inputs": [[4, 6]], "outputs": [{"max": 6, "gcd": 2, "pow": 4096}[name]], "fn_name": name}
     defines = f"def {name}(*values):\n    return {tests['outputs'][0]}"
 
@@ -259,7 +259,7 @@ def test_code_reward_of_a_function_that_only_the_judge_imports_is_zero(name):
     assert code_reward_fn("", f"{FENCE}python\n{defines}\n{FENCE}", [], [], tests=tests) == 1.0
 
 
-def test_code_reward_fraction_is_the_share_of_passed_tests():
+def test_code_reward_fraction_is_the_fraction_of_passed_tests():
     sandbox = Sandbox()
     completion = f"{FENCE}python\nprint(max(0, sum(map(int, input().split())) - 4))\n{FENCE}"
     tests = [{"input": "1 -1", "output": "0"}, {"input": "2 3", "output": "5"}]
@@ -274,7 +274,7 @@ def test_code_reward_fraction_is_the_share_of_passed_tests():
 ENDLESS = f"{FENCE}python\na, b = map(int, input().split())\nwhile b < 0: pass\nprint(a + b)\n{FENCE}"
 
 
-def test_code_reward_timeout_ends_the_rest_and_scores_zero():
+def test_code_reward_timeout_skips_remaining_tests_and_scores_zero():
     tests = [{"input": "2 3", "output": "5"}, *({"input": f"{n} -1", "output": f"{n - 1}"} for n in range(50))]
     reward = CodeReward(Sandbox(SandboxLimits(seconds=2)), fraction=True)
 
@@ -284,7 +284,7 @@ def test_code_reward_timeout_ends_the_rest_and_scores_zero():
     assert metrics.results() == {"code/passed": 1 / 51, "reward/timeouts": 1.0}
 
 
-def test_code_reward_of_many_slow_tests_shares_one_deadline():
+def test_code_reward_with_many_slow_tests_has_one_deadline():
     completion = f"{FENCE}python\nimport time\ntime.sleep(0.4)\nprint(input())\n{FENCE}"
     reward = CodeReward(Sandbox(SandboxLimits(seconds=2)), seconds=2)
 

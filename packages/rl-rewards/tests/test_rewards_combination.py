@@ -11,7 +11,7 @@ async def slow_reward_fn(prompt, completions, prompt_ids, completion_ids, **_):
     return 1.0
 
 
-def test_weighted_reward_sums_its_parts_by_weight():
+def test_weighted_reward_sums_weighted_components():
     reward = WeightedReward([(gsm8k_reward_fn, 1.0), (format_reward_fn, 0.25)])
 
     assert reward("", "#### 72", [], [], answer=72) == 1.25
@@ -19,7 +19,7 @@ def test_weighted_reward_sums_its_parts_by_weight():
     assert reward("", "#### 73", [], [], answer=72) == 0.25
 
 
-def test_weighted_reward_names_the_parts_of_its_sum():
+def test_weighted_reward_names_its_components():
     parts = [("gsm8k", 1.0), (gsm8k_reward_fn, 0.5), (format_reward_fn, 0.25), ("gsm8k", 2.0), ("gsm8k", 3.0)]
 
     reward = WeightedReward(parts)("", "It is 72", [], [], answer=72)
@@ -28,14 +28,14 @@ def test_weighted_reward_names_the_parts_of_its_sum():
     assert components_of(reward) == dict(zip(names, [1.0, 0.5, 0.0, 2.0, 3.0], strict=True))
 
 
-def test_weighted_reward_takes_names_and_dotted_paths():
+def test_weighted_reward_accepts_names_and_dotted_paths():
     reward = WeightedReward([("gsm8k", 1.0), ("rl_rewards:format_reward_fn", 0.5)])
 
     assert reward("", "#### 72", [], [], answer=72) == 1.5
     assert pickle.loads(pickle.dumps(reward))("", "#### 72", [], [], answer=72) == 1.5
 
 
-def test_weighted_reward_with_a_failing_part_fails():
+def test_weighted_reward_with_a_failing_component_fails():
     with pytest.raises(RewardError):
         WeightedReward([("gsm8k", 0.0), ("format", 1.0)])("", "#### 72", [], [])
 
@@ -44,6 +44,6 @@ def test_weighted_reward_with_a_failing_part_fails():
     ("parts", "message"),
     [([], "at least one"), ([("gsm9k", 1.0)], "unknown name"), ([(slow_reward_fn, 1.0)], "asynchronous")],
 )
-def test_weighted_reward_that_cannot_work_is_refused(parts, message):
+def test_weighted_reward_with_invalid_components_is_rejected(parts, message):
     with pytest.raises(ConfigError, match=message):
         WeightedReward(parts)

@@ -9,7 +9,7 @@ from rl_rewards import FormatReward, FormatRewardConfig, format_reward_fn
 @pytest.mark.parametrize(
     "completion", ["She sold 72.\n#### 72", "#### 72\n", "####72", "Sum\n#### $1,234.50", "#### -5"]
 )
-def test_format_reward_of_a_final_answer_line_is_one(completion):
+def test_format_reward_with_a_final_answer_line_is_one(completion):
     assert format_reward_fn("", completion, [], [], answer="unread") == 1.0
 
 
@@ -18,7 +18,7 @@ def test_format_reward_of_a_final_answer_line_is_one(completion):
     [
         "",
         "72",
-        "She sold 72. #### 72",  # not a line of its own
+        "She sold 72. #### 72",  # not on a separate line
         "#### 72\nThat is all.",
         "#### 72 clips",
         "#### 72 or 73",
@@ -28,7 +28,7 @@ def test_format_reward_of_a_final_answer_line_is_one(completion):
         "#### Step 1\nadd\n#### 72",
     ],
 )
-def test_format_reward_of_any_other_ending_is_zero(completion):
+def test_format_reward_with_any_other_ending_is_zero(completion):
     assert format_reward_fn("", completion, [], []) == 0.0
 
 
@@ -41,8 +41,8 @@ def test_format_reward_with_pattern_requires_the_whole_completion_to_match():
     assert reward("", "<think>a</think><answer>72</answer> and more", [], []) == -0.5
 
 
-def test_format_reward_config_that_cannot_work_is_refused():
-    with pytest.raises(ConfigError, match="no regular expression"):
+def test_format_reward_config_with_invalid_values_is_rejected():
+    with pytest.raises(ConfigError, match="pattern"):
         FormatRewardConfig("(")
     with pytest.raises(ConfigError, match="reward > penalty"):
         FormatRewardConfig(reward=0.0, penalty=0.0)

@@ -1,4 +1,4 @@
-"""The GSM8K reward on answers in the ways in which models write them."""
+"""GSM8K reward on answers in the notations that models use."""
 
 # ruff: noqa: RUF001 (models write look-alike characters)
 import time
@@ -123,7 +123,7 @@ BOXES = [
     (r"\boxed{2 \times 10^{3}}", 2000),
     (r"\boxed{\approx 5}", 5),
     (r"\(\{3\}\) so \boxed{72}", 72),
-    (r"so \boxed{72", 72),  # cut off: the last number
+    (r"so \boxed{72", 72),  # truncated: the last number counts
     (r"Maybe \boxed{7}? No: \boxed{72", 72),
 ]
 
@@ -258,7 +258,7 @@ LAST_NUMBERS = [
 @pytest.mark.parametrize(
     ("completion", "gold"), [*HASHES, *BOXES, *STATEMENTS, *LABELS, *LAST_NUMBERS], ids=lambda v: repr(v)[:60]
 )
-def test_reward_of_a_right_answer_is_one_and_of_a_neighbour_zero(completion, gold):
+def test_reward_of_right_answer_is_one_and_of_other_numbers_zero(completion, gold):
     assert score(completion, gold) == 1.0
     assert score(completion, gold + 1) == 0.0
     assert score(completion, -gold) == 0.0
@@ -324,7 +324,7 @@ def test_gold_number_that_is_missing_or_unreadable_raises_reward_error(answer):
         gsm8k_reward_fn("", "#### 72", [], [], answer=answer)
 
 
-def test_reward_without_answer_argument_raises_and_ignores_other_data():
+def test_reward_requires_answer_and_ignores_other_data():
     with pytest.raises(RewardError, match="no answer"):
         gsm8k_reward_fn("", "#### 72", [], [])
     assert gsm8k_reward_fn("q", "#### 72", [1], [2], answer="72", prompt_id=3, messages=[]) == 1.0
@@ -341,7 +341,7 @@ def test_reward_without_answer_argument_raises_and_ignores_other_data():
     ],
     ids=repr,
 )  # fmt: skip
-def test_reward_of_an_adversarial_text_ends_soon(unit):
+def test_reward_of_an_adversarial_text_takes_bounded_time(unit):
     text = unit * (1_000_000 // len(unit))
 
     started = time.process_time()
@@ -349,9 +349,9 @@ def test_reward_of_an_adversarial_text_ends_soon(unit):
     score("x" + text + "x", 72)
     score(text + " #### 72", 72)
 
-    assert time.process_time() - started < 3.0  # about 0.1 s; the rest is room for a busy machine
+    assert time.process_time() - started < 3.0  # takes about 0.1 s; the limit allows for a busy machine
 
 
-def test_reward_of_a_long_text_reads_its_end():
+def test_reward_of_a_long_text_reads_only_its_end():
     assert score("word " * 1_000_000 + "#### 72", 72) == 1.0
     assert score("7" * 1_000_000, 7) == 0.0

@@ -1,6 +1,7 @@
-"""Rewards of completions in the forms of ten model families, with the labels that people gave before they saw rewards.
+"""Rewards of labeled completions in the formats of ten model families.
 
-A line of `labelled/NAME.jsonl` is a completion with its data row, the model family whose form it has, and its label.
+A line of `labelled/NAME.jsonl` is a completion with the fields of its example, the model family whose format it has,
+and its label. People assigned the labels before they saw the rewards.
 """
 
 import json
@@ -16,10 +17,10 @@ from rl_rewards.code import CodeReward
 REWARDS = {
     "gsm8k": gsm8k_reward_fn,
     "math": math_reward_fn,
-    "code": CodeReward(Sandbox(SandboxLimits(seconds=4))),  # one of the programs does not end
+    "code": CodeReward(Sandbox(SandboxLimits(seconds=4))),  # one of the programs never ends
 }
 NUMBER, DIFFERENT = 60, 1
-"""Completions for each reward, and how many of them may have another reward than their label."""
+"""Number of completions per reward, and maximum number whose reward may differ from its label."""
 
 
 def examples(name):
@@ -28,7 +29,7 @@ def examples(name):
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math", pytest.param("code", marks=pytest.mark.slow)])
-def test_reward_of_labelled_completions_is_their_label(name):
+def test_reward_of_labeled_completions_is_their_label(name):
     different = []
     for example in examples(name):
         family, completion, label = (example.pop(key) for key in ("family", "completion", "reward"))
@@ -39,7 +40,7 @@ def test_reward_of_labelled_completions_is_their_label(name):
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_labelled_completions_have_ten_families_and_both_labels(name):
+def test_labeled_completions_have_ten_families_and_both_labels(name):
     families = Counter(example["family"] for example in examples(name))
 
     assert families.total() == NUMBER

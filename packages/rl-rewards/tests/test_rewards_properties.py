@@ -1,4 +1,4 @@
-"""Any number, formatted in any of the usual ways and announced in any of them, is read back exactly."""
+"""Round trips: numbers in all usual notations and answer forms are read back exactly."""
 
 # ruff: noqa: RUF001 (models write look-alike characters)
 from fractions import Fraction
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_rewards import find_answer, gold_number, gsm8k_reward_fn
 
-ANNOUNCEMENTS = [
+ANSWER_FORMS = [
     "#### {}",
     "First 3 + 4 = 7.\n#### {}",
     r"Hence $\boxed{{{}}}$.",
@@ -23,7 +23,7 @@ ANNOUNCEMENTS = [
 
 @st.composite
 def written_numbers(draw: st.DrawFn) -> tuple[str, Fraction]:
-    """A number's text and its value."""
+    """Draw the text of a number and its value."""
     sign = draw(st.sampled_from(["", "-", "−"]))
     currency = draw(st.sampled_from(["", "$", r"\$", "€"]))
     percent = draw(st.sampled_from(["", "%", r"\%"]))
@@ -47,23 +47,23 @@ def written_numbers(draw: st.DrawFn) -> tuple[str, Fraction]:
     return f"{sign}{currency}{text}{percent}", -value if sign else value
 
 
-@given(written_numbers(), st.sampled_from(ANNOUNCEMENTS))
-def test_find_answer_of_a_formatted_number_round_trips(written, announcement):
+@given(written_numbers(), st.sampled_from(ANSWER_FORMS))
+def test_find_answer_of_a_formatted_number_round_trips(written, answer_form):
     text, value = written
 
-    number = find_answer(announcement.format(text))
+    number = find_answer(answer_form.format(text))
 
     assert number is not None
     assert number.value == value
     assert gold_number(text) == value
-    assert gsm8k_reward_fn("", announcement.format(text), [], [], answer=f"Because.\n#### {text}") == 1.0
+    assert gsm8k_reward_fn("", answer_form.format(text), [], [], answer=f"Because.\n#### {text}") == 1.0
 
 
-@given(written_numbers(), written_numbers(), st.sampled_from(ANNOUNCEMENTS))
-def test_reward_of_two_formatted_numbers_is_one_exactly_if_they_are_equal(given_number, gold, announcement):
-    reward = gsm8k_reward_fn("", announcement.format(given_number[0]), [], [], answer=gold[0])
+@given(written_numbers(), written_numbers(), st.sampled_from(ANSWER_FORMS))
+def test_reward_of_two_formatted_numbers_is_one_only_if_equal(written, gold, answer_form):
+    reward = gsm8k_reward_fn("", answer_form.format(written[0]), [], [], answer=gold[0])
 
-    assert reward == float(given_number[1] == gold[1])
+    assert reward == float(written[1] == gold[1])
 
 
 @given(st.text(max_size=400), st.integers(-(10**6), 10**6))

@@ -1,4 +1,4 @@
-"""Reasoning is no answer, whatever the reward and the family's marks."""
+"""All rewards ignore the reasoning, with the reasoning marks of all model families."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def score(reward, completion, data, **more):
     return reward("", completion, [], [], **data, **more)
 
 
-@pytest.mark.parametrize(("reward", "data", "says"), REWARDS)
+@pytest.mark.parametrize(("reward", "data", "template"), REWARDS)
 @pytest.mark.parametrize(
     "form",
     [
@@ -32,28 +32,28 @@ def score(reward, completion, data, **more):
         "<reasoning>{wrong}</reasoning>{right}",
     ],
 )
-def test_reward_reads_what_follows_the_reasoning(reward, data, says, form):
-    wrong, right = says.format(7), says.format(5)
+def test_reward_reads_only_the_text_after_the_reasoning(reward, data, template, form):
+    wrong, right = template.format(7), template.format(5)
 
     assert score(reward, form.format(wrong=wrong, right=right), data) == 1.0
     assert score(reward, form.format(wrong=right, right=wrong), data) == 0.0
 
 
-@pytest.mark.parametrize(("reward", "data", "says"), REWARDS)
+@pytest.mark.parametrize(("reward", "data", "template"), REWARDS)
 @pytest.mark.parametrize(
     "form", ["<think>{}", "<think>{}</think>", "<|channel|>analysis<|message|>{}", "<think>{}</think>Some other text."]
 )
-def test_reward_of_reasoning_without_an_answer_is_zero(reward, data, says, form):
-    assert score(reward, form.format(says.format(5)), data) == 0.0
+def test_reward_of_reasoning_without_an_answer_is_zero(reward, data, template, form):
+    assert score(reward, form.format(template.format(5)), data) == 0.0
 
 
-@pytest.mark.parametrize(("reward", "data", "says"), REWARDS)
-def test_reward_final_text_decides_where_it_is_given(reward, data, says):
-    assert score(reward, says.format(5), data, final_text="") == 0.0
-    assert score(reward, says.format(7), data, final_text=says.format(5)) == 1.0
+@pytest.mark.parametrize(("reward", "data", "template"), REWARDS)
+def test_reward_with_final_text_ignores_the_completion(reward, data, template):
+    assert score(reward, template.format(5), data, final_text="") == 0.0
+    assert score(reward, template.format(7), data, final_text=template.format(5)) == 1.0
 
 
-def test_weighted_reward_hands_final_text_to_the_parts_that_take_it():
+def test_weighted_reward_passes_final_text_only_where_accepted():
     def closed(prompt, completions, prompt_ids, completion_ids, answer):
         return 1.0
 

@@ -1,4 +1,4 @@
-"""The reward of mathematical answers."""
+"""Reward for mathematical answers."""
 
 # ruff: noqa: RUF001 (models write look-alike characters)
 import math
@@ -37,7 +37,7 @@ from rl_rewards.places import marked_answer, read_part, stated_answers
         ("", "4", 0.0),
     ],
 )
-def test_math_reward_is_one_exactly_for_equal_expressions(completion, answer, reward):
+def test_math_reward_is_one_only_for_equal_expressions(completion, answer, reward):
     assert math_reward_fn("", completion, [], [], answer=answer) == reward
 
 
@@ -103,7 +103,7 @@ def test_math_reward_is_one_exactly_for_equal_expressions(completion, answer, re
         ("A and C", "A, C"),
     ],
 )
-def test_math_reward_of_two_spellings_is_one_in_both_roles(one, other):
+def test_math_reward_of_two_notations_is_one_in_both_roles(one, other):
     assert math_reward_fn("", rf"So $\boxed{{{one}}}$.", [], [], answer=other) == 1.0
     assert math_reward_fn("", rf"So $\boxed{{{other}}}$.", [], [], answer=one) == 1.0
 
@@ -174,7 +174,7 @@ def test_math_reward_of_different_answers_is_zero_in_both_roles(one, other):
         (r"\framebox{42}", "42", 1.0),
     ],
 )
-def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
+def test_math_reward_with_boxes_reads_the_last_answer(completion, answer, reward):
     assert math_reward_fn("", completion, [], [], answer=answer) == reward
 
 
@@ -227,14 +227,14 @@ def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
         ("答案：5", "5", 1.0),
     ],
 )
-def test_math_reward_finds_the_answer_in_its_place(completion, answer, reward):
+def test_math_reward_finds_answers_in_every_form(completion, answer, reward):
     assert math_reward_fn("", completion, [], [], answer=answer) == reward
 
 
 @pytest.mark.parametrize(
     "unit", [r"\boxed{", r"\boxed{1} and ", "answer is ", "final answer is 1 ", "<answer>", "(A) is "]
 )
-def test_places_of_an_adversarial_text_are_found_in_linear_time(unit):
+def test_answer_search_in_adversarial_text_takes_linear_time(unit):
     text = unit * (1_000_000 // len(unit)) + "}" * 100_000
 
     started = time.process_time()
@@ -252,7 +252,7 @@ def test_math_reward_without_a_readable_gold_answer_raises_reward_error(answer):
         math_reward_fn("", r"\boxed{5}", [], [], answer=answer)
 
 
-def test_math_reward_in_a_thread_needs_no_signal():
+def test_math_reward_works_outside_the_main_thread():
     rewards: list[float] = []
     thread = threading.Thread(target=lambda: rewards.append(math_reward_fn("", r"\boxed{5}", [], [], answer="5")))
 
@@ -263,7 +263,7 @@ def test_math_reward_in_a_thread_needs_no_signal():
 
 
 @pytest.mark.slow
-async def test_math_reward_of_an_endless_comparison_is_an_error_at_the_deadline():
+async def test_math_reward_of_endless_comparison_fails_at_the_deadline():
     reward = AsyncRewardWrapper("math", timeout=3.0)
 
     with pytest.raises(RewardError):

@@ -1,4 +1,4 @@
-"""The reward of programs: a completion's Python code passes its tests in a sandbox."""
+"""Reward for programs: whether the Python code of a completion passes its tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rl_rewards.program_tests import ProgramTest, read_tests
 from rl_rewards.programs import find_program
 
 REWARD_TIMEOUT = 30.0
-"""Assumed seconds for a call outside of a reward worker, the default of `rollout.reward_timeout`."""
+"""Seconds assumed for a call outside of a reward worker, equal to the default of `rollout.reward_timeout`."""
 TESTS_SHARE = 0.8
-"""Part of the time for a call that the tests of a program may take."""
+"""Fraction of the time of a call that the tests of a program may take."""
 
 
 class CodeReward:
-    """Runs the program of a completion on each test and compares its result with the expected one.
+    """Reward function that runs the program of a completion on each test and compares the results.
 
     `rl_rewards.programs` describes which code block is the program, `rl_rewards.program_tests` the formats of tests and
     the comparison.
 
     Args:
-        sandbox: sets the limits of each test; None for the default limits.
+        sandbox: sandbox with the limits of each test; None for the default limits.
         fraction: whether the reward is the fraction of passed tests, instead of 1.0 for all of them and 0.0 otherwise.
-        seconds: time for all tests of a program, at least that of the sandbox for one test; None for 80 % of
+        seconds: time limit for all tests of a program, at least the sandbox's limit for one test; None for 80 % of
             `rollout.reward_timeout`.
 
     Raises:
@@ -51,20 +51,22 @@ class CodeReward:
         final_text: str | None = None,
         **_: Any,
     ) -> float:
-        """1.0 if all tests pass, else 0.0, or the fraction that passes.
+        """Return 1.0 if all tests pass, else 0.0; or with `fraction` the fraction of passed tests.
 
-        The first test that exceeds its time ends the rest, and the reward is 0.0. Records the fraction of passed tests
-        as `code/passed` and the number of programs that exceed their time as `reward/timeouts`.
+        When a test exceeds its time, the remaining tests are skipped and the reward is 0.0. The call records the
+        fraction of passed tests as `code/passed`, and the number of programs that exceed their time as
+        `reward/timeouts`.
 
         Args:
-            prompt: not read.
-            completions: the text of one sample.
-            prompt_ids: not read.
-            completion_ids: not read.
-            tests: in one of the formats of `rl_rewards.program_tests`.
-            fn_name: the function that tests call; None if `tests` or `metadata` name it, or programs read stdin.
-            metadata: an object with `func_name`, or a JSON string of one.
-            final_text: what follows the reasoning of the sample; None: found in `completions`.
+            prompt: ignored.
+            completions: text of one completion.
+            prompt_ids: ignored.
+            completion_ids: ignored.
+            tests: tests in one of the formats of `rl_rewards.program_tests`.
+            fn_name: name of the function that tests call; None if `tests` or `metadata` name it, or programs read
+                stdin.
+            metadata: an object with `func_name`, or its JSON text.
+            final_text: the text after the reasoning; None to extract it from `completions`.
 
         Raises:
             RewardError: there are no tests, or they have another format.
@@ -81,11 +83,11 @@ class CodeReward:
         return passed / len(cases) if self._fraction else float(passed == len(cases))
 
     def _count(self, program: str, cases: list[ProgramTest]) -> tuple[int, bool]:
-        """Return the number of passed tests, and whether one exceeded its time, which ends the rest."""
+        """Return the number of passed tests, and whether a test exceeded its time and ended the run."""
         deadline, passed = time.monotonic() + self._seconds, 0
         for index, case in enumerate(cases):
             script = case.script(program)
-            # the limit of the sandbox is enough for the first test
+            # The sandbox's own limit suffices for the first test.
             remaining = (max(0.0, deadline - time.monotonic()),) if index else ()
             run = self._sandbox.run(*script, *remaining)
             if run.code == 0:
@@ -96,4 +98,4 @@ class CodeReward:
 
 
 code_reward_fn = CodeReward()
-"""With the default limits. Its module can be imported only where the kernel confines processes."""
+"""Code reward with the default limits. Importing this module requires a kernel that can confine processes."""

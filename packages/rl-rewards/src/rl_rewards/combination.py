@@ -1,4 +1,4 @@
-"""A weighted sum of reward functions."""
+"""Weighted sum of reward functions."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from rl_contracts.reward import CompositeReward, takes_final_text
 
 
 class WeightedReward:
-    """The sum of weight times reward over its parts, itself a reward function.
+    """Reward function that returns the weighted sum of its components.
 
-    A part of the sum has the given name, or that of its function or class; the second of a name is `NAME#2`.
+    A component is named after the registered name or path, or after its function or class. The second component of
+    the same name is `NAME#2`.
     """
 
     def __init__(self, parts: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
-        """Take (reward function, weight) pairs; a function may be given by its name or dotted path.
+        """Resolve the (reward function, weight) pairs; a name or dotted path may stand for a function.
 
         Raises:
-            ConfigError: there are no parts, a name is unknown, or a part is asynchronous.
+            ConfigError: there are no pairs, a name is unknown, or a function is asynchronous.
         """
-        given = list(parts)
-        self.parts = [(_resolve(part), float(weight)) for part, weight in given]
+        pairs = list(parts)
+        self.parts = [(_resolve(part), float(weight)) for part, weight in pairs]
         if not self.parts:
             raise ConfigError("weighted reward: expected at least one (reward, weight) pair, found none")
-        names = [_name(part) for part, _ in given]
+        names = [_name(part) for part, _ in pairs]
         repeats = [names[:index].count(name) for index, name in enumerate(names)]
         self.names = [f"{name}#{repeat + 1}" if repeat else name for name, repeat in zip(names, repeats, strict=True)]
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> CompositeReward:
-        """Return the weighted sum for one sample; an error of a part is an error of the whole."""
-        given = prompt, completions, prompt_ids, completion_ids
+        """Return the weighted sum for one completion; an error of a component is not caught."""
+        arguments = prompt, completions, prompt_ids, completion_ids
         rest = {name: value for name, value in data.items() if name != "final_text"}
-        values = (weight * part(*given, **(data if takes_final_text(part) else rest)) for part, weight in self.parts)
+        values = (
+            weight * part(*arguments, **(data if takes_final_text(part) else rest)) for part, weight in self.parts
+        )
         return CompositeReward(**dict(zip(self.names, values, strict=True)))
 
 
@@ -50,6 +53,6 @@ def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         raise ConfigError(
             f"weighted reward: expected plain functions, found the asynchronous {part!r}; "
-            f"write an async reward function that awaits its parts"
+            f"write an async reward function that awaits its components"
         )
     return fn

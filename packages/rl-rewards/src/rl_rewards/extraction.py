@@ -1,6 +1,6 @@
-r"""Where in a completion the answer stands.
+r"""Search for the answer in a completion.
 
-Ways of giving an answer, in the order in which they are tried (in each, the last one that holds a number counts):
+Forms of an answer, in the order in which they are tried (of each form, the last one with a number counts):
 
 1. a line `#### 72`
 2. `\boxed{72}`, braces nested to any depth
@@ -11,8 +11,8 @@ Ways of giving an answer, in the order in which they are tried (in each, the las
 The last non-empty `<answer>...</answer>` is searched first, then the whole text. Boxes are skipped if the last one is
 empty or unterminated.
 
-Only the last `MAX_CHARS` characters of the final text, which follows the reasoning, are read: answers stand at the
-end, and the time to find one stays bounded whatever a policy writes.
+Only the last `MAX_CHARS` characters of the final text, which follows the reasoning, are read. Answers are at the end,
+and this bounds the time for any completion.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rl_rewards.numbers import WrittenNumber, find_numbers, last_number
 from rl_rewards.texts import without_markup
 
 MAX_CHARS = 20_000
-"""Characters read, from the end of the completion."""
+"""Number of characters read, from the end of the completion."""
 
 _SLOT_CHARS = 400
-"""An answer stands within this distance after what announces it."""
+"""Maximum distance in characters between a label or statement and its answer."""
 
 _HASHES = re.compile(r"#{4,}:?")
 _BOX = re.compile(r"\\{1,2}(?:boxed|f(?:rame)?box)\s{0,2}(?:\{|(?P<bare>-?[0-9][0-9.,]{0,30}))|\\.|[{}]", re.DOTALL)
 _BLANK = re.compile(r"\s*\}")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
-# Two boxes form one answer if "and" or "or" precedes the second one, ...
+# Two boxes form one answer if "and" or "or" directly precedes the second one, ...
 _LISTS = re.compile(r"\b(?:and|or)\W*$")
-# ... and unless these stand between them, "and", "or" and names such as `x_2 =` apart: words, signs
-# of equality, arrows, and commands other than for spaces.
+# ... or if none of these is between them, apart from "and", "or" and names such as `x_2 =`: words, equals signs,
+# arrows, and commands other than for spaces.
 _SEPARATES = re.compile(r"[^\W\d_]{2}|[=\u2190-\u21ff]|\\[A-Za-z]")
 _CONNECTS = re.compile(
     r"\b(?:and|or)\b|(?:\\[A-Za-z]{1,12}|\b[A-Za-z]{1,2}[0-9]?)(?:_\{?\w{1,3}\}?)?\s{0,3}(?:&\s{0,3})?="
@@ -59,7 +59,7 @@ _LABEL = re.compile(rf"{LABEL}|^\W{{0,4}}A:", re.IGNORECASE | re.MULTILINE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _LIST_ITEM = re.compile(r"[.)]\s{1,3}[A-Za-z]")
 _LOOSE_SIGN = re.compile(r"^[\s$]{0,4}-\s{1,2}(?=[0-9$])")
-# What makes a number the beginning of a formula: `3 + 4`, `5-10`, `2x3`, `10^3`, `2\pi`, `3 times 4`, `20% of 50`.
+# Text after a number that makes it the beginning of a formula: `3 + 4`, `5-10`, `2x3`, `10^3`, `2\pi`, `20% of 50`, ...
 _FORMULA = re.compile(
     r"%?\s{0,2}(?:\^|\\(?:pi|sqrt)|(?:[-+*/\u00d7÷·xX]|\\(?:times|cdot|div|pm)|times|plus|minus|of|divided\sby)"
     r"\s{0,2}[$(]{0,2}\s?[0-9(])"
@@ -69,7 +69,7 @@ _EQUATION = re.compile(r"(?:(?!\b(?:because|since|as|so|where|and)\b)[^=,;:(\n])
 
 
 def find_answer(text: str) -> WrittenNumber | None:
-    """The number that a completion gives as its answer, or None where it holds no number."""
+    """Return the number that a completion gives as its answer, or None if it has no number."""
     text = text[-MAX_CHARS:]
     tagged = tagged_answer(text)
     return (_find(tagged) if tagged else None) or _find(text)
@@ -91,8 +91,8 @@ def tagged_answer(text: str) -> str | None:
 def boxed_answer(text: str) -> tuple[str | None, int]:
     r"""Return the content of the last `\boxed{...}` and its end in the text.
 
-    Commas join it to the boxes before it that belong to the same answer. The content is "" if the last box is empty
-    or unterminated. Without a box the result is (None, 0).
+    If earlier boxes belong to the same answer, their contents precede it, separated by commas. The content is "" if the
+    last box is empty or unterminated. Without a box the result is (None, 0).
     """
     spans = _boxes(text)
     if not spans:
@@ -102,7 +102,7 @@ def boxed_answer(text: str) -> tuple[str | None, int]:
         return "", len(text)
     contents = [text[start:end].strip()]
     for start_before, end_before in reversed(spans):
-        if end_before > start:  # around it
+        if end_before > start:  # encloses the current box
             continue
         content = text[start_before:end_before].strip()
         if end_before < 0 or not _joined(text[end_before:start].removeprefix("}")):
@@ -113,7 +113,7 @@ def boxed_answer(text: str) -> tuple[str | None, int]:
 
 
 def _joined(between: str) -> bool:
-    """Whether two boxes form one answer, by the text between them, which ends with the command of the second box."""
+    """Return whether two boxes form one answer, given the text between them with the command of the second box."""
     between = re.sub(r"\\(?:boxed|f(?:rame)?box)\s{0,2}\{$", "", between)
     between = without_markup(between)
     return _LISTS.search(between) is not None or not _SEPARATES.search(_CONNECTS.sub("", between))
@@ -122,7 +122,7 @@ def _joined(between: str) -> bool:
 def _boxes(text: str) -> list[tuple[int, int]]:
     """Return the spans of the contents of boxes, sorted by start. The end of an empty or unterminated box is -1.
 
-    It takes one pass, so the time does not depend on the depth of nesting.
+    The search is a single pass, so its time does not depend on the nesting depth.
     """
     open_braces: list[tuple[bool, int]] = []
     spans: list[tuple[int, int]] = []
@@ -153,8 +153,10 @@ def _in_box(text: str) -> WrittenNumber | None:
     spans = _boxes(text)
     if not spans or spans[-1][1] < 0:
         return None
-    read = (_read_slot(_join_sign(plain(text[start:end][:_SLOT_CHARS]))) for start, end in reversed(spans) if end > 0)
-    return next(filter(None, read), None)
+    numbers = (
+        _read_slot(_join_sign(plain(text[start:end][:_SLOT_CHARS]))) for start, end in reversed(spans) if end > 0
+    )
+    return next(filter(None, numbers), None)
 
 
 def _after_statement(text: str) -> WrittenNumber | None:
@@ -163,13 +165,16 @@ def _after_statement(text: str) -> WrittenNumber | None:
 
 
 def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
-    """A label may also open a worked solution: only the line that holds the text's last number is read in full."""
+    """Return the number after the last label that has one.
+
+    A label may also open a worked solution, so only a line with the last number of the text is read in full.
+    """
     for match in reversed(list(_LABEL.finditer(text))):
         slot = line_after(text, match.end())
         start = text.find(slot, match.end())
-        closes = last.end <= start + len(slot)
-        number = (_right_hand_side(slot) if closes else None) or number_at_start(slot)
-        number = number or (_only_number(slot) if closes else None)
+        has_last_number = last.end <= start + len(slot)
+        number = (_right_hand_side(slot) if has_last_number else None) or number_at_start(slot)
+        number = number or (_only_number(slot) if has_last_number else None)
         opens_list = "\n" in text[match.end() : start] and number and _LIST_ITEM.match(slot, number.end)
         if number and not opens_list:
             return number
@@ -177,7 +182,7 @@ def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
 
 
 def line_after(text: str, start: int) -> str:
-    """The first line after `start` that holds more than punctuation, or ""."""
+    """Return the first line after `start` with more than punctuation, or ""."""
     lines = text[start : start + _SLOT_CHARS].split("\n")
     return next((line for line in lines if _has_words(line)), "")
 
@@ -189,7 +194,7 @@ def _sentence(text: str, start: int) -> str:
 
 
 def _join_sign(slot: str) -> str:
-    """`- 5` as `-5`, where a dash cannot be a bullet."""
+    """Return a slot that begins with `- 5` with `-5` instead; the dash cannot be a bullet there."""
     return _LOOSE_SIGN.sub("-", slot)
 
 
@@ -198,7 +203,7 @@ def _read_slot(slot: str) -> WrittenNumber | None:
 
 
 def number_at_start(slot: str) -> WrittenNumber | None:
-    """The number with which `slot` begins, if it stands for itself and does not open a formula."""
+    """Return the number at the start of `slot`, unless it opens a formula or an equation."""
     number = next(find_numbers(slot), None)
     if number is None or _has_words(slot[: number.start]):
         return None
@@ -207,7 +212,7 @@ def number_at_start(slot: str) -> WrittenNumber | None:
 
 
 def _right_hand_side(slot: str) -> WrittenNumber | None:
-    """The number after the last equals sign: 7 in `x = 3 + 4 = 7`."""
+    """Return the number after the last equals sign: 7 in `x = 3 + 4 = 7`."""
     _, equals, right = slot.rpartition("=")
     return number_at_start(right) if equals else None
 

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion, whatever its answer."""
+"""Rewards for the form of a completion, regardless of its answer."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from rl_rewards.numbers import parse_number
 
 @dataclass(frozen=True)
 class FormatRewardConfig:
-    """What a well-formed completion looks like."""
+    """Settings of `FormatReward`: the form of a well-formed completion, and the rewards."""
 
     pattern: str | None = None
-    """A regular expression (flags inline, `(?s)...`) that the whole completion must match, white space around it
-    apart; None: it ends with a line `#### n`, n a number, gives no other answer, and says nothing after it."""
+    """Regular expression (inline flags, `(?s)...`) that the whole completion must match, without whitespace around it.
+    If None, the completion must end with its only line `#### n`, where n is a number."""
     reward: float = 1.0
-    """Given to a well-formed completion."""
+    """Reward of a well-formed completion."""
     penalty: float = 0.0
-    """Given to any other."""
+    """Reward of any other completion, below `reward`."""
 
     def __post_init__(self) -> None:
         if self.reward <= self.penalty:
             raise ConfigError(
                 f"format reward: expected reward > penalty, found reward={self.reward}, penalty={self.penalty}; "
-                f"a form that is not rewarded would be taught away"
+                f"otherwise training discourages the required form"
             )
         try:
             re.compile(self.pattern or "")
         except re.error as error:
             raise ConfigError(
-                f"format reward: pattern {self.pattern!r} is no regular expression: {error}; "
-                f"escape the characters that stand for themselves"
+                f"format reward: pattern {self.pattern!r} is not a regular expression: {error}; "
+                f"escape literal special characters"
             ) from error
 
 
 @dataclass(frozen=True)
 class FormatReward:
-    """A reward function of the completion's form alone.
+    """Reward function that depends only on the form of the completion.
 
-    A pattern of the user's may take exponential time on an adverse completion; run it, like any reward, under a
-    deadline.
+    A custom pattern may take exponential time on an adversarial completion; run it, like any reward, under a deadline.
     """
 
     config: FormatRewardConfig = field(default_factory=FormatRewardConfig)
-    """What is rewarded, and by how much."""
+    """Required form, reward and penalty."""
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **_: Any
     ) -> float:
-        """The configured reward or penalty; only `completions`, the text of one sample, is read."""
+        """Return the configured reward or penalty; only `completions`, the text of one completion, is used."""
         pattern = self.config.pattern
         text = completions.strip()
         good = _ends_with_answer(text) if pattern is None else re.fullmatch(pattern, text) is not None
@@ -59,7 +58,7 @@ class FormatReward:
 
 
 format_reward_fn = FormatReward()
-"""1.0 for a completion that ends with its only line `#### n`, else 0.0."""
+"""Reward 1.0 for a completion that ends with its only line `#### n`, else 0.0."""
 
 
 def _ends_with_answer(text: str) -> bool:

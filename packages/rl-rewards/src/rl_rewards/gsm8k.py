@@ -1,4 +1,4 @@
-"""The GSM8K reward: 1.0 where the completion's answer is the gold answer, exactly."""
+"""Reward for GSM8K: 1.0 if the answer of the completion equals the gold answer exactly."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def gsm8k_reward_fn(
     final_text: str | None = None,
     **_: Any,
 ) -> float:
-    r"""1.0 if the answer that `completions` gives equals `answer`, else 0.0.
+    r"""Return 1.0 if the answer in `completions` equals `answer`, else 0.0.
 
-    `rl_rewards.extraction` says where the answer is looked for, `rl_rewards.numbers` how it is read. Numbers are
-    compared as fractions: 18, 18.00, $18 and 36/2 are equal, 0.33 and 1/3 are not.
+    `rl_rewards.extraction` finds the answer, and `rl_rewards.numbers` reads its number. Numbers are compared as
+    fractions: 18, 18.00, $18 and 36/2 are equal, 0.33 and 1/3 are not.
 
     Args:
-        prompt: not read.
-        completions: the text of one sample.
-        prompt_ids: not read.
-        completion_ids: not read.
+        prompt: ignored.
+        completions: text of one completion.
+        prompt_ids: ignored.
+        completion_ids: ignored.
         answer: the gold answer: a worked answer that ends with `#### 72`, or a bare number.
-        final_text: what follows the reasoning of the sample; None: found in `completions`.
+        final_text: the text after the reasoning; None to extract it from `completions`.
 
     Raises:
-        RewardError: `answer` is missing or is no number. A reward of zero would hide that from whoever trains.
+        RewardError: `answer` is missing or is not a number. A reward of zero would hide this error in the data.
     """
     gold = gold_number(answer)
     number = find_answer(split_reasoning(completions)[1] if final_text is None else final_text)
@@ -46,27 +46,27 @@ gsm8k_reward_fn.scores_gold = True  # type: ignore[attr-defined]
 
 
 def gold_number(answer: str | int | float | Fraction | None) -> Fraction:
-    """The number that a gold answer stands for.
+    """Return the number of a gold answer.
 
     Raises:
-        RewardError: it is missing or is no number.
+        RewardError: the answer is missing or is not a number.
     """
     if isinstance(answer, str):
         value = parse_number(answer.rpartition("####")[2])
         if value is not None:
             return value
     elif isinstance(answer, float) and math.isfinite(answer):
-        return Fraction(repr(answer))  # the decimal that was written, not its binary neighbour
+        return Fraction(repr(answer))  # the decimal as written, not its binary approximation
     elif isinstance(answer, int | Fraction) and not isinstance(answer, bool):
         return Fraction(answer)
     raise RewardError(
         f"expected `answer` to be a worked answer that ends with '#### 72' or a bare number, "
-        f"found {_shown(answer)}; check the data row's 'answer' (commands: data.columns.answer=NAME, if it is called "
-        "otherwise)"
+        f"found {_shortened(answer)}; check the 'answer' of the example, or set data.columns.answer=NAME if its column "
+        "has another name"
     )
 
 
-def _shown(answer: object) -> str:
+def _shortened(answer: object) -> str:
     if answer is None:
         return "no answer"
     text = repr(answer)

@@ -38,7 +38,7 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("\u200b\ufeff", "")
     | dict.fromkeys("⁄∕", "/")
     | {"°": r"^\circ ", "’": "'", "⟨": "(", "⟩": ")"}
-    # the full-width forms of ASCII
+    # full-width forms of ASCII
     | {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
 )
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"

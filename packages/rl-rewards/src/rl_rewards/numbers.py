@@ -1,9 +1,9 @@
-r"""Numbers as people and models write them, read exactly.
+r"""Exact reading of numbers as people and models write them.
 
-Read: signs, thousands separators (`1,234`, `1 234`, `1'234`), decimals, scientific notation, fractions (`3/4`), mixed
-numbers (`1 3/4`), a currency symbol before, a percent sign, a unit or a magnitude (`1.5 million`) after. A comma is a
-separator between groups of three digits and otherwise ends a number: the decimal comma is not read. A percent sign
-is a unit: `50%` is 50. Times and ratios (`3:30`) are not numbers.
+Supported: signs, thousands separators (`1,234`, `1 234`, `1'234`), decimals, scientific notation, fractions (`3/4`) and
+mixed numbers (`1 3/4`), with a currency symbol before, or a percent sign, unit or magnitude (`1.5 million`) after.
+A comma is a separator between groups of three digits and otherwise ends a number: the decimal comma is not supported.
+A percent sign is a unit: `50%` is 50. Times and ratios (`3:30`) are not numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 from rl_rewards.markup import plain
 
 MAX_NUMBER_CHARS = 64
-"""Longer runs are not answers; refusing them bounds the arithmetic."""
+"""Maximum length of a number in characters; rejecting longer ones bounds the arithmetic."""
 
 _MAGNITUDES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
@@ -43,37 +43,37 @@ _AROUND_A_NUMBER = " \t\n.,;!?$€£¥()[]*\"'%°"
 
 @dataclass(frozen=True, slots=True)
 class WrittenNumber:
-    """A number found in a text."""
+    """Number in a text."""
 
     value: Fraction
-    """The number without its magnitude: 3/2 for `1.5 million`."""
+    """Number without its magnitude: 3/2 for `1.5 million`."""
     magnitude: int
-    """1, or the power of ten that is written out: 1000000 for `1.5 million`."""
+    """Power of ten written as a word, else 1: 1000000 for `1.5 million`."""
     start: int
-    """Where it starts in the text that was searched."""
+    """Start position in the searched text."""
     end: int
-    """Where it ends, exclusive."""
+    """End position in the searched text, exclusive."""
 
     def equals(self, gold: Fraction) -> bool:
-        """Whether this is `gold`, exactly.
+        """Return whether the number equals `gold` exactly, with or without its magnitude.
 
-        `2 million` is 2000000 and, where the question asks for millions, 2: only the question could tell.
+        `2 million` equals 2000000, and also 2, because the question may ask for millions.
         """
         return self.value == gold or self.value * self.magnitude == gold
 
 
 def find_numbers(text: str) -> Iterator[WrittenNumber]:
-    """All numbers in `text`, which has gone through `plain`, from left to right."""
+    """Return all numbers in `text`, from left to right. `text` must be a result of `plain`."""
     return filter(None, map(_read, _NUMBER.finditer(text)))
 
 
 def last_number(text: str) -> WrittenNumber | None:
-    """The last number in `text`, which has gone through `plain`."""
+    """Return the last number in `text`, or None. `text` must be a result of `plain`."""
     return next(filter(None, map(_read, reversed(list(_NUMBER.finditer(text))))), None)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number, dressed or not (`$1,234.50`, `\\frac{3}{4}`), else None."""
+    """Return the value of a text that is one number, also with markup (`$1,234.50`, `\\frac{3}{4}`), else None."""
     if len(text) > 4 * MAX_NUMBER_CHARS:
         return None
     cleaned = plain(text)

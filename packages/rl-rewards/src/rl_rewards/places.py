@@ -1,9 +1,9 @@
-r"""Places of a mathematical answer in a completion, in the order of the search.
+r"""Search for a mathematical answer in a completion, in this order.
 
-1. the last non-empty `<answer>...</answer>`; the other places are then searched inside it
+1. the last non-empty `<answer>...</answer>`; the other forms are then searched inside it
 2. the last `\boxed{...}`, joined with the boxes before it that belong to the same answer; or, after that box, the
-   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct.", without its second part
-   only at the end and without prose
+   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct." The second part of the
+   sentence may be missing only at the end of the text and if the answer has no prose
 3. the first two lines after the last `####`, without a label such as "Answer:"
 4. a statement ("the answer is ...", "Answer: ...", "the correct option is ...", "C is correct"), or a text without
    prose
@@ -19,7 +19,7 @@ from rl_rewards.markup import plain
 from rl_rewards.texts import has_words
 
 MAX_CHARS = 2_000
-"""Characters of a marked answer that are read, counted from its end."""
+"""Number of characters of a marked answer that are read, from its end."""
 
 _MINERVA = re.compile(
     r"final answer is:?((?:(?!final answer is).){1,400}?)\.?\s{0,3}(I hope it is correct|\Z)", re.IGNORECASE | re.DOTALL
@@ -32,7 +32,7 @@ _STATEMENT = re.compile(
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|。|(?<=[A-J])\)?\*{0,2}\sis\s(?:the\s)?correct")
 _EMPHASIS = re.compile(r"^[\s*_\"'`]+|(?<!\^)[\s*_\"`]+$")
 _SHORT, _SEARCHED = 400, 20_000
-"""Characters of a text that can be an answer as a whole, and characters at the end searched for statements."""
+"""Maximum length of a text that can be an answer as a whole, and length of the end searched for statements."""
 
 
 def read_part(text: str) -> str:
@@ -46,9 +46,9 @@ def marked_answer(text: str) -> str | None:
     The result is "" if the last box is empty or unterminated, and None if no answer is marked.
     """
     boxed, end = boxed_answer(text)
-    closing = [match[1] for match in _MINERVA.finditer(text, end) if match[2] or not has_words(match[1])]
-    if closing:
-        return closing[-1]
+    sentences = [match[1] for match in _MINERVA.finditer(text, end) if match[2] or not has_words(match[1])]
+    if sentences:
+        return sentences[-1]
     return boxed if boxed is None else boxed[-MAX_CHARS:]
 
 
@@ -61,7 +61,7 @@ def hashed_lines(text: str) -> list[str]:
 
 
 def leading_number(text: str) -> str:
-    """Return the number with which prose begins or which follows its only `=`, or ""."""
+    """Return the number at the start of a text or after its only `=`, or ""."""
     text = plain(text)
     _, _, after = text.partition("=")
     for part in (text, after if "=" not in after else ""):
@@ -71,7 +71,7 @@ def leading_number(text: str) -> str:
 
 
 def stated_answers(text: str) -> list[str]:
-    """Return the answers that statements give, the last one first, or a short text without statements as it is."""
+    """Return the answers in statements, the last one first, or a short text without statements as a whole."""
     text = text[-_SEARCHED:]
     slots = [line_after(text, match.end()) for match in _STATEMENT.finditer(text)]
     answers = [_EMPHASIS.sub("", _SENTENCE_END.split(slot, maxsplit=1)[0]) for slot in reversed(slots)]

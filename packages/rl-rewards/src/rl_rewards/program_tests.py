@@ -1,8 +1,8 @@
 """Tests of programs, in the formats of published data sets, and the comparison of results.
 
-A data row has its tests as a list of `{"input": ..., "output": ...}` (LiveCodeBench), as `{"inputs": [...], "outputs":
-[...]}` (APPS, TACO, CodeContests), or as a JSON string of either (PRIME). Tests call a function if the row, the tests
-or a test has its name: `fn_name`, or `func_name` in `metadata`. Otherwise a program reads stdin and prints.
+The tests of an example are a list of `{"input": ..., "output": ...}` (LiveCodeBench), `{"inputs": [...], "outputs":
+[...]}` (APPS, TACO, CodeContests), or the JSON text of either (PRIME). Tests call a function if the example, the tests
+or a single test has its name: `fn_name`, or `func_name` in `metadata`. Otherwise a program reads stdin and prints.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from rl_contracts.errors import RewardError
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""Tolerances of numbers, those of the checker of APPS (`numpy.allclose`)."""
+"""Tolerances for numbers, from the checker of APPS (`numpy.allclose`)."""
 
-# The program runs as a module, so that its block under `if __name__ == "__main__"` does not run, and with the imports
-# that the judges of these data sets make. Its prints are not part of the result.
+# The program runs as a module, so that its block under `if __name__ == "__main__"` does not run. It gets the imports
+# that the judges of these data sets provide. Its output to stdout is not part of the result.
 _CALL = """\
 import json, os, sys, types
 arguments, real = json.load(sys.stdin), sys.stdout
@@ -44,25 +44,25 @@ real.flush()
 
 @dataclass(frozen=True)
 class ProgramTest:
-    """A single test of a program."""
+    """Single test of a program."""
 
     given: Any
     """Text for stdin, or the list of arguments."""
     expected: Any
-    """Text on stdout, or the result of the function."""
+    """Expected text on stdout, or expected result of the function."""
     function: str | None = None
     """Name of the function, or of the method of `class Solution`, that the test calls."""
     listed: bool = False
     """Whether a list of one value may also stand for this value, as in APPS."""
 
     def script(self, code: str) -> tuple[str, str]:
-        """Return what to run for a program, and its stdin."""
+        """Return the script to run for a program, and its stdin."""
         if self.function is None:
             return code, self.given
         return _CALL.format(code=code, name=self.function), json.dumps(self.given)
 
     def accepts(self, output: str) -> bool:
-        """Whether the stdout of a script that came to its end is right."""
+        """Return whether the stdout of a completed script is right."""
         if self.function is None:
             return same_output(self.expected, output)
         try:
@@ -74,15 +74,15 @@ class ProgramTest:
 
 
 def read_tests(tests: Any, function: str | None = None, metadata: Any = None) -> list[ProgramTest]:
-    """Return the tests of a data row.
+    """Return the tests of an example.
 
     Args:
-        tests: in one of the formats of this module.
-        function: the row's `fn_name`.
-        metadata: the row's `metadata`, an object with `func_name` or a JSON string of one.
+        tests: tests in one of the formats of this module.
+        function: `fn_name` of the example.
+        metadata: `metadata` of the example, an object with `func_name` or its JSON text.
 
     Raises:
-        RewardError: there are none, or they have another format.
+        RewardError: there are no tests, or they have another format.
     """
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests
@@ -91,30 +91,38 @@ def read_tests(tests: Any, function: str | None = None, metadata: Any = None) ->
         else:
             function = tests.get("fn_name") or function
             inputs, outputs = (tests[name] if name in tests else tests[name[:-1]] for name in ("inputs", "outputs"))
-            # the texts of a single test are not in lists
+            # a single test may have texts instead of lists
             inputs, outputs = ([value] if isinstance(value, str) else value for value in (inputs, outputs))
             if len(inputs) != len(outputs):
                 raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
-            cases = [{"input": given, "output": output} for given, output in zip(inputs, outputs, strict=True)]
+            cases = [{"input": text, "output": output} for text, output in zip(inputs, outputs, strict=True)]
         function = function or _function(metadata)
-        read = [_test(case, case.get("fn_name") or _function(case.get("metadata")) or function) for case in cases]
+        program_tests = [
+            _test(case, case.get("fn_name") or _function(case.get("metadata")) or function) for case in cases
+        ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(f"{type(error).__name__}: {error}") from error
-    if not read:
+    if not program_tests:
         raise _unreadable("none")
-    return read
+    return program_tests
 
 
 def same_output(expected: str, output: str) -> bool:
-    """Whether two texts have the same lines, but for blanks around and between words, blank lines, and tolerances."""
-    left, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (expected, output))
-    return len(left) == len(right) and all(
-        len(one) == len(other) and all(map(_same_word, one, other)) for one, other in zip(left, right, strict=True)
+    """Return whether two texts have the same words in the same lines, ignoring blank lines.
+
+    Numbers are compared within the tolerances.
+    """
+    expected_lines, output_lines = (
+        [line.split() for line in text.splitlines() if line.strip()] for text in (expected, output)
+    )
+    return len(expected_lines) == len(output_lines) and all(
+        len(one) == len(other) and all(map(_same_word, one, other))
+        for one, other in zip(expected_lines, output_lines, strict=True)
     )
 
 
 def same_value(expected: Any, result: Any) -> bool:
-    """Whether two JSON values are equal, floats within the tolerances."""
+    """Return whether two JSON values are equal, with floats compared within the tolerances."""
     if isinstance(expected, list) and isinstance(result, list):
         return len(expected) == len(result) and all(map(same_value, expected, result))
     if isinstance(expected, dict) and isinstance(result, dict):
@@ -128,10 +136,10 @@ def same_value(expected: Any, result: Any) -> bool:
     return bool(expected == result)
 
 
-def _unreadable(found: str) -> RewardError:
+def _unreadable(problem: str) -> RewardError:
     return RewardError(
-        "code: expected `tests` as a list of {input, output}, as {inputs, outputs}, or as a JSON string of either, "
-        f"found {found:.200}; check the data row."
+        "code: expected `tests` as a list of {input, output}, as {inputs, outputs}, or as the JSON text of either, "
+        f"found {problem:.200}; correct `tests` of the example"
     )
 
 
@@ -139,19 +147,19 @@ def _test(case: dict[str, Any], function: str | None) -> ProgramTest:
     if function is None:
         if case.get("testtype") == "functional":
             raise ValueError("a functional test without the name of its function in `fn_name`")
-        given = case.get("input")
-        return ProgramTest("" if given is None else _text(given), _text(case["output"]))
-    given, expected = case["input"], case["output"]
-    if isinstance(given, str):  # one JSON value in each line, and the result as JSON
-        given = [_json(line) for line in given.split("\n") if line.strip()]
+        value = case.get("input")
+        return ProgramTest("" if value is None else _text(value), _text(case["output"]))
+    value, expected = case["input"], case["output"]
+    if isinstance(value, str):  # one JSON value per line, and the result as JSON
+        value = [_json(line) for line in value.split("\n") if line.strip()]
         expected = _json(expected)
     return ProgramTest(
-        given if isinstance(given, list) else [given], expected, function, not isinstance(case["output"], str)
+        value if isinstance(value, list) else [value], expected, function, not isinstance(case["output"], str)
     )
 
 
 def _json(value: Any) -> Any:
-    """Return the value of a JSON text, and anything else as it is."""
+    """Return the value of a JSON text, or any other value unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)
@@ -159,7 +167,7 @@ def _json(value: Any) -> Any:
 
 
 def _function(metadata: Any) -> str | None:
-    """Return the `func_name` of a test's or row's metadata, if that has one."""
+    """Return the `func_name` in the metadata of a test or example, or None."""
     metadata = _json(metadata)
     return metadata.get("func_name") if isinstance(metadata, dict) else None
 

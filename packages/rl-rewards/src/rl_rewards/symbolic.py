@@ -1,8 +1,8 @@
-r"""The reward for mathematical answers, equal as texts or, through math-verify, as expressions.
+r"""Reward for mathematical answers, compared as texts or, through math-verify, as expressions.
 
-math-verify limits its own time with SIGALRM, which works in the main thread only, and turns a time-out into "not
-equal". Here its limits are off: the caller's deadline (a reward runs in a worker process that can be killed) is the
-only one, and an answer that takes too long is a reward error rather than a silent zero.
+math-verify limits its time with SIGALRM, which works in the main thread only, and reports a timeout as "not equal".
+This module turns these limits off. Only the deadline of the caller applies: a reward runs in a worker process that can
+be killed. An answer that takes too long is then a reward error rather than a silent zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_rewards.places import MAX_CHARS, hashed_lines, leading_number, marked_an
 from rl_rewards.texts import has_words, is_words, only_text, same_text
 
 RELATIVE = 1e-3
-"""Tolerance of numbers that are equal to six decimals: those of 0.001 and more always meet it."""
+"""Relative tolerance for numbers that are equal to six decimals; numbers of at least 0.001 always meet it."""
 _PERCENT = re.compile(r"\\?%|\\text\s?\{\s?(?:percent(?:age)?|pct)\s?\}|\b(?:percent(?:age)?|pct)\b", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:(?<=[0-9}])|(?<=\\pi))\s{1,3}(?:(?P<words>[A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4})"
@@ -41,19 +41,19 @@ def math_reward_fn(
     final_text: str | None = None,
     **_: Any,
 ) -> float:
-    r"""1.0 if the answer that `completions` gives is equal to `answer`, as a text or as mathematics, else 0.0.
+    r"""Return 1.0 if the answer in `completions` equals `answer`, as a text or as an expression, else 0.0.
 
-    `rl_rewards.places` lists the places of an answer. If none has one, math-verify searches the last `MAX_CHARS`
-    characters. `rl_rewards.texts` describes the comparison as texts. A percent sign on one side only counts as `/100`
-    or as a unit. Comparing two expressions may take unbounded time: run this function under a deadline.
+    `rl_rewards.places` finds the answer. If it finds none, math-verify searches the last `MAX_CHARS` characters.
+    `rl_rewards.texts` describes the comparison as texts. If only one side has a percent sign, the sign may mean `/100`
+    or a unit. Comparing two expressions may take unbounded time, so run this function under a deadline.
 
     Args:
-        prompt: not read.
-        completions: the text of one sample.
-        prompt_ids: not read.
-        completion_ids: not read.
+        prompt: ignored.
+        completions: text of one completion.
+        prompt_ids: ignored.
+        completion_ids: ignored.
         answer: the gold answer: a solution with a marked answer, or a bare text, LaTeX or plain expression.
-        final_text: what follows the reasoning of the sample; None: found in `completions`.
+        final_text: the text after the reasoning; None to extract it from `completions`.
 
     Raises:
         RewardError: `answer` is missing, not finite, or neither a text nor an expression.
@@ -61,19 +61,19 @@ def math_reward_fn(
     gold = _gold(answer)
     final = split_reasoning(completions)[1] if final_text is None else final_text
     text = read_part(final)
-    given = marked_answer(text)
-    if given is not None:
-        return float(_equal(gold, given))
+    candidate = marked_answer(text)
+    if candidate is not None:
+        return float(_equal(gold, candidate))
     hashed = hashed_lines(text)
     stated = hashed or stated_answers(text)
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
         return 1.0
     for slot in stated:
-        given = slot
+        candidate = slot
         if has_words(_body(slot)):
-            given = leading_number(slot) if hashed or text != final else ""
-        if given and (only_text(gold, given) or _values(given)):
-            return float(_equal(gold, given))
+            candidate = leading_number(slot) if hashed or text != final else ""
+        if candidate and (only_text(gold, candidate) or _values(candidate)):
+            return float(_equal(gold, candidate))
     search = not hashed and not is_words(gold)
     return float(search and _verify(_values(gold, percent_as_fraction=True), _search(text)))
 
@@ -94,8 +94,8 @@ def _gold(answer: str | int | float | None) -> str:
     if not _is_gold(gold):
         shown = "no answer" if answer is None else repr(text[-80:])
         raise RewardError(
-            f"expected `answer` to be a text or a finite mathematical expression, found {shown}; check the data row's "
-            "'answer'"
+            f"expected `answer` to be a text or a finite mathematical expression, found {shown}; check the 'answer' of "
+            "the example"
         )
     return gold
 
@@ -111,29 +111,37 @@ def _is_gold(text: str) -> bool:
     return braces.count("{") == braces.count("}") and any(c.isalnum() for c in text)
 
 
-def _equal(gold: str, given: str) -> bool:
-    if same_text(gold, given):
+def _equal(gold: str, candidate: str) -> bool:
+    if same_text(gold, candidate):
         return True
-    if only_text(gold, given):
+    if only_text(gold, candidate):
         return False
-    differ = (_PERCENT.search(gold) is None) != (_PERCENT.search(given) is None)
-    return _verify(_values(gold, percent_as_fraction=differ), _values(given, percent_as_fraction=differ))
+    differ = (_PERCENT.search(gold) is None) != (_PERCENT.search(candidate) is None)
+    return _verify(_values(gold, percent_as_fraction=differ), _values(candidate, percent_as_fraction=differ))
 
 
-def _verify(gold: list[Any], given: list[Any]) -> bool:
-    """Whether one of the gold values equals one of the given ones."""
-    if not gold or not given:
+def _verify(gold: list[Any], candidates: list[Any]) -> bool:
+    """Return whether one of the gold values equals one of the candidates."""
+    if not gold or not candidates:
         return False
     from math_verify import verify
 
-    return any(verify(one, other, timeout_seconds=None) and _near(one, other) for one in gold for other in given)
+    return any(
+        verify(one, other, timeout_seconds=None) and _within_tolerance(one, other)
+        for one in gold
+        for other in candidates
+    )
 
 
-def _near(one: Any, other: Any) -> bool:
-    """Whether the numbers of two values that are equal to six decimals differ by a small part of them."""
-    left, right = _numbers(one), _numbers(other)
-    # as many for values of the same form
-    return len(left) != len(right) or all(abs(a - b) <= RELATIVE * abs(a) for a, b in zip(left, right, strict=True))
+def _within_tolerance(gold_value: Any, candidate: Any) -> bool:
+    """Return whether the numbers of two values are equal within the relative tolerance.
+
+    Values of different forms have different counts of numbers, and are not compared here.
+    """
+    gold_numbers, candidate_numbers = _numbers(gold_value), _numbers(candidate)
+    return len(gold_numbers) != len(candidate_numbers) or all(
+        abs(a - b) <= RELATIVE * abs(a) for a, b in zip(gold_numbers, candidate_numbers, strict=True)
+    )
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -147,7 +155,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _body(text: str) -> str:
-    """Return an expression in LaTeX, without percent signs, markup and unit."""
+    """Return an expression in LaTeX, without percent signs, markup and units."""
     body = _PERCENT.sub("", canonical(text))
     body = re.sub(r"\\[()\[\]]|\\?[$\"]|\*\*", "", body).strip().rstrip(" \n.,;:")
     unit = _UNIT.search(body)
@@ -159,7 +167,7 @@ def _values(text: str, percent_as_fraction: bool = False) -> list[Any]:
 
     Args:
         text: the expression.
-        percent_as_fraction: append a percentage divided by 100.
+        percent_as_fraction: whether to also return a percentage divided by 100.
     """
     body = _FUNCTION.sub(r"\\\1 ", _body(text))
     forms = [body, rf"\frac{{{body}}}{{100}}"] if percent_as_fraction and _PERCENT.search(text) else [body]
@@ -172,11 +180,11 @@ def _search(text: str) -> list[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _parse(text: str) -> list[Any]:
-    """Expressions found in `text`; empty if there is none that can be read. Completions of a group share a gold."""
-    # imported here: sympy takes most of a second, and rewards of other kinds do not need it
+    """Return the expressions in `text` that can be parsed; cached, because a group shares its gold answer."""
+    # Importing sympy takes most of a second, and other rewards do not need it.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    # it warns, once per process, that its time limit is off; that is what is wanted here
+    # It warns once per process that its time limit is off, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     return list(parse(text, config, fallback_mode="no_fallback", parsing_timeout=None))

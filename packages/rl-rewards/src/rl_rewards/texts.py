@@ -1,8 +1,8 @@
 r"""Comparison of answers as texts.
 
-Algebra reads a word as a product of its letters, `12:00` as a division by zero and `1001_2` as 1001. Two answers with
-the same text are therefore equal without algebra, and words, times of day, dates, ratios and numerals with a base are
-compared by their text only.
+A symbolic parser reads a word as a product of its letters, `12:00` as a division by zero and `1001_2` as 1001.
+Therefore two answers with the same text are equal without parsing. Words, times of day, dates, ratios and numerals with
+a base are compared only as texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WRAPPER = re.compile(
     r"\\(?:text[a-z]{0,8}|math(?:rm|bf|it|sf)|operatorname\*?|[mh]box|emph|underline)\s{0,2}\{([^{}]*)\}"
 )
 _SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
-_DRESS = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr)(?![A-Za-z])|\\[()\[\]]|\$|\*\*|`")
+_DELIMITER = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr)(?![A-Za-z])|\\[()\[\]]|\$|\*\*|`")
 _AND = re.compile(r",?\s{1,2}(?:and|or)\s{1,2}")
 _SCRIPT = re.compile(r"([\^_])\{([^{}\\])\}")
 _CLOCK = re.compile(r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?::[0-5][0-9])?(?:[ap]\.?m)?", re.IGNORECASE)
@@ -32,38 +32,38 @@ _CHOICE = re.compile(
 )
 
 
-def same_text(gold: str, given: str) -> bool:
-    """Whether two answers have the same text or choice letter.
+def same_text(gold: str, candidate: str) -> bool:
+    """Return whether two answers have the same text or choice letter.
 
-    Case of words, LaTeX markup and spaces that are not between digits do not count.
+    The comparison ignores the case of words, LaTeX markup, and spaces that are not between digits.
     """
     letter = choice(gold)
-    return _key(gold) == _key(given) or (letter is not None and letter == choice(given))
+    return _key(gold) == _key(candidate) or (letter is not None and letter == choice(candidate))
 
 
-def only_text(gold: str, given: str) -> bool:
-    """Whether two answers can only be equal as texts: words, times of day, dates, ratios, numerals with a base."""
-    if is_words(gold) or is_words(given):
+def only_text(gold: str, candidate: str) -> bool:
+    """Return whether two answers can only be equal as texts: words, times, dates, ratios, numerals with a base."""
+    if is_words(gold) or is_words(candidate):
         return True
     named_time = _is_named_time(gold)
-    gold, given = _key(gold), _key(given)
-    if any(pattern.search(gold) or pattern.search(given) for pattern in (_BASED, _DATE)):
+    gold, candidate = _key(gold), _key(candidate)
+    if any(pattern.search(gold) or pattern.search(candidate) for pattern in (_BASED, _DATE)):
         return True
-    if ":" in gold and ":" in given:
+    if ":" in gold and ":" in candidate:
         return named_time or _CLOCK.fullmatch(gold) is not None
-    if _RATIO.fullmatch(gold) or _RATIO.fullmatch(given):  # equal to a fraction, but not to a decimal or an integer
-        return not any(mark in gold + given for mark in ("/", r"\frac"))
+    if _RATIO.fullmatch(gold) or _RATIO.fullmatch(candidate):  # may equal a fraction, but not a decimal or an integer
+        return not any(mark in gold + candidate for mark in ("/", r"\frac"))
     return False
 
 
 def is_words(text: str) -> bool:
-    """Whether an answer consists of words, not of variables and functions."""
+    """Return whether an answer consists of words, not of variables and functions."""
     text = without_markup(text)
     return all(c.isalpha() or c.isspace() or c in "'.,;!?-" for c in text) and any(map(_is_word, _runs(text)))
 
 
 def has_words(text: str) -> bool:
-    r"""Whether a text has words outside of `\text{...}`."""
+    r"""Return whether a text has words outside of `\text{...}`."""
     return any(map(_is_word, _runs(re.sub(r"\\[A-Za-z]+", " ", _WRAPPER.sub(" ", text)))))
 
 
@@ -74,15 +74,15 @@ def choice(text: str) -> str | None:
 
 
 def without_markup(text: str) -> str:
-    """Return a text with its characters in LaTeX, and without text commands, delimiters and spacing commands."""
+    """Return a text converted by `canonical`, without text commands, delimiters and spacing commands."""
     text = canonical(text)
     for _ in range(3):  # \textbf{\text{...}}
         text = _WRAPPER.sub(r"\1", text)
-    return _DRESS.sub("", _SPACING.sub(" ", text))
+    return _DELIMITER.sub("", _SPACING.sub(" ", text))
 
 
 def _is_named_time(text: str) -> bool:
-    """Whether a text has a time of day and words: `12:00 noon`."""
+    """Return whether a text has a time of day and words: `12:00 noon`."""
     text = without_markup(text)
     return re.search(r"[0-9]:[0-9]", text) is not None and not set(text) & set("=_^\\") and has_words(text)
 
@@ -101,9 +101,9 @@ def _runs(text: str) -> list[str]:
 
 
 def _is_word(run: str) -> bool:
-    """Whether letters form a word rather than a product of variables (`xy`, `abc`, `mgh`).
+    """Return whether letters form a word rather than a product of variables (`xy`, `abc`, `mgh`).
 
-    A product has at most three letters and none of e, i, o and u, or only letters of `abcdxyz`.
+    A product has at most three letters and no e, i, o or u, or consists only of the letters `abcdxyz`.
     """
     run = run.casefold()
     if not run.isascii():

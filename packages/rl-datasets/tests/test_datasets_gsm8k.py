@@ -142,7 +142,7 @@ def test_gsm8k_rejects_file_of_another_split(directory):
         ('{"question": "a", "answer": null}', "expected text in the column 'answer', found None"),
         ('{"question": "a", "answer": " "}', "expected text in the column 'answer', found ' '"),
         ('{"question": "a", "answer": ["7"]}', "expected text in the column 'answer', found"),
-        ("{}", "found an empty row"),
+        ("{}", "found no columns"),
         ("[1]", "expected one JSON object per line"),
         ('{"question": "a", ', "expected one JSON object per line"),
     ],

@@ -34,11 +34,11 @@ def test_prompt_loader_yields_endless_epochs_in_their_order():
     rows = make_rows(5)
     loader = PromptLoader(rows, seed=3)
 
-    taken = list(islice(loader, 12))
+    returned = list(islice(loader, 12))
 
     expected = [(epoch, i) for epoch in range(3) for i in EpochOrder(5, seed=3).indices(epoch)]
-    assert keys(taken) == expected[:12]
-    assert taken[0] == {**rows[taken[0]["prompt_id"]], "epoch": 0}
+    assert keys(returned) == expected[:12]
+    assert returned[0] == {**rows[returned[0]["prompt_id"]], "epoch": 0}
     assert "epoch" not in rows[0]
     assert (loader.epoch, len(loader)) == (2, 5)
 
@@ -52,13 +52,13 @@ def test_prompt_loaders_of_all_shards_yield_each_example_once_per_epoch(n, num_s
     num_shards = min(n, num_shards)
     rows = make_rows(n)
 
-    taken = [
+    returned = [
         key
         for shard in range(num_shards)
         for key in keys(PromptLoader(rows, seed=seed, epochs=epochs, num_shards=num_shards, shard=shard))
     ]
 
-    assert sorted(taken) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
+    assert sorted(returned) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
 
 
 @given(st.data())
@@ -66,23 +66,23 @@ def test_prompt_loader_resumed_anywhere_continues_exactly(data):
     n = data.draw(st.integers(1, 20), "rows")
     num_shards = data.draw(st.integers(1, min(n, 3)), "shards")
     arguments = {"seed": 7, "epochs": 3, "num_shards": num_shards, "shard": data.draw(st.integers(0, num_shards - 1))}
-    whole = keys(PromptLoader(make_rows(n), **arguments))
-    splits = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=3), "splits"))
+    expected = keys(PromptLoader(make_rows(n), **arguments))
+    splits = sorted(data.draw(st.lists(st.integers(0, len(expected)), max_size=3), "splits"))
 
-    loader, taken = PromptLoader(make_rows(n), **arguments), []
+    loader, returned = PromptLoader(make_rows(n), **arguments), []
     for split in splits:
-        taken += keys(islice(loader, split - len(taken)))
+        returned += keys(islice(loader, split - len(returned)))
         loader = resumed(loader, PromptLoader(make_rows(n), **arguments))
-    taken += keys(loader)
+    returned += keys(loader)
 
-    assert taken == whole
+    assert returned == expected
 
 
 @given(st.data())
 def test_prompt_loaders_resumed_with_other_shards_yield_each_example_once(data):
     n, epochs = data.draw(st.integers(4, 20), "rows"), data.draw(st.integers(1, 4), "epochs")
     counts = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5), "numbers of shards")
-    taken: list[tuple[int, int]] = []
+    returned: list[tuple[int, int]] = []
     states: list[Any] = []
     for restart, count in enumerate(counts):
         shards = [PromptLoader(make_rows(n), seed=7, epochs=epochs, num_shards=count, shard=i) for i in range(count)]
@@ -93,21 +93,21 @@ def test_prompt_loaders_resumed_with_other_shards_yield_each_example_once(data):
         for shard in shards:  # shards advance independently, also by whole epochs
             pairs = keys(islice(shard, data.draw(st.integers(0, n)) if restart + 1 < len(counts) else None))
             assert [epoch for epoch, _ in pairs] == sorted(epoch for epoch, _ in pairs)
-            taken += pairs
+            returned += pairs
         states = json.loads(json.dumps([shard.state_dict() for shard in shards]))
 
-    assert sorted(taken) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
+    assert sorted(returned) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
 
 
 def test_prompt_loaders_with_other_shards_split_the_rest_then_whole_epochs():
     order = EpochOrder(10, seed=3)
-    former = [PromptLoader(make_rows(10), seed=3, num_shards=2, shard=shard) for shard in range(2)]
-    for shard, count in zip(former, (3, 5), strict=True):  # places 0, 2, 4, and all of 1, 3, 5, 7, 9
+    former_loaders = [PromptLoader(make_rows(10), seed=3, num_shards=2, shard=shard) for shard in range(2)]
+    for shard, count in zip(former_loaders, (3, 5), strict=True):  # places 0, 2, 4, and all of 1, 3, 5, 7, 9
         list(islice(shard, count))
 
     shards = [PromptLoader(make_rows(10), seed=3, num_shards=3, shard=shard) for shard in range(3)]
     for shard in shards:
-        shard.load_states([loader.state_dict() for loader in former])
+        shard.load_states([loader.state_dict() for loader in former_loaders])
 
     first = order.indices(0)
     assert [shard.epoch for shard in shards] == [0, 0, 1]
@@ -117,25 +117,25 @@ def test_prompt_loaders_with_other_shards_split_the_rest_then_whole_epochs():
 
 
 def test_prompt_loader_load_states_with_same_shards_is_load_state_dict():
-    former = [PromptLoader(make_rows(9), num_shards=2, shard=shard) for shard in range(2)]
-    list(islice(former[1], 6))
-    states = [shard.state_dict() for shard in former]
+    former_loaders = [PromptLoader(make_rows(9), num_shards=2, shard=shard) for shard in range(2)]
+    list(islice(former_loaders[1], 6))
+    states = [shard.state_dict() for shard in former_loaders]
 
-    one, other = (PromptLoader(make_rows(9), num_shards=2, shard=1) for _ in range(2))
-    one.load_states(states)
-    other.load_state_dict(states[1])
+    from_states, from_state = (PromptLoader(make_rows(9), num_shards=2, shard=1) for _ in range(2))
+    from_states.load_states(states)
+    from_state.load_state_dict(states[1])
 
-    assert one.state_dict() == other.state_dict()
+    assert from_states.state_dict() == from_state.state_dict()
 
 
 @pytest.mark.slow
 def test_prompt_loader_state_after_redistribution_stays_small():
-    former = [PromptLoader(make_rows(100_000), num_shards=2, shard=shard) for shard in range(2)]
-    for shard, count in zip(former, (40_000, 10), strict=True):
+    former_loaders = [PromptLoader(make_rows(100_000), num_shards=2, shard=shard) for shard in range(2)]
+    for shard, count in zip(former_loaders, (40_000, 10), strict=True):
         list(islice(shard, count))
     loader = PromptLoader(make_rows(100_000), num_shards=3, shard=1)
 
-    loader.load_states([shard.state_dict() for shard in former])
+    loader.load_states([shard.state_dict() for shard in former_loaders])
 
     assert len(json.dumps(loader.state_dict())) < 1000
     assert sum(1 for row in islice(loader, 30_000) if row["epoch"] == 0) == 19_997  # a third of 10,000 and 49,990
@@ -167,14 +167,14 @@ def test_prompt_loader_with_other_shards_rejects_states_of_another_order():
 def test_batch_loader_resumed_anywhere_continues_exactly(n, batch_size, drop_last, data):
     batch_size = min(n, batch_size)
     arguments = {"seed": 5, "epochs": 2, "drop_last": drop_last}
-    whole = [keys(batch) for batch in BatchLoader(make_rows(n), batch_size, **arguments)]
-    split = data.draw(st.integers(0, len(whole)))
+    expected = [keys(batch) for batch in BatchLoader(make_rows(n), batch_size, **arguments)]
+    split = data.draw(st.integers(0, len(expected)))
 
     loader = BatchLoader(make_rows(n), batch_size, **arguments)
-    taken = [keys(batch) for batch in islice(loader, split)]
-    taken += [keys(batch) for batch in resumed(loader, BatchLoader(make_rows(n), batch_size, **arguments))]
+    returned = [keys(batch) for batch in islice(loader, split)]
+    returned += [keys(batch) for batch in resumed(loader, BatchLoader(make_rows(n), batch_size, **arguments))]
 
-    assert taken == whole
+    assert returned == expected
 
 
 def test_loader_at_its_end_stays_and_resumes_at_its_end():
@@ -187,14 +187,14 @@ def test_loader_at_its_end_stays_and_resumes_at_its_end():
 
 
 def test_batch_loader_after_its_short_batch_resumes_at_the_end():
-    loader, again = (BatchLoader(make_rows(5), 2, epochs=1, drop_last=False) for _ in range(2))
+    loader, resumed_loader = (BatchLoader(make_rows(5), 2, epochs=1, drop_last=False) for _ in range(2))
     assert [len(batch) for batch in loader] == [2, 2, 1]
 
-    resumed(loader, again)
+    resumed(loader, resumed_loader)
 
     for _ in range(2):
         with pytest.raises(StopIteration):
-            next(again)
+            next(resumed_loader)
 
 
 def test_loader_state_before_the_first_example_is_the_start():
@@ -249,11 +249,11 @@ def test_batch_loader_cuts_each_epoch_into_batches(drop_last):
 
 def test_batch_loader_yields_the_same_batches_for_every_number_of_shards():
     rows = make_rows(12)
-    whole = [sorted(keys(batch)) for batch in BatchLoader(rows, 4, epochs=1)]
+    expected = [sorted(keys(batch)) for batch in BatchLoader(rows, 4, epochs=1)]
 
     parts = [list(BatchLoader(rows, 4, epochs=1, num_shards=2, shard=shard)) for shard in range(2)]
 
-    assert [sorted(keys(a + b)) for a, b in zip(*parts, strict=True)] == whole
+    assert [sorted(keys(a + b)) for a, b in zip(*parts, strict=True)] == expected
 
 
 def test_batch_loader_resumes_with_another_number_of_shards():
@@ -302,8 +302,8 @@ def test_loader_state_of_torchdata_resumes_at_its_position():
     saved = {"epoch": 1, "position": 4}
     state = {"identity": loader.state_dict()["identity"], "loader": {"_index_sampler_state": saved}}
 
-    again = PromptLoader(make_rows(10), seed=1)
-    again.load_state_dict(state)
+    resumed_loader = PromptLoader(make_rows(10), seed=1)
+    resumed_loader.load_state_dict(state)
 
     assert len(first) == 14
-    assert next(again) == next(loader)
+    assert next(resumed_loader) == next(loader)

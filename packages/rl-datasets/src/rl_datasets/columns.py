@@ -91,7 +91,7 @@ def _lookup(row: Mapping[str, Any], name: str) -> tuple[bool, Any]:
 
 def _names(row: Mapping[str, Any]) -> str:
     paths = [path for name, value in row.items() for path in _paths(name, value)]
-    return f"only {', '.join(map(repr, paths))}" if paths else "an empty row"
+    return f"only {', '.join(map(repr, paths))}" if paths else "no columns"
 
 
 def _paths(name: str, value: Any) -> list[str]:

@@ -42,8 +42,8 @@ def read_records(
         columns: see `rl_datasets.columns.renamed`.
 
     Raises:
-        DataError: the path does not exist, the file is of an unknown kind or cannot be read, a shard is missing, there
-            are several candidates, or a record lacks one of `columns`.
+        DataError: the path does not exist, or the file is of an unknown kind or cannot be read. Also if a shard is
+            missing, there are several candidates, or a record lacks one of `columns`.
     """
     records, is_arrow = _records(path, split, subset)
     for where, row in renamed(records, columns or {}):

@@ -67,8 +67,8 @@ class HHRLHF(Rows[dict[str, Any]]):
 
         Raises:
             ConfigError: `form` is not `pairs`, or a column or an option is unknown.
-            DataError: the data cannot be read, a record lacks a side or its question, a side does not end with an
-                assistant turn, both sides are equal, or they answer different questions.
+            DataError: the data cannot be read, or a record lacks a side or its question. Also if a side does not end
+                with an assistant turn, both sides are equal, or they answer different questions.
         """
         require_form("hh-rlhf", form, ("pairs",))
         file_options = read_options(FileOptions, "hh-rlhf", options)

@@ -238,8 +238,8 @@ class BatchLoader(ResumableLoader[list[Row]]):
     """Loader of batches of examples for supervised training: the same batches for every number of shards.
 
     The permutation of an epoch is cut into batches of `batch_size`; a shard takes examples shard, shard + num_shards,
-    ... of each batch. So the batches, and therefore the gradients, do not depend on the number of processes, and a
-    state can be resumed with another number of them. The remaining examples at the end of an epoch are dropped (each
+    ... of each batch. So the batches, and therefore the gradients, do not depend on the number of processes. A state
+    can be resumed with another number of processes. The remaining examples at the end of an epoch are dropped (each
     epoch drops others), or form a short batch with `drop_last=False`.
     """
 

@@ -30,8 +30,8 @@ _NOT_READ = (
 def read_question(record: Record, column: str, value: Any) -> list[Message]:
     """Return the messages of a column, preceded by the record's `system` message.
 
-    If the column is one text, `input` is appended after a blank line, and the turns of `history` (messages, or pairs of
-    a question and its answer) come before it, as in Alpaca's format.
+    If the column is one text, the format is that of Alpaca: `input` is appended after a blank line, and the turns of
+    `history` come before it. `history` is a list of messages, or of pairs of a question and its answer.
 
     Args:
         record: location and columns of the record.

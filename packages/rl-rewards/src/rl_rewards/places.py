@@ -2,8 +2,8 @@ r"""Search for a mathematical answer in a completion, in this order.
 
 1. the last non-empty `<answer>...</answer>`; the other forms are then searched inside it
 2. the last `\boxed{...}`, joined with the boxes before it that belong to the same answer; or, after that box, the
-   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct." The second part of the
-   sentence may be missing only at the end of the text and if the answer has no prose
+   closing sentences of Minerva's prompt: "The final answer is ... I hope it is correct." The second sentence may be
+   missing if the first is at the end of the text and its answer has no prose
 3. the first two lines after the last `####`, without a label such as "Answer:"
 4. a statement ("the answer is ...", "Answer: ...", "the correct option is ...", "C is correct"), or a text without
    prose

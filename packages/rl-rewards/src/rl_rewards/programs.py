@@ -1,8 +1,8 @@
 """Selection of the program in a completion.
 
 The completion is parsed as CommonMark. The candidates are the fenced code blocks marked as Python (`python`,
-`python3`, `py`, `Python title="a.py"`, `{.python}`, `main.py`, ...), or the unmarked blocks if no block is marked as
-Python. The program is the last candidate that calls or defines a function, else the last candidate. Blocks marked
+`python3`, `py`, `Python title="a.py"`, `{.python}`, `main.py`, ...). If there are none, the unmarked blocks are the
+candidates. The program is the last candidate that calls or defines a function, else the last candidate. Blocks marked
 otherwise (`text`, `bash`, `cpp`) never count. An opening fence may follow text in its line. A block without a closing
 fence ends with the completion. If a block is not valid Python but its text up to another fence is, it ends at that
 fence. If the tests call a function, a block that defines it is preferred to later blocks that do not.

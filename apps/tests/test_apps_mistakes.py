@@ -189,7 +189,7 @@ ALLOCATIONS = {
     ),
     "experts-of-a-model-not-built-yet": (
         *_set("model.path=embedded-moe", "allocation=embedded:d1+megatron:d3e3"),
-        "e=3 does not divide num_experts=4",
+        "num_experts=4 is not divisible by e=3",
     ),
     "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
     "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),

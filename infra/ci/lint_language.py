@@ -18,13 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHECKED = (
-    "packages/rl-contracts",
-    "packages/rl-engines-fsdp",
-    "packages/rl-inference",
-    "packages/rl-launchers",
-    "packages/rl-monitor",
-    "packages/rl-trainers",
-    "packages/rl-workflows",
+    "packages",
     "apps",
     "AGENTS.md",
     "docs/howto",

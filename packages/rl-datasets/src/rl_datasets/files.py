@@ -189,9 +189,8 @@ def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
         rows = load_dataset(hub_id, subset, split=split)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
         raise DataError(
-            f"{hub_id}: expected a directory or file, or a data set of that id on the hub with the split {split!r}; "
-            f"there is no such path, and the hub reports: {error}. Without a network, set data.path to a directory "
-            f"that contains {split}.jsonl"
+            f"{hub_id}: expected a directory, a file, or a data set of the hub with the split {split!r}; the hub "
+            f"reports: {error}. Without a network, set data.path to a directory that contains {split}.jsonl"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline

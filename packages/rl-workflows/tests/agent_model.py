@@ -25,7 +25,7 @@ class ScriptedEngine(NullInferenceEngine):
     """Engine that completes each prompt with a function of its text, and records its responses."""
 
     schemas = False
-    """Whether the engine claims to constrain completions to schemas."""
+    """True if the engine claims to constrain completions to schemas."""
 
     def __init__(self, name: str, says: Says, **options: Any) -> None:
         self.name, self.says = name, says

@@ -119,9 +119,9 @@ class RawRequest:
     head: str
     body: bytes
     is_complete: bool
-    """Whether the body has the length that the head declares."""
+    """True if the body has the length that the head declares."""
     has_route: bool
-    """Whether the request reaches a route. Otherwise the HTTP parser may reject it with its own message."""
+    """True if the request reaches a route. Otherwise the HTTP parser may reject it with its own message."""
 
 
 @st.composite

@@ -47,7 +47,7 @@ class Case:
     skip_rate: float = 0.1
     crash_rate: float = 0.02
     uneven: bool = False
-    """Whether groups of the first leader fail more often, so that it takes more prompts than the others."""
+    """True if groups of the first leader fail more often, so that it takes more prompts than the others."""
 
 
 @dataclass

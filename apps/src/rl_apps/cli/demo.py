@@ -49,7 +49,7 @@ class Demo:
     sent: signal.Signals | None = None
     """Signal to send to the server process instead of writing FAULT_FILE."""
     goes_on: bool = False
-    """Whether the run must recover and finish; otherwise it must end with an error."""
+    """True if the run must recover and finish; otherwise it must end with an error."""
 
 
 DEMOS = {

@@ -56,7 +56,7 @@ class Setup:
     """Maximum number of tokens of a completion."""
     interrupt: str = "keep"
     shared: bool = False
-    """Whether servers and trainer share devices, so that the servers sleep during training."""
+    """True if servers and trainer share devices, so that the servers sleep during training."""
 
     @property
     def in_flight(self) -> int:

@@ -67,7 +67,7 @@ class App:
     rejected: tuple[str, ...] = ()
     """Settings that `check` always rejects; `--help` omits them."""
     servers: str = "required"
-    """Whether inference servers are `required`, `optional` or `refused`."""
+    """Use of inference servers: `required`, `optional` or `refused`."""
     measure: Callable[[Run[Any]], list[str]] = lambda run: []
     """Function that checks the examples with the tokenizer of the model, before any process starts. It raises errors,
     or returns messages for the user. See `rl_apps.run.sequence_lengths.measure_rows`."""
@@ -75,7 +75,7 @@ class App:
     """Form in which the data is read, see `rl_apps.settings.data.load_rows`. A model that the command builds is built
     for this form."""
     warm_up: bool = True
-    """Whether the embedded model of the generated data is warmed up before the first step."""
+    """True if the embedded model of the generated data is warmed up before the first step."""
     lessons: str = "answers"
     """Content of that warm-up: worked `answers`, conversations of several `turns`, or calls of `tools`. See
     `rl_apps.embedded.curriculum`."""

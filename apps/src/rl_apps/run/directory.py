@@ -134,7 +134,7 @@ class PreviousRun:
     step: int = 0
     """Step after which a command resumes; 0: from the beginning."""
     finished: bool = False
-    """Whether the command has nothing left to do."""
+    """True if the command has nothing left to do."""
     changes: tuple[str, ...] = ()
     """Settings that differ from those of the previous run, one sentence each."""
 

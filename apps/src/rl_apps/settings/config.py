@@ -82,7 +82,7 @@ class ServingSettings(RuntimeConfig):
     """Handling of text from tools, environments and agents that is not valid UTF-8, such as half an emoji. `reject`
     fails the episode (an agent's call gets status 400); `replace` inserts U+FFFD."""
     rehearsal: bool = True
-    """Whether to run a trial episode before the run starts: workflow and reward on one example, with a synthetic
+    """Run a trial episode before the run starts: workflow and reward on one example, with a synthetic
     completion. Set false for a workflow that only works with a real server."""
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))
     """Handling of unfinished completions at a weight update: `keep` (continue with the KV cache), `recompute` (continue
@@ -102,7 +102,7 @@ class RolloutSettings(ServingSettings, RolloutConfig):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling parameters of the training completions."""
     allow_biased_sampling: bool = False
-    """Whether to train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the
+    """Train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the
     full distribution, so importance weights are biased."""
 
 

@@ -77,7 +77,7 @@ class Layout:
     actor: Component
     rollout: Component | None
     shared: bool = False
-    """Whether trainer and servers use the same GPUs."""
+    """True if trainer and servers use the same GPUs."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class GenerationConfig(Settings):
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end the completion, in addition to the tokenizer's end tokens."""
     ignore_eos: bool = False
-    """Whether to continue after an end token, up to `max_new_tokens`."""
+    """Continue after an end token, up to `max_new_tokens`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,17 +197,17 @@ class GenerationConfig(Settings):
 
     @property
     def greedy(self) -> bool:
-        """Whether decoding is greedy (temperature 0)."""
+        """True if decoding is greedy (temperature 0)."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether top-p, top-k or min-p exclude tokens that the behavior log-probs still include."""
+        """True if top-p, top-k or min-p exclude tokens that the behavior log-probs still include."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty changes the sampling distribution; behavior log-probs do not include penalties."""
+        """True if a penalty changes the sampling distribution; behavior log-probs do not include penalties."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 

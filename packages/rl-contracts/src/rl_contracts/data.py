@@ -244,9 +244,9 @@ class FinetuneSpec(Settings):
     a reward model's score after each token. `value` and `score` load a saved model with a scalar head, or replace the
     head of a causal language model with a scalar head initialized to zero."""
     entropy_grad: bool = False
-    """Whether the entropy has a gradient, as an entropy bonus in the loss requires; costs backward memory and time."""
+    """True if the entropy has a gradient, as an entropy bonus in the loss requires; costs backward memory and time."""
     deterministic: bool = False
-    """Whether results are bitwise reproducible, with log-probs equal to those of a deterministic embedded server."""
+    """True if results are bitwise reproducible, with log-probs equal to those of a deterministic embedded server."""
     device: str = choice("auto", DEVICES)
     """Device: `cpu`, `cuda`, or `auto` (CUDA if available)."""
 
@@ -270,7 +270,7 @@ class ServeSpec:
     device: str = "auto"
     """Device of the servers: `cpu`, `cuda`, or `auto` (a GPU if available)."""
     shared: bool = False
-    """Whether a trainer uses the same devices, so that the servers of the run release their memory while it trains."""
+    """True if a trainer uses the same devices, so that the servers of the run release their memory while it trains."""
     deterministic: bool = False
-    """Whether completions are bitwise reproducible, independent of other requests, with log-probs equal to those of a
+    """True if completions are bitwise reproducible, independent of other requests, with log-probs equal to those of a
     trainer that processes the sequence alone."""

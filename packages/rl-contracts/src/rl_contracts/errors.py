@@ -43,7 +43,7 @@ class RLError(Exception):
     boundary = "internal"
     """Name under which failures are counted."""
     user_error = False
-    """Whether the user's code, data or settings caused the error, so that it would recur after a restart."""
+    """True if the user's code, data or settings caused the error, so that it would recur after a restart."""
 
 
 class ConfigError(RLError):
@@ -131,7 +131,7 @@ class StopRequestedError(RLError):
     """Request to stop this process, received between two steps or so urgent that a step was abandoned."""
 
     weights_unchanged = False
-    """Whether the weights are certainly those of the last finished step."""
+    """True if the weights are certainly those of the last finished step."""
 
 
 class StalledError(RLError):

@@ -164,55 +164,55 @@ class Capabilities:
     routes: tuple[str, ...] = ROUTES
     """Supported weight routes."""
     staged_load: bool = True
-    """Whether a new version is loaded while the current one is served. If False, the commit loads it in place."""
+    """True if a new version is loaded while the current one is served. If False, the commit loads it in place."""
     checksums: bool = True
-    """Whether receipts and `live_receipts` contain a checksum of each parameter.
+    """True if receipts and `live_receipts` contain a checksum of each parameter.
 
     If False, receipts are empty and a `Canary` checks the served weights. This must be False without `staged_load`,
     because then a receipt would arrive after the weights are served.
     """
     live_checksums: bool = True
-    """Whether the checksums of `live_receipts` are those of the tensors used in computation.
+    """True if the checksums of `live_receipts` are those of the tensors used in computation.
 
     If False, they are those of the last load. The diagnosis of a log-prob gap then ignores them.
     """
     version_stamps: bool = True
-    """Whether servers report the version of each token. If False, tokens get the oldest version that is possible."""
+    """True if servers report the version of each token. If False, tokens get the oldest version that is possible."""
     version_stamps_at_end: bool = False
-    """Whether the versions arrive only in the last message of a completion.
+    """True if the versions arrive only in the last message of a completion.
 
     If the server is lost before that message, tokens get their versions as without `version_stamps`.
     """
     any_score_temperature: bool = True
-    """Whether `score` accepts every temperature; if False, only 1."""
+    """True if `score` accepts every temperature; if False, only 1."""
     scores_previous_weights: bool = False
-    """Whether `score_previous_weights` is supported."""
+    """True if `score_previous_weights` is supported."""
     truncated_logprobs: bool = False
-    """Whether top-p, top-k, min-p and penalties change the log-probs; if True, requests with them are rejected."""
+    """True if top-p, top-k, min-p and penalties change the log-probs; if True, requests with them are rejected."""
     seeds: bool = True
-    """Whether a seed makes sampling reproducible; if False, seeds are ignored."""
+    """True if a seed makes sampling reproducible; if False, seeds are ignored."""
     seeds_by_position: bool = True
-    """Whether a resumed completion samples the same tokens as without interruption.
+    """True if a resumed completion samples the same tokens as without interruption.
 
     If False, each attempt has a different seed.
     """
     resumes_completions: bool = True
-    """Whether a resumed completion keeps the state of its stop strings and penalties.
+    """True if a resumed completion keeps the state of its stop strings and penalties.
 
     If False, the client detects stop strings itself, with the tokenizer of `ServeSpec.model_path`, and rejects
     penalties.
     """
     keeps_cache: bool = True
-    """Whether `interrupt="keep"` continues with the KV cache of the old weights; if False, the server recomputes it."""
+    """True if `interrupt="keep"` continues with the KV cache of the old weights; if False, the server recomputes it."""
     heartbeats: bool = True
-    """Whether a server sends a heartbeat every few seconds while it works on a request; if False, the client probes
+    """True if a server sends a heartbeat every few seconds while it works on a request; if False, the client probes
     `/health`."""
     lora: bool = False
-    """Whether weight updates may contain only adapters (`WeightUpdateMeta.adapter`)."""
+    """True if weight updates may contain only adapters (`WeightUpdateMeta.adapter`)."""
     sleeps: bool = False
-    """Whether `sleep` and `wake` are supported."""
+    """True if `sleep` and `wake` are supported."""
     schemas: bool = False
-    """Whether completions can be constrained to a JSON schema (`ModelRequest.schema`)."""
+    """True if completions can be constrained to a JSON schema (`ModelRequest.schema`)."""
 
     def __post_init__(self) -> None:
         expected = "False with staged_load=False, which serves weights before a receipt can be compared"

@@ -55,13 +55,13 @@ class JobSpec:
     port: int | None = None
     """Fixed port of worker 0 (worker i gets port + i), or None for any free port."""
     needs_port: bool = False
-    """Whether each worker listens on a port."""
+    """True if each worker listens on a port."""
     ready_path: str | None = None
     """URL path that returns status 200 once a worker is ready, for example `/health`. None: ready once started."""
     ready_timeout: float = 180.0
     """Seconds within which a worker must become ready."""
     spmd: bool = False
-    """Whether the workers are ranks of one process group, which get the variables of torchrun: RANK, WORLD_SIZE,
+    """True if the workers are ranks of one process group, which get the variables of torchrun: RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR, MASTER_PORT."""
     scratch: tuple[str, ...] = ()
     """Local directories, for example in shared memory, that roles with the same entries share.
@@ -131,7 +131,7 @@ class Node:
     gpus: int = 0
     """Number of CUDA devices."""
     servers: bool | None = None
-    """Whether the machine runs only servers (True), only roles with `spmd` (False), or both (None)."""
+    """Roles that the machine runs: servers (True), roles with `spmd` (False), or both (None)."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,9 @@ class SchedulerConfig(Settings):
     """Base class of a scheduler's settings. A scheduler `XxxScheduler` requires a subclass `XxxSchedulerConfig`."""
 
     kills_soon: ClassVar[bool] = False
-    """Whether the cluster kills a run's processes soon after its stop request, even if they have not finished."""
+    """True if the cluster kills a run's processes soon after its stop request, even if they have not finished."""
     shares_devices: ClassVar[bool] = False
-    """Whether the scheduler can start a role on the devices of another role (`JobSpec.colocated_with`)."""
+    """True if the scheduler can start a role on the devices of another role (`JobSpec.colocated_with`)."""
 
     def resources(self) -> Resources | None:
         """Return the available resources, or None if they are unknown before a job starts and must be set."""

@@ -43,7 +43,7 @@ class Tracker(ABC):
     install: ClassVar[str] = ""
     """Name of the package that provides the library, for `pip install`; empty if equal to `library`."""
     can_rewind: ClassVar[bool] = False
-    """Whether `open` discards the metrics logged after `TrackedRun.step`. If False, each step is logged only once, with
+    """True if `open` discards the metrics logged after `TrackedRun.step`. If False, each step is logged only once, with
     the metrics of its first execution."""
 
     @abstractmethod

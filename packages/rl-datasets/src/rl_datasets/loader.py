@@ -35,7 +35,7 @@ class EpochOrder:
     seed: int = 0
     """Seed of the permutations, together with the epoch."""
     shuffle: bool = True
-    """Whether to permute the examples; otherwise every epoch has the order of the data set."""
+    """Permute the examples; otherwise every epoch has the order of the data set."""
     num_shards: int = 1
     """Number of readers that share the examples."""
     shard: int = 0

@@ -17,7 +17,7 @@ class Rows[T](Sequence[dict[str, Any]]):
     """
 
     reads_files: ClassVar[bool] = False
-    """Whether `path` may be one file, which then serves as any requested split."""
+    """True if `path` may be one file, which then serves as any requested split."""
 
     def __init__(self, items: Sequence[T]) -> None:
         self._items = items

@@ -49,7 +49,7 @@ class ValidationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every gold answer scored 1.0."""
+        """True if every gold answer scored 1.0."""
         return not self.offences
 
     def __str__(self) -> str:

@@ -261,7 +261,7 @@ class MegatronEngine(TrainEngine):
 
     @property
     def _reports_stats(self) -> bool:
-        """Whether this rank reports the statistics of its replica: one rank of the last stage does."""
+        """True if this rank reports the statistics of its replica: one rank of the last stage does."""
         from megatron.core import parallel_state
 
         return bool(

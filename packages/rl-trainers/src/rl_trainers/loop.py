@@ -197,7 +197,7 @@ def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
 
 
 def _is_stop_requested(recover: RecoveryCheckpoints | None) -> bool:
-    """Whether the run was asked to stop.
+    """Return whether the run was asked to stop.
 
     The servers may have received the same signal. Their errors are then expected, and the run ends with a recovery
     checkpoint of this step.

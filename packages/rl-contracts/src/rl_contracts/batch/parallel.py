@@ -34,7 +34,7 @@ class ParallelContext:
     dp_size: int = 1
     """Number of data-parallel replicas; each trains on different sequences."""
     is_dp_leader: bool = True
-    """Whether this rank represents its replica, whose other ranks hold shards of the same sequences."""
+    """True if this rank represents its replica, whose other ranks hold shards of the same sequences."""
     device: str = "cpu"
     """Torch device of the model on this rank."""
     host_group: dist.ProcessGroup | None = None
@@ -46,7 +46,7 @@ class ParallelContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and calls servers for all ranks."""
+        """True if this is rank 0, which writes files and calls servers for all ranks."""
         return self.rank == 0
 
     def release_groups(self) -> None:

@@ -98,7 +98,7 @@ class Trajectory:
     temperature: float = 1.0
     """Sampling temperature; 1 for greedy completions, whose log-probs are computed from the unscaled logits."""
     truncated: bool = False
-    """Whether the length limit ended the completion, not the model."""
+    """True if the length limit ended the completion, not the model."""
     token_rewards: np.ndarray | None = None
     """Rewards per token, float32 [T], if the workflow assigns rewards per turn."""
     prompt_id: int = -1

@@ -55,7 +55,7 @@ class ChatRenderer:
         self._rendered_tools: Sequence[Any] | None = None
         """Tools of the last successful check in `renders_tools`, or None."""
         self._needs_content_parts = False
-        """Whether the template renders text only from a list of content parts, as some multi-modal models require.
+        """True if the template renders text only from a list of content parts, as some multi-modal models require.
 
         Such a template rejects a plain string, or renders the message without its text.
         """

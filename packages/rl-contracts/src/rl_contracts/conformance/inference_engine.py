@@ -35,7 +35,7 @@ class InferenceEngineConformance:
     logprob_tolerance = 1e-4
     """Largest allowed difference between sampled and scored log-probs, in nats."""
     seeded = True
-    """Whether a seed alone determines the sampled tokens, independent of concurrent requests."""
+    """True if a seed alone determines the sampled tokens, independent of concurrent requests."""
     long_completion = 400
     """Length of a completion that takes the servers much longer than staging and committing weights, in tokens."""
     context_length: int | None = None

@@ -98,10 +98,10 @@ class SchedulerConformance:
     """Tests of the `Scheduler` contract."""
 
     restarts_workers = True
-    """Whether the scheduler implements `restart_worker`, which the launcher uses to restart failed servers."""
+    """True if the scheduler implements `restart_worker`, which the launcher uses to restart failed servers."""
 
     resizes_roles = True
-    """Whether the scheduler implements `resize_workers`, which adds and removes servers during a run."""
+    """True if the scheduler implements `resize_workers`, which adds and removes servers during a run."""
 
     @pytest.fixture
     def scheduler(self) -> Scheduler:

@@ -70,7 +70,7 @@ class HeadOptions:
     max_logits: int
     """Maximum number of entries in a [tokens, vocabulary] block."""
     entropy_grad: bool
-    """Whether the entropy carries a gradient."""
+    """True if the entropy carries a gradient."""
     part: VocabularyShard | None = None
     """Shard on this rank, or None if it holds the whole vocabulary."""
 

@@ -21,7 +21,7 @@ from rl_contracts.errors import ConfigError, EngineError
 _users = 0
 """Number of engines in this process that share the default process group."""
 _joined_group = False
-"""Whether this module created the default process group, and so destroys it."""
+"""True if this module created the default process group, and so destroys it."""
 _store: Any = None
 """Store where the ranks meet, kept while the process lives. A new group can use it after another was destroyed."""
 _generation = 0

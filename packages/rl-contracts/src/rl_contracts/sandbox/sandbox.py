@@ -76,7 +76,7 @@ class SandboxRun:
     stopped: str = ""
     """Description of the limit that ended the run; empty if no limit did."""
     timed_out: bool = False
-    """Whether a limit on wall time or CPU time ended the run."""
+    """True if a limit on wall time or CPU time ended the run."""
 
 
 class Sandbox:

@@ -53,7 +53,7 @@ class NullInferenceEngineConfig(ServerConfig):
     context_length: int = 1 << 20
     """Maximum length of prompt and completion in tokens; a prompt that leaves no room for a completion is rejected."""
     read_weights: bool = True
-    """Whether to read staged weights and return their checksums. False returns none, for tests without weight files."""
+    """Read staged weights and return their checksums. False returns none, for tests without weight files."""
     seed: int = 0
     """Seed of the model, and of requests that have no seed."""
 
@@ -87,13 +87,13 @@ class Faults:
     generate: Callable[[ModelRequest], Exception | None] = field(default=lambda request: None)
     """Error to raise when the completion of the request would be done."""
     hang: Callable[[ModelRequest], bool] = field(default=lambda request: False)
-    """Whether the request hangs until it is cancelled or `destroy` is called."""
+    """True if the request hangs until it is cancelled or `destroy` is called."""
     stage: Callable[[WeightUpdateMeta], Exception | None] = field(default=lambda meta: None)
     """Error that `stage_weights` raises."""
     commit: Callable[[int], Exception | None] = field(default=lambda version: None)
     """Error that `commit_weights` raises before the new version is served."""
     corrupt: Callable[[str], bool] = field(default=lambda name: False)
-    """Whether the receipt has a wrong checksum for this parameter."""
+    """True if the receipt has a wrong checksum for this parameter."""
 
 
 class NullInferenceEngine(InferenceEngine):

@@ -43,7 +43,7 @@ class Checksum(NamedTuple):
     value: int
     """Checksum, in [0, 2^64)."""
     finite: bool
-    """Whether the tensor has neither nan nor infinity. Only dtypes of 16 bits and more are checked."""
+    """True if the tensor has neither nan nor infinity. Only dtypes of 16 bits and more are checked."""
 
 
 def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:

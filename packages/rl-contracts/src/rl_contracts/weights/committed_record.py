@@ -39,7 +39,7 @@ class CommittedWeights:
 
     @property
     def readable(self) -> bool:
-        """Whether the weights can still be read after the commit; only `STORED_ROUTES` store them."""
+        """True if the weights can still be read after the commit; only `STORED_ROUTES` store them."""
         return self.meta.route in STORED_ROUTES
 
 

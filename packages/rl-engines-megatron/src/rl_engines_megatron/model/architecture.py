@@ -40,7 +40,7 @@ class Architecture:
     vocab: int
     """Vocabulary size: rows of the embedding before padding."""
     tied: bool
-    """Whether the output layer shares the weights of the embedding."""
+    """True if the output layer shares the weights of the embedding."""
     norm_eps: float
     """Epsilon of every RMSNorm."""
     max_positions: int

@@ -27,21 +27,21 @@ class Family:
     """
 
     qkv_bias: bool = False
-    """Whether the q, k and v projections have a bias."""
+    """True if the q, k and v projections have a bias."""
     qk_norm: bool = False
-    """Whether each query and key head is normalized."""
+    """True if each query and key head is normalized."""
     post_norms: bool = False
-    """Whether the outputs of attention and MLP are also normalized, before the residual connection."""
+    """True if the outputs of attention and MLP are also normalized, before the residual connection."""
     unit_norms: bool = False
-    """Whether norms multiply by 1 + weight, in float32."""
+    """True if norms multiply by 1 + weight, in float32."""
     scaled_embeddings: bool = False
-    """Whether embeddings are multiplied by the square root of the hidden size."""
+    """True if embeddings are multiplied by the square root of the hidden size."""
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     """Activation function of the gate."""
     capped_scores: bool = False
-    """Whether attention scores are capped to `attn_logit_softcapping`."""
+    """True if attention scores are capped to `attn_logit_softcapping`."""
     one_window: bool = False
-    """Whether all layers use `sliding_window`; otherwise the layers that `layer_types` lists."""
+    """True if all layers use `sliding_window`; otherwise the layers that `layer_types` lists."""
     layer_parameters: Callable[..., Iterator[Any]] | None = None
     """Function that yields the parameters of a dense layer, with the arguments of `naming.layer_parameters`; None:
     that function."""

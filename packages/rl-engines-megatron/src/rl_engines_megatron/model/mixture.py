@@ -46,7 +46,7 @@ class Mixture:
     width: int
     """Width of the gate and of the up projection of an expert, each."""
     normalised: bool
-    """Whether the weights of the chosen experts are scaled to a sum of 1."""
+    """True if the weights of the chosen experts are scaled to a sum of 1."""
     layers: frozenset[int]
     """Numbers of the layers that have experts; the others have an MLP."""
     balance: float

@@ -34,7 +34,7 @@ class PackedSequences:
     places: Tensor
     """Position of each token of the micro-batch in the tensor gathered from the context ranks, int64 [N]."""
     first: Tensor
-    """Whether each token is the first of its sequence, bool [N]."""
+    """True if each token is the first of its sequence, bool [N]."""
     owner: Tensor
     """Sequence of each token, int64 [n]; for padding, the number of sequences."""
     sizes: Tensor

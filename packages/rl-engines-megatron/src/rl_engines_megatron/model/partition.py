@@ -80,11 +80,11 @@ class Partition(Settings):
             require(0 <= rank < size, f"{name}_rank", f"between 0 and {size - 1}", rank)
 
     def is_first(self, pp_rank: int) -> bool:
-        """Whether the stage holds the embedding (megatron-core: `pre_process`)."""
+        """Return whether the stage holds the embedding (megatron-core: `pre_process`)."""
         return pp_rank == 0
 
     def is_last(self, pp_rank: int) -> bool:
-        """Whether the stage holds the final norm and the output layer (megatron-core: `post_process`)."""
+        """Return whether the stage holds the final norm and the output layer (megatron-core: `post_process`)."""
         return pp_rank == self.pp_size - 1
 
     def stage_layers(self, pp_rank: int) -> range:

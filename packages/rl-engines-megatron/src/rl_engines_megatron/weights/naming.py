@@ -26,7 +26,7 @@ class Parameter:
     layout: Layout
     """Mapping from the Hugging Face tensors to the shards of (expert) tensor-parallel ranks."""
     of_expert: bool = False
-    """Whether it belongs to an expert. Then expert ranks hold different parameters under the same name."""
+    """True if it belongs to an expert. Then expert ranks hold different parameters under the same name."""
 
 
 def model_sources(partition: Partition) -> set[str]:

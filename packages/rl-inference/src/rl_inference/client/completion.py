@@ -49,7 +49,7 @@ class PartialCompletion:
 
     @property
     def done(self) -> bool:
-        """Whether the completion is finished."""
+        """True if the completion is finished."""
         return self.finish is not None and self.finish != "abort"
 
     @property

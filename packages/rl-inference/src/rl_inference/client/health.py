@@ -43,7 +43,7 @@ class ServerMonitor:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether servers are probed at all."""
+        """True if servers are probed at all."""
         return self._transport.config.probe_interval > 0
 
     def start(self) -> None:

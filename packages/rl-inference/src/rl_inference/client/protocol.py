@@ -93,7 +93,7 @@ class Stats:
     version: int
     """Version that the server serves."""
     paused: bool
-    """Whether generation is paused."""
+    """True if generation is paused."""
     running: float
     """Number of completions in generation."""
     waiting: float
@@ -110,7 +110,7 @@ class ServerProtocol(ABC):
     capabilities: Capabilities
     """Optional features of these servers."""
     counts_tokens: ClassVar[bool] = False
-    """Whether `Stats.generated_tokens` grows with each token and not only with each finished completion.
+    """True if `Stats.generated_tokens` grows with each token and not only with each finished completion.
 
     If True, a server with open requests that generates no token within the progress timeout counts as lost, even if its
     health probes succeed.

@@ -69,7 +69,7 @@ class Router:
         self.ended: BaseException | None = None
         """Error that ended the server monitor, or None while it can still readmit servers."""
         self.final = False
-        """Whether no process will restart lost servers."""
+        """True if no process will restart lost servers."""
 
     @property
     def live(self) -> list[Server]:

@@ -61,17 +61,17 @@ class Server:
     name: str = ""
     """Name of the server in the source of servers, independent of its address; empty if it has none."""
     vetted: bool = True
-    """Whether the server's self-description was accepted. True also for servers that do not come from a source."""
+    """True if the server's self-description was accepted. True also for servers that do not come from a source."""
     known: bool = True
-    """Whether the server got requests before, at this address or another one."""
+    """True if the server got requests before, at this address or another one."""
     instance: str = ""
     """Id of the server's process, from a response header; empty until the next response."""
     well: bool = True
-    """Whether the last health probe succeeded."""
+    """True if the last health probe succeeded."""
     evicted: str | None = None
     """Reason why the server is not used now; None while it is live."""
     let_go: bool = False
-    """Whether the server was removed, so that its failures no longer count."""
+    """True if the server was removed, so that its failures no longer count."""
     open: int = 0
     """Number of open requests of this client."""
     others: int = 0
@@ -104,7 +104,7 @@ class Server:
 
     @property
     def live(self) -> bool:
-        """Whether the server gets requests and takes part in weight updates."""
+        """True if the server gets requests and takes part in weight updates."""
         return self.evicted is None
 
     @property

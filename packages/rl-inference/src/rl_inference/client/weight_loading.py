@@ -43,7 +43,7 @@ class StagedLoad:
 
     @property
     def needs_proof(self) -> bool:
-        """Whether `prove` sends requests."""
+        """True if `prove` sends requests."""
         return self._canary is not None
 
     async def prepare(self, meta: WeightUpdateMeta) -> None:

@@ -58,7 +58,7 @@ class WeightUpdates:
 
     @property
     def is_in_progress(self) -> bool:
-        """Whether this client is changing the servers: a step is in progress, a version is staged, or they sleep."""
+        """True if this client is changing the servers: a step is in progress, a version is staged, or they sleep."""
         return self._lock.locked() or self._staged is not None or self._is_sleeping
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:

@@ -89,7 +89,7 @@ class Score(Struct, forbid_unknown_fields=True):
     input_ids: list[Size]
     temperature: float = 1.0
     before: bool = False
-    """Whether to score with the weights served before the last commit."""
+    """Score with the weights served before the last commit."""
 
 
 class _Param(Struct, forbid_unknown_fields=True):

@@ -140,11 +140,11 @@ class SamplingBatch:
     seeds: torch.Tensor
     """int64 [rows]."""
     greedy: torch.Tensor | None
-    """Whether each row is greedy, bool [rows]; None if no row is."""
+    """True if each row is greedy, bool [rows]; None if no row is."""
     any_random: bool
-    """Whether at least one row is not greedy."""
+    """True if at least one row is not greedy."""
     tempered: bool
-    """Whether at least one temperature is not 1."""
+    """True if at least one temperature is not 1."""
     blocked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Blocked tokens: (row, token id, first position at which it is allowed), int64 [pairs] each, or None."""
     truncated: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None

@@ -23,7 +23,7 @@ class ScoreJob:
     temperature: float
     """Sampling temperature, by which the logits are divided."""
     before: bool = False
-    """Whether to score with the weights served before the last commit. Nothing may be staged meanwhile."""
+    """Score with the weights served before the last commit. Nothing may be staged meanwhile."""
     done: Future[tuple[list[float], int]] = field(default_factory=Future)
     """Future of the log-probs, of which entry 0 is 0, and of the version served at that time."""
     logprobs: list[float] = field(default_factory=list)

@@ -126,7 +126,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.state in ENDED
 
 

@@ -87,15 +87,14 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Time limit in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours`; empty for the partition's limit.
     Before it expires, the run saves a recovery checkpoint. With `requeue` it then continues under the same job id."""
     exclusive: bool = True
-    """Whether to allocate whole nodes, or only `cores_per_node` and `gpus_per_node` of each."""
+    """Allocate whole nodes. If False, only `cores_per_node` and `gpus_per_node` of each."""
     cores_per_node: int = bounded(0, "0 (all) or more", lambda cores: cores >= 0)
     """Cores to use on each node; 0 for all that `sinfo` reports."""
     gpus_per_node: int = bounded(-1, "-1 (all), 0 or more", lambda gpus: gpus >= -1)
     """GPUs to use on each node; -1 for all that `sinfo` reports."""
     requeue: bool = True
-    """Whether the job restarts after a preemption, the end of its time limit, or the loss of a node. It resumes from
-    its last recovery checkpoint; `recover` must save some. A run that finished, failed or was stopped is never
-    requeued."""
+    """Restart the job after a preemption, the end of its time limit, or the loss of a node. It resumes from its last
+    recovery checkpoint; `recover` must save some. A run that finished, failed or was stopped is never requeued."""
     max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
     """Number of restarts of the job after which the run requests no further one. Requeues by Slurm itself count, but
     are not limited."""

@@ -91,9 +91,9 @@ class AdvantageConfig(ComponentConfig):
     """Divisor of `outcome`: the std over the `group` (GRPO) or the `batch` (LitePPO), `none` (Dr. GRPO), or the `mean`
     of the group (MaxRL)."""
     leave_one_out: bool = False
-    """Whether the subtracted mean excludes the completion itself (RLOO)."""
+    """True if the subtracted mean excludes the completion itself (RLOO)."""
     whiten: bool = False
-    """Whether to normalize the advantages of any estimator, (A - mean) / std over all trained tokens of the batch
+    """Normalize the advantages of any estimator, (A - mean) / std over all trained tokens of the batch
     (REINFORCE++)."""
     gamma: float = bounded(1.0, "in [0, 1]", lambda gamma: 0 <= gamma <= 1)
     """Discount of `return` and `gae` per trained token, or per turn with `unit=turn`."""
@@ -113,12 +113,12 @@ class AdvantageConfig(ComponentConfig):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether completions of one prompt are compared, so that a group of one has no advantage."""
+        """True if completions of one prompt are compared, so that a group of one has no advantage."""
         return self.kind == "gdpo" or (self.kind == "outcome" and {"group", "mean"} & {self.mean, self.std} != set())
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the estimator reads rewards of tokens and turns; `outcome` and `gdpo` read one reward per episode."""
+        """True if the estimator reads rewards of tokens and turns; `outcome` and `gdpo` read one reward per episode."""
         return self.kind not in ("outcome", "gdpo")
 
 
@@ -222,7 +222,7 @@ class MaskConfig(ComponentConfig):
     """Bound of `second_moment`, which drops the tokens with the largest squared log-ratios until their mean over the
     minibatch is at most this."""
     truncated: bool = False
-    """Whether to drop completions that reached the length limit (DAPO's overlong filtering). They count in no
+    """Drop completions that reached the length limit (DAPO's overlong filtering). They count in no
     denominator, but their rewards count in the mean and std of their group."""
 
     def __post_init__(self) -> None:
@@ -248,7 +248,7 @@ class KLConfig(Settings):
     """KL estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence"). In the loss without `weighted`, k2
     has the unbiased gradient, and k3 the gradient of GRPO."""
     weighted: bool = False
-    """Whether to multiply the KL in the loss by the ratio to the proximal policy, which makes the gradients of k1 and
+    """Multiply the KL in the loss by the ratio to the proximal policy, which makes the gradients of k1 and
     k3 unbiased."""
 
     def __post_init__(self) -> None:
@@ -337,12 +337,12 @@ class AlgorithmConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy is needed for a KL penalty."""
+        """True if a reference policy is needed for a KL penalty."""
         return self.kl.place != "none"
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is needed to estimate values."""
+        """True if a critic is needed to estimate values."""
         return self.advantage.kind == "gae"
 
     def resolve_proximal(self, minibatches: int, whole: bool = False) -> str:

@@ -61,7 +61,7 @@ class PolicyLoss:
     proximal: Proximal
     """Source of the old log-probs."""
     uses_sequence_ratio: bool = False
-    """Whether the loss uses the ratio of a token's sequence instead of the token's ratio."""
+    """True if the loss uses the ratio of a token's sequence instead of the token's ratio."""
     correction: Callable[[OffPolicy], Weights] | None = None
     """Correction weight of each token, or None for no correction."""
     masks: tuple[Callable[[OffPolicy], torch.Tensor], ...] = ()

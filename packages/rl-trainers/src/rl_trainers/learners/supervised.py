@@ -119,7 +119,7 @@ class DataSource:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the loader can save its position."""
+        """True if the loader can save its position."""
         return isinstance(self._loader, Stateful)
 
     def return_batch(self) -> None:

@@ -62,7 +62,7 @@ class ExpectedCompletion:
 
     @staticmethod
     def _is_closer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
-        """Whether the scores are closer to `other` than `spread`, by more than noise explains."""
+        """Return whether the scores are closer to `other` than `spread`, by more than noise explains."""
         return _rms(_differences(other[1:], scores[1:])) * CLOSER_FACTOR < spread
 
     def fault(self, completion: CanaryCompletion, previous: ExpectedCompletion | None, tolerance: float) -> str | None:

@@ -194,7 +194,7 @@ class WeightPublisher:
         return tolerance and CanaryCheck(self.engine, config.route, config.canary_tokens, tolerance)
 
     def _choose_adapter(self) -> bool:
-        """Whether to send adapters alone (collective)."""
+        """Return whether to send adapters alone (collective)."""
         parallel, setting, alone = self.engine.parallel, self.config.adapter, False
         if setting == "never":
             return False

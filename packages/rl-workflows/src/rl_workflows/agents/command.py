@@ -49,7 +49,7 @@ class AgentCommand(AgentWorkflow):
     command: Sequence[str] = ()
     """Program and arguments. Paths must be absolute; the program may also be found on PATH."""
     long_lived: bool = False
-    """Whether a process runs many episodes, one per line of stdin, until its stdin is closed."""
+    """True if a process runs many episodes, one per line of stdin, until its stdin is closed."""
     processes: int = 8
     """Maximum number of concurrent processes. Further episodes wait; the wait counts toward their deadline."""
     environment: Mapping[str, str] = {}
@@ -57,9 +57,9 @@ class AgentCommand(AgentWorkflow):
     inherited: Sequence[str] = ("PATH", "LANG", "TZ", "SSL_CERT_FILE")
     """Environment variables that are copied from this process. No others are copied, because some contain keys."""
     confined: bool = True
-    """Whether the process can write only in its own directory."""
+    """True if the process can write only in its own directory."""
     shared_memory: bool = False
-    """Whether a confined process can also write in /dev/shm, which `multiprocessing` requires. Weights on their way to
+    """True if a confined process can also write in /dev/shm, which `multiprocessing` requires. Weights on their way to
     servers are stored there, so allow this only for trusted programs."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:

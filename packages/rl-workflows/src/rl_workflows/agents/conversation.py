@@ -62,11 +62,11 @@ class Turn:
     temperature: float
     """Sampling temperature."""
     truncated: bool
-    """Whether a length limit ended the completion."""
+    """True if a length limit ended the completion."""
     new_messages: Sequence[Message] = ()
     """Messages after the parent's completion."""
     is_trained: bool = True
-    """Whether the completion was sampled from the unconstrained policy. Otherwise it is context and is not trained."""
+    """True if the completion was sampled from the unconstrained policy. Otherwise it is context and is not trained."""
     reward: float = 0.0
     """Reward of this turn, in addition to the reward of the episode."""
     children: int = 0

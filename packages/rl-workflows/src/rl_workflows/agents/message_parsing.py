@@ -59,7 +59,7 @@ class MessageParser:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the format of tool calls is known, so that they can be parsed."""
+        """True if the format of tool calls is known, so that they can be parsed."""
         return self.form != "none"
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:

@@ -40,7 +40,7 @@ class PromptSource:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last example was returned."""
+        """True if the last example was returned."""
         return self._exhausted and not self._requeued
 
     def next_example(self) -> Example | None:

@@ -62,7 +62,7 @@ class Watchdog:
         self._stall_timeout, self._trainer_timeout = stall_timeout, trainer_timeout
         self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer or on_stall
         self.waited_for = False
-        """Whether the trainer waits for episodes."""
+        """True if the trainer waits for episodes."""
         self._open_calls, self._thread = 0, ""
         self._last_call_end = self._clock.now()
         self._served_tokens: float | None = None

@@ -47,7 +47,7 @@ class EmbeddedEngineConfig(ServerConfig):
     stuck_seconds: int = bounded(300, "at least 1", lambda seconds: seconds >= 1)
     """Seconds without an iteration of the decode thread after which `/health` returns status 503."""
     compile: bool = False
-    """Whether to compile the forward pass when the server starts. Generation becomes faster (1.2 to 1.5 times on a CPU
+    """Compile the forward pass when the server starts. Generation becomes faster (1.2 to 1.5 times on a CPU
     with a small model). The start takes tens of seconds longer; raise `ready_timeout` for a large model. On a CPU it
     needs a C++ compiler. Deterministic runs do not support it."""
     python: str = ""

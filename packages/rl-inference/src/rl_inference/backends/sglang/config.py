@@ -55,7 +55,7 @@ class SGLangEngineConfig(ServerConfig):
     """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
     number of tokens that a completion loses if its server dies."""
     prefix_cache: bool = True
-    """Whether to reuse the KV cache of prompts that begin alike."""
+    """Reuse the KV cache of prompts that begin alike."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of `python -m sglang.launch_server`, passed unchanged: `[--chunked-prefill-size, "8192"]`."""
     python: str = ""

@@ -66,11 +66,11 @@ class VLLMEngineConfig(ServerConfig):
     """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
     number of tokens that a completion loses if its server dies."""
     prefix_cache: bool = True
-    """Whether to reuse the KV cache of prompts that begin alike."""
+    """Reuse the KV cache of prompts that begin alike."""
     compile: bool = False
-    """Whether to compile the model and record CUDA graphs. Generation becomes faster, and the start takes longer."""
+    """Compile the model and record CUDA graphs. Generation becomes faster, and the start takes longer."""
     sleep: bool | None = None
-    """Whether servers can release GPU memory temporarily. None: only if they share the GPUs with a trainer (`|`)."""
+    """True if servers can release GPU memory temporarily. None: only if they share the GPUs with a trainer (`|`)."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of vLLM's command line, passed unchanged: `[--max-num-batched-tokens, "8192"]`."""
     python: str = ""

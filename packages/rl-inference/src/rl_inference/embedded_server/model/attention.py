@@ -45,7 +45,7 @@ class TokenPass:
     segments: tuple[Segment, ...] = ()
     """Segments of the other tokens, shorter segments first."""
     cached: bool = True
-    """Whether to store keys and values (scoring in one pass does not need them)."""
+    """Store keys and values (scoring in one pass does not need them)."""
     wanted: torch.Tensor | None = None
     """Indices of the tokens whose logits are computed, int64 [wanted]; None: all."""
     scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Scoring(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's fused attention supports these settings."""
+        """True if torch's fused attention supports these settings."""
         return self.softcap is None and self.sinks is None
 
 

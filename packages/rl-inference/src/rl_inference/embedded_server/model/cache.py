@@ -38,7 +38,7 @@ class SlotLayer(ABC):
 
     @property
     def used(self) -> bool:
-        """Whether the layer has run a pass."""
+        """True if the layer has run a pass."""
         return self._like is not None
 
     @property

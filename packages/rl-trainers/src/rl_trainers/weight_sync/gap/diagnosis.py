@@ -27,7 +27,7 @@ class Receipts:
     differing: Sequence[str] = ()
     """Names of the parameters whose checksums differ."""
     older: bool = False
-    """Whether checksums differ and all of them are those of the previous version."""
+    """True if checksums differ and all of them are those of the previous version."""
 
     @classmethod
     def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, previous: WeightReceipt | None) -> Receipts:
@@ -47,13 +47,13 @@ class Evidence:
     tolerance: float
     """Largest mean |d|, in nats, at which two computations count as equal."""
     low_precision: bool
-    """Whether the trainer or the servers compute in less than float32."""
+    """True if the trainer or the servers compute in less than float32."""
     gap: LogprobGap
     """Log-prob gap to explain."""
     recorded: bool = False
-    """Whether the gap concerns recorded log-probs of tokens of the current version, while scores are correct."""
+    """True if the gap concerns recorded log-probs of tokens of the current version, while scores are correct."""
     behind: bool = False
-    """Whether `lag.LagTest` found that the scores belong to the weights before the update."""
+    """True if `lag.LagTest` found that the scores belong to the weights before the update."""
     receipts: Receipts | None = None
     """Comparison of checksums, taken from the live tensors now."""
     older: LogprobGap | None = None
@@ -69,11 +69,11 @@ class Evidence:
 
     @property
     def certain(self) -> bool:
-        """Whether something is wrong, however small the gap."""
+        """True if something is wrong, however small the gap."""
         return self.behind or (self.receipts is not None and bool(self.receipts.differing))
 
     def explained_by(self, other: LogprobGap | None) -> bool:
-        """Whether a hypothesis reduces the gap to the tolerance and to a quarter of its size."""
+        """Return whether a hypothesis reduces the gap to the tolerance and to a quarter of its size."""
         return other is not None and other.mean_abs <= min(self.tolerance, self.gap.mean_abs / 4)
 
 

@@ -142,12 +142,12 @@ class GapGate:
 
     @property
     def _own_reference(self) -> bool:
-        """Whether a 16-bit server is compared with itself, because nothing else shows that it is behind."""
+        """True if a 16-bit server is compared with itself, because nothing else shows that it is behind."""
         can = self.inference.capabilities
         return self.served in HALF_PRECISION and not (can.checksums and can.live_checksums)
 
     def scores_before_update(self) -> bool:
-        """Whether `before_update` requests scores for each batch and so needs awake servers (collective).
+        """Return whether `before_update` requests scores for each batch and so needs awake servers (collective).
 
         It does in 16 bits, where servers are compared with each other or with themselves. Otherwise it wakes sleeping
         servers only when it needs them.

@@ -52,7 +52,7 @@ class Call:
     previous_reply_id: str = ""
     """Id of the stored reply whose conversation this call continues; empty for none."""
     store: bool = False
-    """Whether to store the conversation, so that another call can continue it."""
+    """Store the conversation, so that another call can continue it."""
     text_prompt: str | Sequence[int] = ""
     """Prompt of a request of the Completions API, as text or token ids."""
     tools: Sequence[dict[str, Any]] | None = None
@@ -87,7 +87,7 @@ class GeneratedMessage:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a length limit ended the completion."""
+        """True if a length limit ended the completion."""
         return self.response.stop_reason == StopReason.LENGTH
 
 
@@ -133,7 +133,7 @@ class Session(RolloutSession):
     """Function that `close` calls, from any event loop."""
     closed: bool = False
     expired: bool = False
-    """Whether the session was closed because its time limit passed."""
+    """True if the session was closed because its time limit passed."""
     rejected_calls: int = 0
     """Number of rejected calls."""
     open_calls: int = 0

@@ -63,15 +63,15 @@ def test_doctor_different_gpu_counts_are_a_fault(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     finding = doctor.devices()
-    assert "1 GPU, " in finding.said
-    assert "launcher finds 2" in finding.said
+    assert "1 GPU, " in finding.message
+    assert "launcher finds 2" in finding.message
     assert "CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
 def test_doctor_proxies_are_named_without_their_values(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://user:secret@proxy:3128")
-    assert "http_proxy" in doctor.proxies().said
-    assert "secret" not in doctor.proxies().said
+    assert "http_proxy" in doctor.proxies().message
+    assert "secret" not in doctor.proxies().message
 
 
 def test_doctor_on_healthy_machine_reports_no_fault_and_no_files(monkeypatch, tmp_path, capsys):
@@ -91,8 +91,8 @@ def test_doctor_on_healthy_machine_reports_no_fault_and_no_files(monkeypatch, tm
 )
 def test_doctor_trial_of_invalid_command_shows_its_message(setting, code):
     [finding] = doctor.trial("gsm8k-grpo", [setting])
-    assert code in finding.said
-    assert "like" in finding.said
+    assert code in finding.message
+    assert "like" in finding.message
     assert finding.remedy
 
 
@@ -101,5 +101,5 @@ def test_doctor_trial_takes_a_step_and_reports_log_prob_gap(tmp_path: Path):
     model = prepare_from_scratch(["What is 1 + 2? #### 3"], 1, cache_dir=tmp_path)
     step, gap = doctor.trial("gsm8k-grpo", [f"model.path={model}", "recipe=embedded"])
     assert (step.remedy, gap.remedy) == ("", "")
-    assert "one step of 1 trainer(s)" in step.said
-    assert "differ by" in gap.said
+    assert "one step of 1 trainer(s)" in step.message
+    assert "differ by" in gap.message

@@ -209,8 +209,8 @@ def test_progress_without_terminal_has_no_view_with_forced_colors(
     file = io.StringIO()
     (tmp_path / "metrics.jsonl").touch()
     with RunProgress(tmp_path / "metrics.jsonl", 9, GRPO_COLUMNS, Console(file=file, highlight=False)) as progress:
-        progress.say("starting")
-        progress.say("starting")
+        progress.print_message("starting")
+        progress.print_message("starting")
         (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
 
     assert file.getvalue().startswith("starting\nstep 1/9  reward 0.250")

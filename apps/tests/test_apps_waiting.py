@@ -11,7 +11,7 @@ from rl_monitor.progress import RunProgress
 
 
 def test_waiting_display_reports_workers_until_first_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_apps.cli.driver.SAY_EVERY", 0.0)
+    monkeypatch.setattr("rl_apps.cli.driver.MESSAGE_SECONDS", 0.0)
     metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
     log = tmp_path / "r.log"
     workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]

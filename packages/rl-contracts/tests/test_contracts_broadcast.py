@@ -160,7 +160,7 @@ def test_broadcast_refused_by_one_receiver_fails_for_all_with_reason(meeting: Me
     ]
     waiting.append(meeting.receive(meta, 0))
 
-    meeting.receivers[1].refuse(with_rank(meta, 2, 3), "the model has no parameter 'x'")
+    meeting.receivers[1].reject(with_rank(meta, 2, 3), "the model has no parameter 'x'")
 
     assert all("receiver 2 refuses: the model has no parameter 'x'" in text for text in failures(waiting))
 

@@ -275,7 +275,7 @@ async def test_probe_records_open_requests_of_other_clients() -> None:
     recorded = asyncio.Event()
 
     async def health(request: web.Request) -> web.Response:
-        if server.others:
+        if server.other_requests:
             recorded.set()
         return web.json_response({"version": 0, "status": "ready", "open": 5})
 
@@ -286,7 +286,7 @@ async def test_probe_records_open_requests_of_other_clients() -> None:
         async with asyncio.timeout(30):
             await recorded.wait()
 
-        assert (server.others, server.load) == (3, 5)
+        assert (server.other_requests, server.load) == (3, 5)
 
 
 async def test_monitor_probes_evicted_server_several_times_as_often() -> None:

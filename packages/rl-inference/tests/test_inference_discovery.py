@@ -37,7 +37,13 @@ def test_apply_new_server_is_added_but_evicted_until_readmitted() -> None:
     assert discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
     new = router.servers[-1]
-    assert (new.address, new.name, new.live, new.well, new.vetted) == (ADDRESSES[2], NAMES[2], False, False, False)
+    assert (new.address, new.name, new.is_live, new.is_healthy, new.is_accepted) == (
+        ADDRESSES[2],
+        NAMES[2],
+        False,
+        False,
+        False,
+    )
     assert {router.choose().address for _ in range(20)} == set(FIRST.values())  # type: ignore[union-attr]
     router.readmit(new, 3)
     assert len(router.live) == 3
@@ -56,9 +62,9 @@ def test_apply_server_missing_twice_in_a_row_is_removed() -> None:
     discovery.apply(second)
 
     assert addresses(router) == [ADDRESSES[1]]
-    assert (removed.live, removed.failures) == (False, 0)
+    assert (removed.is_live, removed.failures) == (False, 0)
     router.readmit(removed, 1)  # a rejoin that was in progress has no effect
-    assert not removed.live
+    assert not removed.is_live
 
 
 def test_apply_moved_server_replaces_old_address_and_counts_as_rejoin() -> None:
@@ -116,11 +122,11 @@ def test_apply_random_readings_keep_live_server_and_follow_source(
         if not reading:
             assert {server.address for server in router.live} == set(before)
         for server in router.servers if may_join else ():
-            if not server.live and server.address not in unhealthy:
+            if not server.is_live and server.address not in unhealthy:
                 router.readmit(server, 0)
     for _ in range(3):
         for server in router.servers:
-            if not server.live:
+            if not server.is_live:
                 router.readmit(server, 0)
         discovery.apply(last)
 

@@ -407,12 +407,12 @@ async def test_probe_reports_load_from_other_clients(server: ServerProcess, engi
     try:
         probing_engine._monitor.start()
         async with asyncio.timeout(60):
-            while server_state.others != 2:
+            while server_state.other_requests != 2:
                 assert not all(task.done() for task in tasks)
                 await asyncio.sleep(0.01)
             assert server_state.load == 2
             await asyncio.gather(*tasks)
-            while server_state.others:  # noqa: ASYNC110 - another process's event
+            while server_state.other_requests:  # noqa: ASYNC110 - another process's event
                 await asyncio.sleep(0.01)
     finally:
         await asyncio.wait(tasks)

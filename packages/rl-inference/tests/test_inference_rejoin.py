@@ -345,7 +345,7 @@ async def test_rejoin_with_route_without_files_happens_at_next_update(
         await trainer.publish(engine)  # the frozen server does not delay the update
         assert [server.address for server in engine._router.live] == [servers[1].address]
         servers[0].signal(signal.SIGCONT)
-        await until(lambda: engine._router.servers[0].well)
+        await until(lambda: engine._router.servers[0].is_healthy)
         await trainer.publish(engine)
         assert len(engine._router.live) == 2
         await assert_both_serve(engine, trainer, 3)

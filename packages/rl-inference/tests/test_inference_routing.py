@@ -60,7 +60,7 @@ def test_choose_independent_clients_use_most_servers() -> None:
 
 
 def test_choose_counts_requests_of_other_clients(router: Router) -> None:
-    router.servers[0].others, router.servers[1].others = 8, 3
+    router.servers[0].other_requests, router.servers[1].other_requests = 8, 3
 
     assert router.choose() is router.servers[2]
     router.servers[2].open = 4
@@ -189,7 +189,7 @@ async def test_evict_cancels_requests_and_readmit_resets_failures(router: Router
     assert not server.tasks
 
     router.readmit(server, 4)
-    assert (server.version, server.failures, server.avoid_until, server.live) == (4, 0, 0.0, True)
+    assert (server.version, server.failures, server.avoid_until, server.is_live) == (4, 0, 0.0, True)
     for other in router.servers[1:]:
         other.open = 1
     assert router.choose() is server

@@ -20,10 +20,10 @@ from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster import node_agents as module
 from rl_launchers.cluster.messages import MessageConnection, connect_to_launcher
 from rl_launchers.cluster.node_agents import NodeAgents
-from rl_launchers.testing import MachinesOfTests
+from rl_launchers.testing import LocalNodes
 
 
-class SimulatedMachines(MachinesOfTests):
+class SimulatedMachines(LocalNodes):
     """Starts no processes; an agent counts as ended once a test sets its reason in `why`."""
 
     def __init__(self) -> None:

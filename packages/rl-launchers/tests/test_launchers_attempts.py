@@ -286,17 +286,17 @@ def test_trainer_without_heartbeat_is_killed_and_run_restarts(
 def test_rank_is_not_hung_after_launcher_was_suspended(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     control = RunControl(names)
-    control.pulses.timeout = 0.4
-    names.add("pulse/actor-0", "1")
-    control.pulses.read()
+    control.heartbeats.timeout = 0.4
+    names.add("heartbeat/actor-0", "1")
+    control.heartbeats.read()
     time.sleep(1.0)  # like a suspended machine, or an unavailable file system
-    control.pulses.read()
-    assert not control.pulses.is_hung("actor-0")
-    assert not control.pulses.is_hung("actor-1")
+    control.heartbeats.read()
+    assert not control.heartbeats.is_hung("actor-0")
+    assert not control.heartbeats.is_hung("actor-1")
 
     def hung() -> bool:
-        control.pulses.read()
-        return control.pulses.is_hung("actor-0")
+        control.heartbeats.read()
+        return control.heartbeats.is_hung("actor-0")
 
     wait_until(hung)
 

@@ -29,18 +29,18 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
-from rl_launchers.testing import MachinesOfTests
+from rl_launchers.testing import LocalNodes
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def machines() -> MachinesOfTests:
-    return MachinesOfTests()
+def machines() -> LocalNodes:
+    return LocalNodes()
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, machines: MachinesOfTests) -> Iterator[ClusterScheduler]:
+def scheduler(tmp_path: Path, machines: LocalNodes) -> Iterator[ClusterScheduler]:
     cluster_scheduler = ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines)
     yield cluster_scheduler
     cluster_scheduler.delete_workers(grace=0.0)
@@ -71,7 +71,7 @@ def test_create_workers_ranks_on_two_machines_share_master_address(scheduler: Cl
 
 
 def test_machine_lost_its_workers_fail_and_restart_on_another(
-    scheduler: ClusterScheduler, machines: MachinesOfTests
+    scheduler: ClusterScheduler, machines: LocalNodes
 ) -> None:
     one, two = scheduler.create_workers(server(count=2, cpus=2))
     scheduler.wait_ready("server")
@@ -90,10 +90,10 @@ def test_machine_lost_its_workers_fail_and_restart_on_another(
     assert "on another machine: injected" in again.log.read_text()
 
 
-def test_machine_lost_its_ranks_start_on_a_new_machine(scheduler: ClusterScheduler, machines: MachinesOfTests) -> None:
+def test_machine_lost_its_ranks_start_on_a_new_machine(scheduler: ClusterScheduler, machines: LocalNodes) -> None:
     from rl_contracts.scheduler import Node
 
-    machines.there = [Node("node0", "127.0.0.1", 2, 2), Node("node1", "127.0.0.1", 2, 2)]
+    machines.available = [Node("node0", "127.0.0.1", 2, 2), Node("node1", "127.0.0.1", 2, 2)]
     scheduler.create_workers(
         JobSpec("actor", python(SLEEP), count=4, gpus=1, spmd=True, env={"CUDA_VISIBLE_DEVICES": ""})
     )
@@ -103,23 +103,21 @@ def test_machine_lost_its_ranks_start_on_a_new_machine(scheduler: ClusterSchedul
     spec = JobSpec("actor", python(SLEEP), count=4, gpus=1, spmd=True, env={"CUDA_VISIBLE_DEVICES": ""})
     with pytest.raises(LaunchError, match=r"4 workers of 1 GPUs.*2 GPUs are free \(node1 2\)"):
         _keep_agents_running(scheduler).create_workers(spec)
-    machines.there.append(Node("node2", "127.0.0.1", 2, 2))
+    machines.available.append(Node("node2", "127.0.0.1", 2, 2))
     workers = scheduler.create_workers(spec)
     assert {worker.node for worker in workers} == {"node1", "node2"}
 
 
-def test_machine_lost_but_still_offered_is_replaced_by_spare(
-    scheduler: ClusterScheduler, machines: MachinesOfTests
-) -> None:
+def test_machine_lost_but_still_offered_is_replaced_by_spare(scheduler: ClusterScheduler, machines: LocalNodes) -> None:
     from rl_contracts.scheduler import Node
 
-    machines.there.append(Node("node2", "127.0.0.1", 2, 0))
+    machines.available.append(Node("node2", "127.0.0.1", 2, 0))
     machines.spares = 1
     spec = JobSpec("role", python(SLEEP), count=2, cpus=2)
     assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node1"}
-    offered = machines.there
+    offered = machines.available
     machines.kill("node1")
-    machines.there = offered  # like a cluster that detects the loss minutes later
+    machines.available = offered  # like a cluster that detects the loss minutes later
     wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
     scheduler.delete_workers(grace=0.0)
 
@@ -127,14 +125,14 @@ def test_machine_lost_but_still_offered_is_replaced_by_spare(
 
     assert {worker.node for worker in again} == {"node0", "node2"}
     scheduler.delete_workers(grace=0.0)
-    machines.there = [node for node in offered if node.name != "node1"]  # now the cluster has detected the loss
+    machines.available = [node for node in offered if node.name != "node1"]  # now the cluster has detected the loss
     assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node2"}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recovers", [True, False])
 def test_machine_lost_without_spare_is_retried_then_reported(tmp_path: Path, recovers: bool) -> None:
-    class FailingMachines(MachinesOfTests):
+    class FailingMachines(LocalNodes):
         is_broken, reason, reported = False, "", ()
 
         def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
@@ -148,9 +146,9 @@ def test_machine_lost_without_spare_is_retried_then_reported(tmp_path: Path, rec
     with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as scheduler:
         spec = JobSpec("role", python(SLEEP), count=2, cpus=2)
         scheduler.create_workers(spec)
-        offered = machines.there
+        offered = machines.available
         machines.kill("node1")
-        machines.there, machines.is_broken = offered, not recovers
+        machines.available, machines.is_broken = offered, not recovers
         wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
         scheduler.delete_workers(grace=0.0)
 
@@ -169,7 +167,7 @@ def _keep_agents_running(scheduler: ClusterScheduler) -> ClusterScheduler:
 
 
 @pytest.mark.nightly
-def test_machine_frozen_is_lost_after_heartbeat_timeout(tmp_path: Path, machines: MachinesOfTests) -> None:
+def test_machine_frozen_is_lost_after_heartbeat_timeout(tmp_path: Path, machines: LocalNodes) -> None:
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
     with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
         one, two = scheduler.create_workers(server(count=2, cpus=2))
@@ -188,8 +186,8 @@ import sys, time
 from pathlib import Path
 from rl_contracts.conformance.scheduler import server
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
-from rl_launchers.testing import MachinesOfTests
-scheduler = ClusterScheduler(Path({str(tmp_path)!r}) / "logs", ClusterSchedulerConfig(), MachinesOfTests())
+from rl_launchers.testing import LocalNodes
+scheduler = ClusterScheduler(Path({str(tmp_path)!r}) / "logs", ClusterSchedulerConfig(), LocalNodes())
 scheduler.create_workers(server(count=2, cpus=2))
 for worker in scheduler.wait_ready("server"):
     print(worker.pid, flush=True)
@@ -208,7 +206,7 @@ time.sleep(600)
 
 
 def test_run_key_is_in_a_file_that_only_the_user_can_read(
-    scheduler: ClusterScheduler, machines: MachinesOfTests, tmp_path: Path
+    scheduler: ClusterScheduler, machines: LocalNodes, tmp_path: Path
 ) -> None:
     key, out = "a-very-secret-key", tmp_path / "environment.json"
     scheduler.create_workers(JobSpec("role", python(WRITE_ENVIRONMENT, str(out)), env={RUN_KEY_VARIABLE: key}))
@@ -244,7 +242,7 @@ def test_connections_without_secret_are_rejected_without_delay(scheduler: Cluste
 
 
 def test_agent_start_failure_error_shows_its_log(tmp_path: Path) -> None:
-    class Broken(MachinesOfTests):
+    class Broken(LocalNodes):
         def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
             super().start(node, ["sh", "-c", "echo no python here; exit 3"], env, log)
 

@@ -137,7 +137,7 @@ def test_names_have_no_run_key_and_only_owner_can_read_them(scheduler: LocalSche
 
 def test_control_enter_deletes_names_of_earlier_command(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
-    for key in ("servers/rollout/7", "control/stop", "control/scale/rollout", "pulse/actor-0", "workers"):
+    for key in ("servers/rollout/7", "control/stop", "control/scale/rollout", "heartbeat/actor-0", "workers"):
         names.add(key, "1")
     with RunControl(names, beat=BEAT):
         assert list(names.children()) == ["status", "workers"]

@@ -47,13 +47,13 @@ class Requester:
         self.workers = list(workers)
         if "actor" not in {worker.role for worker in workers}:
             return
-        reply = read_json(self.names, f"answers/scale/{self.role}")
+        reply = read_json(self.names, f"replies/scale/{self.role}")
         if self._waiting and reply and reply["done"]:
             self.replies.append(reply)
             self.published.append(self.names.children("servers"))
             self._waiting = False
         elif not self._waiting and self.counts:
-            self.names.delete(f"answers/scale/{self.role}")
+            self.names.delete(f"replies/scale/{self.role}")
             self.names.add(f"control/scale/{self.role}", self.counts.pop(0), replace=True)
             self._waiting = True
         elif not self._waiting:
@@ -184,7 +184,7 @@ def test_scale_target_persists_across_run_restart(scheduler: LocalScheduler, tmp
         actor = next((worker for worker in workers if worker.role == "actor"), None)
         if actor is None or len(starts) > 1 or done.exists():
             return
-        reply = read_json(names, "answers/scale/rollout")
+        reply = read_json(names, "replies/scale/rollout")
         if reply is None:
             names.add("control/scale/rollout", "2", replace=True)
         elif reply["done"]:

@@ -279,7 +279,7 @@ def test_run_full_disk_or_closed_terminal_does_not_end_run(
 ) -> None:
     class UnavailableNames(MemoryNames):
         def children(self, prefix: str = "") -> dict[str, str]:
-            if prefix == "pulse" and caplog.records:
+            if prefix == "heartbeat" and caplog.records:
                 raise OSError(errno.ESTALE, "Stale file handle")
             return super().children(prefix)
 

@@ -19,7 +19,7 @@ from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.supervise.launcher import Launcher, LauncherConfig
 from rl_launchers.supervise.run_restarts import Resume
-from rl_launchers.testing import MachinesOfTests
+from rl_launchers.testing import LocalNodes
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ time.sleep(600)
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-class Machines(MachinesOfTests):
+class Machines(LocalNodes):
     """Machines on which a shell command can delay or prevent the start of the agent."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def test_restart_worker_failed_on_another_machine_can_be_retried(
     program, moved = tmp_path / "program", tmp_path / "moved"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
-    machines.there = machines.there[:2]
+    machines.available = machines.available[:2]
     scheduler.create_workers(JobSpec("role", (str(program),), count=2, cpus=2, needs_port=True))
     (lost,) = lose(scheduler, machines, "node1")
     free = scheduler._ledger._free["node0"].cores
@@ -114,12 +114,12 @@ def test_restart_worker_failed_on_another_machine_can_be_retried(
 
 
 def test_new_machine_fails_to_start_other_new_machine_is_used(scheduler: ClusterScheduler, machines: Machines) -> None:
-    machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(3)]
-    later, machines.there = machines.there[1:], machines.there[:1]
+    machines.available = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(3)]
+    later, machines.available = machines.available[1:], machines.available[:1]
     machines.before["node2"] = "exit 4"
     spec = JobSpec("a", python(SLEEP), gpus=1, env=HIDDEN)
     scheduler.create_workers(spec)
-    machines.there += later
+    machines.available += later
     (worker,) = scheduler.create_workers(JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN))
     assert worker.node == "node1"
     with pytest.raises(LaunchError, match=r"0 GPUs are free \(node0 0, node1 0\)"):
@@ -128,13 +128,13 @@ def test_new_machine_fails_to_start_other_new_machine_is_used(scheduler: Cluster
 
 
 def test_returned_machine_has_all_resources_free(scheduler: ClusterScheduler, machines: Machines) -> None:
-    machines.there = [Node("node0", "127.0.0.1", 2, 1), back := Node("node1", "127.0.0.1", 2, 1)]
+    machines.available = [Node("node0", "127.0.0.1", 2, 1), back := Node("node1", "127.0.0.1", 2, 1)]
     scheduler.create_workers(JobSpec("a", python(SLEEP), count=2, gpus=1, env=HIDDEN))
     lose(scheduler, machines, "node1")
     spec = JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN)
     with pytest.raises(LaunchError, match="0 GPUs are free"):
         scheduler.create_workers(spec)
-    machines.there.append(back)
+    machines.available.append(back)
     (worker,) = scheduler.create_workers(spec)
     assert worker.node == "node1"
     scheduler.delete_workers("a", grace=0.0)  # one of them was on node1 before the loss
@@ -144,7 +144,7 @@ def test_returned_machine_has_all_resources_free(scheduler: ClusterScheduler, ma
 
 def test_run_continues_after_loss_of_machine_with_two_servers(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.spares, killed = 1, list[str]()
-    machines.there = [Node(f"node{index}", "127.0.0.1", 4) for index in range(3)]
+    machines.available = [Node(f"node{index}", "127.0.0.1", 4) for index in range(3)]
     done = Path(scheduler._log_dir).parent / "done"
     wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
     launcher = Launcher(scheduler, LauncherConfig(), 0)
@@ -166,7 +166,7 @@ def test_run_loses_machine_of_single_server_resumes_or_requeues(
     scheduler: ClusterScheduler, machines: Machines, monkeypatch: pytest.MonkeyPatch, recovers: bool
 ) -> None:
     """The cluster still offers the lost machine, because it would detect the loss minutes later."""
-    offered = machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(2)]
+    offered = machines.available = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(2)]
     reported, resumed, done = list[str](), list[int](), Path(scheduler._log_dir).parent / "done"
 
     def requeue(lost: list[str], why: str) -> None:  # like the requeue of a Slurm job
@@ -181,7 +181,7 @@ def test_run_loses_machine_of_single_server_resumes_or_requeues(
     def tick(workers: list[Worker]) -> None:
         if launcher._ready and not resumed:
             machines.kill("node0")
-            machines.there, machines.before = offered, {} if recovers else {"node0": "exit 4"}
+            machines.available, machines.before = offered, {} if recovers else {"node0": "exit 4"}
         if launcher._ready and resumed:
             done.touch()
 
@@ -197,7 +197,7 @@ def test_run_loses_machine_of_single_server_resumes_or_requeues(
 
 @pytest.mark.nightly
 def test_delete_workers_is_not_delayed_by_unresponsive_servers(tmp_path: Path, machines: Machines) -> None:
-    machines.there = machines.there[:1]
+    machines.available = machines.available[:1]
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
     with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
         command = python(SILENT, "{host}", "{port}")
@@ -243,7 +243,7 @@ def test_delete_workers_times_out_on_one_machine_all_agents_end(
 
 
 def test_limit_bounds_machines_cores_and_gpus(scheduler: ClusterScheduler, machines: Machines) -> None:
-    machines.there = [Node(f"node{index}", "127.0.0.1", 8, 8) for index in range(3)]
+    machines.available = [Node(f"node{index}", "127.0.0.1", 8, 8) for index in range(3)]
     scheduler.limit(nodes=1, cores=2, gpus=2)
     for role in ("rollout", "actor"):
         (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN))
@@ -258,7 +258,7 @@ def test_limit_bounds_machines_cores_and_gpus(scheduler: ClusterScheduler, machi
 
 
 def test_roles_with_shared_scratch_stay_on_one_machine(scheduler: ClusterScheduler, machines: Machines) -> None:
-    machines.there = [Node(f"node{index}", "127.0.0.1", 8, 2) for index in range(2)]
+    machines.available = [Node(f"node{index}", "127.0.0.1", 8, 2) for index in range(2)]
     shared = ("/nonexistent/weights",)
     for role in ("rollout", "actor"):
         (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN, scratch=shared))

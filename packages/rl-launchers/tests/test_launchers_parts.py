@@ -185,7 +185,7 @@ def test_heartbeats_cleared_during_read_stay_cleared() -> None:
     names = MemoryNames()
     heartbeats = Heartbeats(names)
     heartbeats.timeout = 0.2
-    names.add("pulse/actor-0", "7")
+    names.add("heartbeat/actor-0", "7")
     wait_until(lambda: _read(heartbeats).is_hung("actor-0"))
     names.children = lambda prefix="": HookedEntries(heartbeats.clear)  # type: ignore[method-assign]
     time.sleep(heartbeats.timeout / 4)
@@ -201,7 +201,7 @@ class HookedEntries(dict[str, str]):
         self._hook: Callable[[], None] | None = hook
 
     def items(self) -> Any:
-        yield "pulse/actor-0", "7"
+        yield "heartbeat/actor-0", "7"
         hook, self._hook = self._hook, None
         if hook:
             hook()

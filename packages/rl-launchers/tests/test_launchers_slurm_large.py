@@ -178,7 +178,7 @@ def _measure(nodes, directory):
         addresses, heartbeats = {f"{w.role}/{w.index}": w.address for w in servers}, Heartbeats(names)
         control.publish(addresses)
         for worker in trainers:
-            names.add(f"pulse/{worker.name}", "1")
+            names.add(f"heartbeat/{worker.name}", "1")
         heartbeats.timeout = 90.0
         names_costs = []
         for _ in range(3):

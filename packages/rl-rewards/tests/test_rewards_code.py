@@ -162,7 +162,7 @@ def test_same_value_compares_floats_within_tolerance():
 def test_read_tests_for_a_function_accepts_its_result(row):
     (test,) = read_tests(row["tests"], row.get("fn_name"), row.get("metadata"))
 
-    assert (test.function, test.given) == ("add", [1, 2])
+    assert (test.function, test.arguments) == ("add", [1, 2])
     assert test.accepts("\n3")
     assert not test.accepts("\n4")
     assert not test.accepts("")
@@ -203,13 +203,13 @@ def test_read_tests_for_a_script_compares_its_output(tests):
 
 
 def test_read_tests_with_an_input_of_zero_keeps_it():
-    assert [test.given for test in read_tests([{"input": value, "output": 0} for value in (0, None)])] == ["0", ""]
+    assert [test.arguments for test in read_tests([{"input": value, "output": 0} for value in (0, None)])] == ["0", ""]
 
 
 def test_read_tests_for_a_function_keeps_text_that_is_not_json():
     (test,) = read_tests([{"input": "hello\n2", "output": "hellohello"}], "f")
 
-    assert test.given == ["hello", 2]
+    assert test.arguments == ["hello", 2]
     assert test.accepts('\n"hellohello"')
 
 

@@ -22,7 +22,7 @@ HEALTHY_STEPS = 2
 """Steps before the fault."""
 SECONDS = 600.0
 """Time limit of a whole demonstration on a busy machine. The first demonstration also builds the model."""
-LOOK_EVERY = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two polls of the run."""
 RUN = (
     *("model.path=embedded", "recipe=embedded", "total_steps=20", "data.batch_size=8", "rollout.group_size=4"),
@@ -172,7 +172,7 @@ def _run_with_fault(scenario: Demo, scratch: Path) -> tuple[int, list[str]]:
 
 def _inject_fault(scenario: Demo, run: Path, fault: Path, ended: threading.Event) -> None:
     """Wait for the first steps, then inject the fault."""
-    while not ended.wait(LOOK_EVERY):
+    while not ended.wait(POLL_SECONDS):
         if _steps(run) < HEALTHY_STEPS:
             continue
         print(f"\n>>> now {scenario.what}\n", flush=True)

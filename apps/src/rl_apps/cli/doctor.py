@@ -42,7 +42,7 @@ class Finding:
     """Result of one check."""
 
     what: str
-    said: str
+    message: str
     remedy: str = ""
     """Instructions to fix the fault; empty if the check passed."""
 
@@ -66,7 +66,7 @@ def doctor(app: str, settings: Sequence[str], directory: Path) -> int:
     faults = 0
     for finding in (*machine(directory), *(trial(app, settings) if app else ())):
         faults += bool(finding.remedy)
-        print(f"{'!!' if finding.remedy else 'ok'}  {finding.what:<13} {finding.said}", flush=True)
+        print(f"{'!!' if finding.remedy else 'ok'}  {finding.what:<13} {finding.message}", flush=True)
         if finding.remedy:
             print(f"    {'':<13} -> {finding.remedy}", flush=True)
     print(f"{faults} fault(s)" if faults else "no faults")

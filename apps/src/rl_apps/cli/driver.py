@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-SAY_EVERY = 5.0
+MESSAGE_SECONDS = 5.0
 """Seconds between two lines that report what the run waits for."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
@@ -212,12 +212,14 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         RunControl(names_of(run_dir)) as control,
         RunProgress(metrics, steps, app.columns) as progress,
     ):
-        make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)
+        make = partial(
+            make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.print_message
+        )
         config.model.directories[config.model.path] = str(make(warm_up=False))
         if addresses := attached(config, run.layout):
-            progress.say(f"checking the servers at {', '.join(addresses)}")
+            progress.print_message(f"checking the servers at {', '.join(addresses)}")
             check_attached(run, step)
-        for sentence in (*_run_preflight(app, run, progress.say), *warnings_for(run)):
+        for sentence in (*_run_preflight(app, run, progress.print_message), *warnings_for(run)):
             progress.console.print(sentence, soft_wrap=True)
         take_over(run)  # all checks have passed
         truncate_to_checkpoint(run_dir, config.recover)
@@ -233,7 +235,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
         servers, waiting = server_jobs(run, devices), WaitingDisplay(progress, metrics)
-        progress.say("starting servers and trainers" if servers else "starting trainers")
+        progress.print_message("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
                 code = launcher.run(
@@ -370,15 +372,15 @@ class WaitingDisplay:
         ready, self._starting = self._starting & running, starting
         grown_logs = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
         if ready:
-            self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
-        if seconds >= self._next_message + SAY_EVERY:
+            self._progress.print_message(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
+        if seconds >= self._next_message + MESSAGE_SECONDS:
             self._next_message = seconds
             pending = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in pending[:4]) + (", ..." if len(pending) > 4 else "")
             what = f"for {names} to start" if starting else "for the first step"
             logs = (w.log for w in pending if w.log in grown_logs)
             last_line = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
-            self._progress.say(f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})")
+            self._progress.print_message(f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})")
 
 
 def _last_log_line(log: Path) -> str:

@@ -148,12 +148,12 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
             f"{directory}: expected an active run, found: {_describe_state(info)}. To change the number of servers, "
             "run the same command with another `allocation`."
         )
-    names.delete(f"answers/scale/{role}")
+    names.delete(f"replies/scale/{role}")
     count = str(int(count)) if count.isdecimal() else count
     names.add(f"control/scale/{role}", count, replace=True)
     deadline, shown = time.monotonic() + timeout, ""
     for _ in while_alive(names):
-        reply = read_json(names, f"answers/scale/{role}")
+        reply = read_json(names, f"replies/scale/{role}")
         if reply and reply["count"] == count and reply["text"] != shown:
             shown = reply["text"]
             print(f"{role}: {shown}", flush=True, file=sys.stdout if reply["right"] else sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rl_apps.plan.rates import Known, sampled
+from rl_apps.plan.rates import Sourced, sampled
 from rl_apps.plan.simulation import Setup, simulate
 from rl_contracts.errors import DataError
 from rl_contracts.runtime.json_lines import json_lines
@@ -49,7 +49,7 @@ def measured_lengths(run: Path) -> list[int]:
     return lengths
 
 
-def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Known], tuple[int, ...]]:
+def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Sourced], tuple[int, ...]]:
     """Return the rates that the steps of a run determine, without those of its servers, and the completion lengths.
 
     Args:
@@ -78,16 +78,16 @@ def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Known], tuple[in
         "decode_seconds_per_answer": 0.0,
         "decode_seconds_per_context_token": 0.0,
     }
-    rates = {name: Known(value, source) for name, value in values.items()}
+    rates = {name: Sourced(value, source) for name, value in values.items()}
     for name in ("prefill_tokens_per_s", "decode_seconds_per_answer", "decode_seconds_per_context_token"):
-        rates[name] = Known(values[name], "contained in the measured decode_seconds")
+        rates[name] = Sourced(values[name], "contained in the measured decode_seconds")
     if not lengths:
         del rates["answer_tokens"]
-        rates["answer_tokens"] = Known(completion_tokens, f"{source}: length/mean, since rollouts/ has no tokens")
+        rates["answer_tokens"] = Sourced(completion_tokens, f"{source}: length/mean, since rollouts/ has no tokens")
     return rates, sampled(lengths) if lengths else ()
 
 
-def measured_servers(run: Path, setup: Setup) -> dict[str, Known]:
+def measured_servers(run: Path, setup: Setup) -> dict[str, Sourced]:
     """Return the seconds of a decoding pass of a server, and the seconds that an episode spends outside generation.
 
     The run records the busy seconds of its servers and the tokens that they generated. A pass generates one token for
@@ -127,8 +127,8 @@ def measured_servers(run: Path, setup: Setup) -> dict[str, Known]:
         least, most = (episode_seconds, most) if outcome.wait_seconds < wait else (least, episode_seconds)
         episode_seconds = (least + most) / 2
     return {
-        "decode_seconds": Known(
+        "decode_seconds": Sourced(
             seconds, f"{source}: {busy / tokens:.3g} s per token, {outcome.running:.1f} running completions"
         ),
-        "episode_seconds": Known(episode_seconds, f"{source}: fitted to a trainer wait of {wait:.2f} s per step"),
+        "episode_seconds": Sourced(episode_seconds, f"{source}: fitted to a trainer wait of {wait:.2f} s per step"),
     }

@@ -13,8 +13,8 @@ from rl_apps.plan.memory import read_sizes, served_bytes, server_memory, trainer
 from rl_apps.plan.rates import (
     DEVICES,
     NEEDED,
-    Known,
     Rates,
+    Sourced,
     assumed,
     lognormal_lengths,
     read_rates,
@@ -55,7 +55,7 @@ class Plan:
     """Bytes by component, for a trainer rank and for a device of a server."""
     device_memory: float
     """Memory of a device in bytes; 0 if unknown."""
-    rates: dict[str, Known]
+    rates: dict[str, Sourced]
     candidates: list[Candidate]
     devices: int
     """Number of devices of the splits that were tried."""
@@ -124,14 +124,14 @@ def _describe_run(reference: str, settings: Sequence[str], run_of: Path | None) 
     return run, read_sizes(run, app.form, app.lessons)
 
 
-def _measure_rates(reference: str, run_of: Path | None) -> tuple[dict[str, Known], tuple[int, ...]]:
+def _measure_rates(reference: str, run_of: Path | None) -> tuple[dict[str, Sourced], tuple[int, ...]]:
     if run_of is None:
         return {}, ()
     require((run_of / "config.yaml").is_file(), "--run", "a run directory with a config.yaml file", str(run_of))
     app: App = registry.load("rl.apps", reference)
     actor = layout_of(app.config((), run_of / "config.yaml").allocation, app.servers).actor
     rates, lengths = measured_rates(run_of, actor.strategy.world_size)
-    return rates | {"decode_seconds": Known(0.01, "")}, lengths
+    return rates | {"decode_seconds": Sourced(0.01, "")}, lengths
 
 
 def _combine_rates(
@@ -139,9 +139,9 @@ def _combine_rates(
     sizes: ModelSizes,
     gpu: str,
     memory: float,
-    given_rates: dict[str, Known],
-    measured: tuple[dict[str, Known], tuple[int, ...]],
-) -> tuple[dict[str, Known], tuple[int, ...]]:
+    given_rates: dict[str, Sourced],
+    measured: tuple[dict[str, Sourced], tuple[int, ...]],
+) -> tuple[dict[str, Sourced], tuple[int, ...]]:
     """Return all rates and the completion lengths. A given rate overrides a measured, an assumed and a default one."""
     assert run.layout.rollout is not None
     rates, lengths = _defaults(run.config), measured[1]
@@ -160,25 +160,25 @@ def _combine_rates(
     return rates, lengths
 
 
-def _defaults(config: GRPOConfig) -> dict[str, Known]:
+def _defaults(config: GRPOConfig) -> dict[str, Sourced]:
     """Return the default rates."""
     longest = config.rollout.generation.max_new_tokens
     return {
-        "prompt_tokens": Known(256, "assumed"),
-        "answer_tokens": Known(longest / 2, "assumed: half of rollout.generation.max_new_tokens"),
-        "answer_sigma": Known(SIGMA, "assumed"),
-        "episode_seconds": Known(0.0, "assumed"),
-        "publish_seconds": Known(5.0, "assumed"),
-        "other_seconds": Known(1.0, "assumed"),
-        "rejected_fraction": Known(0.0, "assumed"),
+        "prompt_tokens": Sourced(256, "assumed"),
+        "answer_tokens": Sourced(longest / 2, "assumed: half of rollout.generation.max_new_tokens"),
+        "answer_sigma": Sourced(SIGMA, "assumed"),
+        "episode_seconds": Sourced(0.0, "assumed"),
+        "publish_seconds": Sourced(5.0, "assumed"),
+        "other_seconds": Sourced(1.0, "assumed"),
+        "rejected_fraction": Sourced(0.0, "assumed"),
     }
 
 
-def _max_running(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, context: float) -> Known:
+def _max_running(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, context: float) -> Sourced:
     """Return how many completions one server can run at once: the limit of its settings or of its memory."""
     assert run.layout.rollout is not None
     configured, split = run.config.rollout.server.max_concurrent_completions(), run.layout.rollout.strategy.model_size
-    limits = [Known(configured, "rollout.server")] if configured else []
+    limits = [Sourced(configured, "rollout.server")] if configured else []
     if memory:
         room = server_memory(run, sizes, memory)["keys and values"] * split
         fits = room / (sizes.cache_per_token * served_bytes(run) * context)
@@ -188,11 +188,11 @@ def _max_running(run: Run[GRPOConfig], sizes: ModelSizes, memory: float, context
             f"enough for the weights and one completion of {context:.0f} tokens",
             memory,
         )
-        limits.append(Known(math.floor(fits), f"memory, with a mean of {context:.0f} tokens per running completion"))
-    return min(limits, key=lambda limit: limit.value, default=Known(1 << 20, "assumed: no limit"))
+        limits.append(Sourced(math.floor(fits), f"memory, with a mean of {context:.0f} tokens per running completion"))
+    return min(limits, key=lambda limit: limit.value, default=Sourced(1 << 20, "assumed: no limit"))
 
 
-def _setup(run: Run[GRPOConfig], known_rates: dict[str, Known], lengths: tuple[int, ...]) -> Setup:
+def _setup(run: Run[GRPOConfig], known_rates: dict[str, Sourced], lengths: tuple[int, ...]) -> Setup:
     """Return the set-up to simulate.
 
     Raises:
@@ -262,17 +262,17 @@ def _arithmetic(config: GRPOConfig, setup: Setup) -> dict[str, float]:
 # ---- output
 
 
-def page(found: Plan) -> str:
+def page(result: Plan) -> str:
     """Return the plan as text for the terminal."""
     return "\n".join(
         [
             "A step",
-            *(f"  {name:<36}{value:>14,.0f}" for name, value in found.arithmetic.items()),
-            *_memory_lines(found),
-            *_rate_lines(found),
-            *_split_lines(found),
+            *(f"  {name:<36}{value:>14,.0f}" for name, value in result.arithmetic.items()),
+            *_memory_lines(result),
+            *_rate_lines(result),
+            *_split_lines(result),
             "Assumptions",
-            *_assumption_lines(found),
+            *_assumption_lines(result),
         ]
     )
 
@@ -331,7 +331,7 @@ def _assumption_lines(result: Plan) -> Iterator[str]:
     yield from (f"  {text}" for text in ALWAYS)
 
 
-def line(found: Plan) -> str:
+def line(result: Plan) -> str:
     """Return the plan as one line of JSON."""
 
     def row(setup: Setup, outcome: Outcome, size: int = 1) -> dict[str, Any]:
@@ -349,12 +349,12 @@ def line(found: Plan) -> str:
 
     return to_json(
         {
-            "arithmetic": found.arithmetic,
-            "memory": found.memory,
-            "simulated": row(found.setup, found.outcome),
-            "best": row(*_fields(preferred(found.candidates))) if found.candidates else None,
-            "candidates": [row(*_fields(candidate)) for candidate in found.candidates],
-            "assumptions": {name: asdict(rate) for name, rate in found.rates.items()} | {"always": ALWAYS},
+            "arithmetic": result.arithmetic,
+            "memory": result.memory,
+            "simulated": row(result.setup, result.outcome),
+            "best": row(*_fields(preferred(result.candidates))) if result.candidates else None,
+            "candidates": [row(*_fields(candidate)) for candidate in result.candidates],
+            "assumptions": {name: asdict(rate) for name, rate in result.rates.items()} | {"always": ALWAYS},
         }
     )
 

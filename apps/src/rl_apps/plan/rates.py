@@ -37,7 +37,7 @@ SAMPLES = 4096
 
 
 @dataclass(frozen=True)
-class Known:
+class Sourced:
     """Value with its source."""
 
     value: float
@@ -94,7 +94,7 @@ SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS_READING, SHARE_OF_FLOPS_TRAINING = 0.6, 0.5, 
 """Assumed fractions of the data sheet's bandwidth (decoding) and FLOP/s (prefill, training)."""
 
 
-def read_rates(file: Path) -> dict[str, Known]:
+def read_rates(file: Path) -> dict[str, Sourced]:
     """Return the rates of a YAML file.
 
     Its keys are those of `NEEDED`. A table `decode: {running completions: tokens per second}` of one server may replace
@@ -118,7 +118,7 @@ def read_rates(file: Path) -> dict[str, Known]:
     if decode is not None:
         rates["decode_seconds"], rates["decode_seconds_per_answer"] = fit_decode(decode, f"--rates {file}: decode")
         rates.setdefault("decode_seconds_per_context_token", 0.0)  # contained in the measured rates of `decode`
-    return {name: Known(value, f"given ({file})") for name, value in rates.items()}
+    return {name: Sourced(value, f"given ({file})") for name, value in rates.items()}
 
 
 def fit_decode(table: Any, where: str) -> tuple[float, float]:
@@ -190,7 +190,7 @@ def sampled(lengths: Sequence[int], seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(list(lengths), min(len(lengths), SAMPLES)))
 
 
-def assumed(name: str, parameters: float, weights: float, cache: float, split: int) -> dict[str, Known]:
+def assumed(name: str, parameters: float, weights: float, cache: float, split: int) -> dict[str, Sourced]:
     """Return the rates that a data sheet suggests.
 
     Args:
@@ -212,9 +212,9 @@ def assumed(name: str, parameters: float, weights: float, cache: float, split: i
     pass_through = f"assumed: {SHARE_OF_FLOPS_READING:.0%} of an {name}'s FLOP/s"
     update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, 8 FLOPs per parameter and token"
     return {
-        "decode_seconds": Known(weights / bandwidth, memory),
-        "decode_seconds_per_answer": Known(1 / prefill, pass_through),
-        "decode_seconds_per_context_token": Known(cache / bandwidth, memory),
-        "prefill_tokens_per_s": Known(prefill, pass_through),
-        "train_tokens_per_s": Known(training, update),
+        "decode_seconds": Sourced(weights / bandwidth, memory),
+        "decode_seconds_per_answer": Sourced(1 / prefill, pass_through),
+        "decode_seconds_per_context_token": Sourced(cache / bandwidth, memory),
+        "prefill_tokens_per_s": Sourced(prefill, pass_through),
+        "train_tokens_per_s": Sourced(training, update),
     }

@@ -76,7 +76,7 @@ class Server:
         self._advance()
         self.stand_still(self._context / self.rates.prefill_tokens_per_s)
 
-    def so_far(self) -> tuple[float, float, float]:
+    def totals(self) -> tuple[float, float, float]:
         """Return `busy`, `generated` and `answering` up to now."""
         self._advance()
         return self.busy, self.generated, self.answering

@@ -98,7 +98,7 @@ class Outcome:
         return f"trainer idle {waits:.0%}" if waits >= idle else f"servers idle {idle:.0%}"
 
 
-class Answers(RolloutWorkflow):
+class OneCompletion(RolloutWorkflow):
     """Workflow with one completion per episode.
 
     The trajectory has one dummy token; its `info` has the simulated number of tokens.
@@ -157,7 +157,7 @@ def heads_of(setup: Setup, fleet: SimulatedServers, clock: SimulatedClock) -> li
     concurrent = setup.max_concurrent
     if concurrent is not None:
         concurrent = groups_per_replica(concurrent, setup.replicas, "rollout.max_concurrent")
-    workflow, stride = Answers(setup.rates, clock), setup.replicas
+    workflow, stride = OneCompletion(setup.rates, clock), setup.replicas
     return [
         RolloutScheduler(
             fleet,
@@ -233,5 +233,5 @@ async def _train(setup: Setup, clock: SimulatedClock, steps: int, warm_up: int) 
 
 def _totals(fleet: SimulatedServers) -> Sequence[float]:
     """Return the busy seconds, the generated tokens and the generation seconds of completions, summed over servers."""
-    servers = [server.so_far() for server in fleet.fleet]
+    servers = [server.totals() for server in fleet.fleet]
     return [sum(values) for values in zip(*servers, strict=True)]

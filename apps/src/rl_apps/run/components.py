@@ -74,10 +74,10 @@ class SigtermHandler:
     If an import swallows the SystemExit, `Components.recover` sees the request in `asked` and exits.
     """
 
-    asked = False
+    received = False
 
     def __call__(self, number: int, _: object) -> None:
-        self.asked = True
+        self.received = True
         sys.exit(128 + number)
 
 
@@ -355,7 +355,7 @@ class Components(ExitStack):
 
         self._abandon_at_second_request(next(iter(engines.values())).parallel)
         before = signal.signal(signal.SIGTERM, stop)
-        if isinstance(before, SigtermHandler) and before.asked:
+        if isinstance(before, SigtermHandler) and before.received:
             sys.exit(128 + signal.SIGTERM)
         return rl_trainers.RecoveryCheckpoints(
             self.run.directory, self.config.recover, engines, parts, stopping, epochs

@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 
-def require(condition: bool, field_name: str, expected: str, found: object) -> None:
+def require(condition: bool, field_name: str, expected: str, value: object) -> None:
     """Raise a `ConfigError` with the field, the expected and the actual value, unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{field_name}: expected {expected}, found {found!r}.")
+        raise ConfigError(f"{field_name}: expected {expected}, found {value!r}.")
 
 
 def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -189,7 +189,7 @@ def boundary_of(error: BaseException) -> str:
     return error.boundary if isinstance(error, RLError) else RLError.boundary
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean ...?` with the known name that is most similar to a word, or "" if none is similar."""
-    matches = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    matches = get_close_matches(word, [*names], n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""

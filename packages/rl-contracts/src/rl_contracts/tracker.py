@@ -55,7 +55,7 @@ class Tracker(ABC):
         """
 
     @abstractmethod
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
         """Send the metrics of one step.
 
         Args:

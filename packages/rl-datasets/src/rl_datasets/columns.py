@@ -60,15 +60,15 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
         yield where, {name: value for name, value in row.items() if name not in columns.values()} | values
 
 
-def require_known(name: str, columns: Mapping[str, str] | None, known: tuple[str, ...]) -> None:
+def require_known(name: str, columns: Mapping[str, str] | None, expected: tuple[str, ...]) -> None:
     """Reject names that the data set does not know and that do not begin with `UNUSED`.
 
     Raises:
         ConfigError: a name is unknown.
     """
-    unknown = sorted(name for name in columns or () if name not in known and not name.startswith(UNUSED))
+    unknown = sorted(name for name in columns or () if name not in expected and not name.startswith(UNUSED))
     if unknown:
-        raise ConfigError(f"data.columns of {name} data: expected names of its columns {known}, found {unknown}")
+        raise ConfigError(f"data.columns of {name} data: expected names of its columns {expected}, found {unknown}")
 
 
 def missing(where: str, row: Mapping[str, Any], column: str) -> DataError:

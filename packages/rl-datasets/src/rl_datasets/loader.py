@@ -52,14 +52,14 @@ class EpochOrder:
         )
 
     @property
-    def places(self) -> range:
+    def positions(self) -> range:
         """Places of this shard in the permutation of an epoch."""
         return range(self.shard, self.rows, self.num_shards)
 
     @property
     def size(self) -> int:
         """Number of examples of this shard in one epoch."""
-        return len(self.places)
+        return len(self.positions)
 
     def indices(self, epoch: int) -> list[int]:
         """Return the example indices of this shard in `epoch`, in order."""
@@ -89,13 +89,13 @@ class Positions(Iterator[tuple[int, int]]):
         require(epochs is None or epochs >= 0, "epochs", "0 or more, or None for no end", epochs)
         self.places, self.epochs = places, epochs
         self.epoch = self.position = 0
-        self.left: list[tuple[int, range]] = []
+        self.remaining: list[tuple[int, range]] = []
         """Epochs and places to yield first: this shard's part of the unfinished epochs of all former shards."""
 
     def __next__(self) -> tuple[int, int]:
-        if self.left and self._is_due(self.left[0][0]):
-            epoch, places = self.left[0]
-            self.left[:1] = [(epoch, places[1:])] if len(places) > 1 else []
+        if self.remaining and self._is_due(self.remaining[0][0]):
+            epoch, places = self.remaining[0]
+            self.remaining[:1] = [(epoch, places[1:])] if len(places) > 1 else []
             return epoch, places[0]
         if not self._is_due(self.epoch):
             raise StopIteration
@@ -110,13 +110,13 @@ class Positions(Iterator[tuple[int, int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch of the next item, its position in `places`, and the epochs and places to yield before it."""
-        remaining = [[epoch, places.start, places.stop, places.step] for epoch, places in self.left]
+        remaining = [[epoch, places.start, places.stop, places.step] for epoch, places in self.remaining]
         return {"epoch": self.epoch, "position": self.position} | ({"left": remaining} if remaining else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at a saved position."""
         self.epoch, self.position = state["epoch"], state["position"]
-        self.left = [(epoch, range(*places)) for epoch, *places in state.get("left", ())]
+        self.remaining = [(epoch, range(*places)) for epoch, *places in state.get("left", ())]
 
 
 class ResumableLoader[T](Iterator[T]):
@@ -137,7 +137,7 @@ class ResumableLoader[T](Iterator[T]):
     @property
     def epoch(self) -> int:
         """Epoch of the next item, from 0."""
-        return self._positions.left[0][0] if self._positions.left else self._positions.epoch
+        return self._positions.remaining[0][0] if self._positions.remaining else self._positions.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last item returned, as JSON values."""
@@ -201,7 +201,7 @@ class PromptLoader(ResumableLoader[Row]):
         self._order = EpochOrder(len(rows), seed, shuffle, num_shards, shard)
         self._permutation = lru_cache(maxsize=1)(self._order.permutation)
         identity = _identity(rows, seed, shuffle) | {"num_shards": num_shards, "shard": shard}
-        super().__init__(self._order.places, epochs, identity)
+        super().__init__(self._order.positions, epochs, identity)
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Resume from the states of all former shards, for any number of them and at any positions.
@@ -227,7 +227,7 @@ class PromptLoader(ResumableLoader[Row]):
         runs = [
             (epoch, places) for epoch, shard_places in local_places.items() for places in _progressions(shard_places)
         ]
-        self._positions.epoch, self._positions.position, self._positions.left = whole, 0, runs
+        self._positions.epoch, self._positions.position, self._positions.remaining = whole, 0, runs
 
     def _item(self, epoch: int, place: int) -> Row:
         index = self._permutation(epoch)[place]

@@ -16,7 +16,7 @@ from rl_launchers.cluster.nodes import NodeProvider
 from rl_launchers.local.sessions import Session, stop_sessions
 
 
-class MachinesOfTests(NodeProvider):
+class LocalNodes(NodeProvider):
     """Provider of nodes whose agents are all processes on this machine.
 
     Args:
@@ -26,12 +26,12 @@ class MachinesOfTests(NodeProvider):
     """
 
     def __init__(self, number: int = 2, cores: int = 2, gpus: int = 0) -> None:
-        self.there = [Node(f"node{index}", "127.0.0.1", cores, gpus) for index in range(number)]
+        self.available = [Node(f"node{index}", "127.0.0.1", cores, gpus) for index in range(number)]
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.commands: list[list[str]] = []
 
     def nodes(self) -> list[Node]:
-        return list(self.there)
+        return list(self.available)
 
     def address(self) -> str:
         return "127.0.0.1"
@@ -54,7 +54,7 @@ class MachinesOfTests(NodeProvider):
 
     def kill(self, name: str) -> None:
         """Kill all processes of a node at once, like a power failure, and stop offering the node."""
-        self.there = [node for node in self.there if node.name != name]
+        self.available = [node for node in self.available if node.name != name]
         agent = Session(self.agents[name].pid)
         members = agent.members()  # the reaper and the workers lead separate sessions
         processes = [*members, *(child for member in members for child in member.children(recursive=True))]

@@ -46,7 +46,7 @@ class RunView:
     name: str
     """Title of the panel, usually the run directory."""
     total_steps: int
-    figures: Mapping[str, tuple[str, str]]
+    metrics: Mapping[str, tuple[str, str]]
     """Metrics to show: label to (name in metrics.jsonl, format). Metrics that the run does not record are omitted."""
     stage: str = "starting"
     """Current stage of the run."""
@@ -101,7 +101,7 @@ class RunView:
         has_graded_rewards = any(record.get("eval/accuracy") is None for record in held_out)
         hidden = "eval/accuracy" if has_graded_rewards else "eval/reward"  # hide the redundant one
         cells = []
-        for label, (name, form) in self.figures.items():
+        for label, (name, form) in self.metrics.items():
             values = [record[name] for record in self.records if record.get(name) is not None]
             if values and name != hidden:
                 cells.append(

@@ -130,7 +130,7 @@ class RunProgress:
             if self._screen:
                 self._screen.__exit__()
 
-    def say(self, stage: str) -> None:
+    def print_message(self, stage: str) -> None:
         """Show the current stage."""
         if self._screen:
             self._screen.view.stage = stage

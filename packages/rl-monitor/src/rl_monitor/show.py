@@ -21,7 +21,7 @@ POINTS = 400
 """Approximate maximum of points per curve."""
 COMPARISON = "comparison.html"
 """Default file of a comparison of several runs, in the current directory."""
-FIRST_FIGURES = ("reward/mean", "loss/train", "eval/accuracy")
+FIRST_METRICS = ("reward/mean", "loss/train", "eval/accuracy")
 """Default metric of `rl plot`: the first of these that a run recorded."""
 SIZE = (100, 22)
 """Columns and lines of a plot if the output is not a terminal."""
@@ -85,12 +85,12 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     return 0
 
 
-def plot(directories: Sequence[Path], figures: Sequence[str], file: Path | None) -> int:
+def plot(directories: Sequence[Path], metrics: Sequence[str], file: Path | None) -> int:
     """Plot metrics of runs, with one plot per metric.
 
     Args:
         directories: run directories.
-        figures: names in `metrics.jsonl`; if empty, the first of `FIRST_FIGURES` that the runs recorded.
+        figures: names in `metrics.jsonl`; if empty, the first of `FIRST_METRICS` that the runs recorded.
         file: PNG, SVG or PDF file, or None to plot in the terminal.
 
     Raises:
@@ -99,7 +99,7 @@ def plot(directories: Sequence[Path], figures: Sequence[str], file: Path | None)
     """
     runs = {str(directory): _curves(directory) for directory in directories}
     available = sorted({name for curves in runs.values() for name in curves})
-    chosen = list(figures) or [name for name in FIRST_FIGURES if name in available][:1] or available[:1]
+    chosen = list(metrics) or [name for name in FIRST_METRICS if name in available][:1] or available[:1]
     for name in chosen:
         if name not in available:
             near = ", ".join(difflib.get_close_matches(name, available, 5, 0.3)) or ", ".join(available)

@@ -14,7 +14,7 @@ from rl_contracts.runtime.run_files import FINAL_STATES, read_json, seconds_sinc
 from rl_contracts.scheduler import SchedulerConfig
 from rl_monitor.run_directory import FINISHED, JOB, NAMES, last_record, names_of, progress_of
 
-LOOK_EVERY = 0.5
+POLL_SECONDS = 0.5
 """Seconds between two polls of a file."""
 ALIVE_EVERY = 5.0
 """Seconds between two heartbeat checks of a launcher."""
@@ -84,7 +84,7 @@ def while_alive(names: NameService) -> Iterator[None]:
             is_alive = seconds_since_heartbeat(names, status) <= 3 * status["beat_seconds"]
             next_check = time.monotonic() + ALIVE_EVERY
         yield
-        time.sleep(LOOK_EVERY if is_alive else 0)
+        time.sleep(POLL_SECONDS if is_alive else 0)
 
 
 def require_names(directory: Path) -> NameService:

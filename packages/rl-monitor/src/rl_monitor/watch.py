@@ -27,9 +27,9 @@ def watch_steps(directory: Path) -> int:
         for _ in while_alive(names):
             progress.tick()
             if not last_record(directory):
-                progress.say(status_of(directory)["state"])
+                progress.print_message(status_of(directory)["state"])
         progress.tick()
-        progress.say(status_of(directory)["state"])
+        progress.print_message(status_of(directory)["state"])
     return 0
 
 

@@ -18,17 +18,17 @@ class WeightedReward:
     the same name is `NAME#2`.
     """
 
-    def __init__(self, parts: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
+    def __init__(self, rewards: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
         """Resolve the (reward function, weight) pairs; a name or dotted path may stand for a function.
 
         Raises:
             ConfigError: there are no pairs, a name is unknown, or a function is asynchronous.
         """
-        pairs = list(parts)
-        self.parts = [(_resolve(part), float(weight)) for part, weight in pairs]
-        if not self.parts:
+        pairs = list(rewards)
+        self.rewards = [(_resolve(reward), float(weight)) for reward, weight in pairs]
+        if not self.rewards:
             raise ConfigError("weighted reward: expected at least one (reward, weight) pair, found none")
-        names = [_name(part) for part, _ in pairs]
+        names = [_name(reward) for reward, _ in pairs]
         repeats = [names[:index].count(name) for index, name in enumerate(names)]
         self.names = [f"{name}#{repeat + 1}" if repeat else name for name, repeat in zip(names, repeats, strict=True)]
 
@@ -39,7 +39,7 @@ class WeightedReward:
         arguments = prompt, completions, prompt_ids, completion_ids
         rest = {name: value for name, value in data.items() if name != "final_text"}
         values = (
-            weight * part(*arguments, **(data if takes_final_text(part) else rest)) for part, weight in self.parts
+            weight * part(*arguments, **(data if takes_final_text(part) else rest)) for part, weight in self.rewards
         )
         return CompositeReward(**dict(zip(self.names, values, strict=True)))
 

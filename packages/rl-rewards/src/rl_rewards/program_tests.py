@@ -46,7 +46,7 @@ real.flush()
 class ProgramTest:
     """Single test of a program."""
 
-    given: Any
+    arguments: Any
     """Text for stdin, or the list of arguments."""
     expected: Any
     """Expected text on stdout, or expected result of the function."""
@@ -58,8 +58,8 @@ class ProgramTest:
     def script(self, code: str) -> tuple[str, str]:
         """Return the script to run for a program, and its stdin."""
         if self.function is None:
-            return code, self.given
-        return _CALL.format(code=code, name=self.function), json.dumps(self.given)
+            return code, self.arguments
+        return _CALL.format(code=code, name=self.function), json.dumps(self.arguments)
 
     def accepts(self, output: str) -> bool:
         """Return whether the stdout of a completed script is right."""

@@ -136,16 +136,16 @@ class TrainEngineConformance:
         engine.initialize(FinetuneSpec(model_path, STEPS, optimizer=OPTIMIZER))
         return engine
 
-    def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+    def assert_close(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Assert that log-probs agree within `tolerance`."""
-        torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=self.tolerance)
+        torch.testing.assert_close(actual, expected, atol=self.tolerance, rtol=self.tolerance)
 
-    def close_stats(self, found: dict[str, float], expected: dict[str, float]) -> None:
+    def assert_stats_close(self, actual: dict[str, float], expected: dict[str, float]) -> None:
         """Assert that two steps return the same metrics with values that agree within `tolerance`."""
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
             rel = 10 * self.tolerance if name == "grad_norm" else self.tolerance
-            assert found[name] == pytest.approx(value, rel=rel, abs=self.tolerance), name
+            assert actual[name] == pytest.approx(value, rel=rel, abs=self.tolerance), name
 
     # ---- forward
 
@@ -158,7 +158,7 @@ class TrainEngineConformance:
 
             assert actual.device.type == "cpu"
             assert actual.dtype == torch.float32
-            self.close(actual, expected)
+            self.assert_close(actual, expected)
 
     def test_forward_is_causal_and_zero_at_first_token_and_padding(self, start: Any) -> None:
         batch, engine = make_batch(4, lengths=(8, 12)), start()
@@ -170,7 +170,7 @@ class TrainEngineConformance:
         assert (before[:, 0] == 0).all()
         assert (before[~batch["attention_mask"]] == 0).all()
         assert (before[:, 1:8] < 0).all()
-        self.close(after[:, :5], before[:, :5])
+        self.assert_close(after[:, :5], before[:, :5])
         assert ((after[:, 5] - before[:, 5]).abs() > 1e-3).all()
         assert ((after[:, 6] - before[:, 6]).abs() > 1e-3).all()
 
@@ -198,7 +198,7 @@ class TrainEngineConformance:
         for step in range(STEPS):
             batch = make_batch(6, seed=step)
             metrics = engine.train_batch(batch, policy_loss, trained_tokens)
-            self.close_stats(metrics, reference.train_batch(batch, policy_loss, trained_tokens))
+            self.assert_stats_close(metrics, reference.train_batch(batch, policy_loss, trained_tokens))
 
         probe = make_batch(4, seed=99)
         torch.testing.assert_close(logprobs_of(engine, probe), logprobs_of(reference, probe), atol=2e-4, rtol=1e-3)
@@ -217,7 +217,7 @@ class TrainEngineConformance:
 
         metrics = start(micro_batch_tokens=size).train_batch(batch, policy_loss, trained_tokens)
 
-        self.close_stats(metrics, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
+        self.assert_stats_close(metrics, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 0, 3, 1, 2, 4]])
     def test_train_batch_keeps_each_unit_in_one_micro_batch(self, start: Any, reference: Any, order: list[int]) -> None:
@@ -227,7 +227,7 @@ class TrainEngineConformance:
 
         metrics = start(micro_batch_tokens=longest_pair).train_batch(select(batch, order), pair_loss, pairs)
 
-        self.close_stats(metrics, reference.train_batch(batch, pair_loss, pairs))
+        self.assert_stats_close(metrics, reference.train_batch(batch, pair_loss, pairs))
         with pytest.raises(EngineError):
             start(micro_batch_tokens=longest_pair - 1).train_batch(batch, pair_loss, pairs)
 
@@ -270,7 +270,7 @@ class TrainEngineConformance:
         before = logprobs_of(engine, batch)
 
         assert engine.train_batch(batch, exploding_loss, trained_tokens)["applied"] == 0.0
-        self.close(logprobs_of(engine, batch), before)
+        self.assert_close(logprobs_of(engine, batch), before)
         assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
         assert engine.train_batch(batch, exploding_loss, trained_tokens)["applied"] == 0.0
         with pytest.raises(EngineError):
@@ -283,7 +283,7 @@ class TrainEngineConformance:
         evaluated = engine.eval_batch(batch, policy_loss, trained_tokens)
 
         assert torch.equal(logprobs_of(engine, batch), before)
-        self.close_stats(evaluated, reference.eval_batch(batch, policy_loss, trained_tokens))
+        self.assert_stats_close(evaluated, reference.eval_batch(batch, policy_loss, trained_tokens))
         trained = engine.train_batch(batch, policy_loss, trained_tokens)
         assert evaluated["loss"] == pytest.approx(trained["loss"], abs=self.tolerance)
 
@@ -295,7 +295,7 @@ class TrainEngineConformance:
         engine.offload()
         engine.onload()
 
-        self.close(logprobs_of(engine, batch), before)
+        self.assert_close(logprobs_of(engine, batch), before)
         assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
 
     def test_destroy_repeated_runs_do_not_accumulate_threads(self, start: Any) -> None:
@@ -341,7 +341,7 @@ class TrainEngineConformance:
             parameters = by_hub_names(model)
             for name, tensor in exported.items():
                 parameters[name].copy_(tensor)
-            self.close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
+            self.assert_close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
             exports.append(exported)
         assert any(not torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
 
@@ -380,10 +380,10 @@ class TrainEngineConformance:
         engine.save(SaveLoadMeta(str(path), "hf", tokenizer_path=model_path))
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
+        self.assert_close(logprobs_of(_engine_of(model), batch), logprobs_of(engine, batch))
         assert AutoTokenizer.from_pretrained(path).chat_template
         assert [p.name for p in path.parent.iterdir()] == ["saved"]
-        self.close(logprobs_of(start(path=str(path)), batch), logprobs_of(engine, batch))
+        self.assert_close(logprobs_of(start(path=str(path)), batch), logprobs_of(engine, batch))
 
     def test_save_state_then_load_continues_exactly_with_version(self, start: Any, tmp_path: Path) -> None:
         first, path = start(), str(tmp_path / "state")
@@ -419,7 +419,7 @@ class TrainEngineConformance:
         assert sorted(files) == sorted(file for file in (tmp_path / "new").rglob("*") if file.is_file())
         second = start()
         second.load(meta)
-        self.close(logprobs_of(second, make_batch(4, seed=9)), probe)
+        self.assert_close(logprobs_of(second, make_batch(4, seed=9)), probe)
         if kind == "state":
             assert second.train_batch(make_batch(4, seed=1), policy_loss, trained_tokens) == expected
 

@@ -38,7 +38,7 @@ def layer_windows(config: Any) -> list[int | None]:
     return [None if kind == "full_attention" else window for kind in kinds]
 
 
-def layer_window(module: Any, given: int | None) -> int | None:
+def layer_window(module: Any, passed_window: int | None) -> int | None:
     """Return how many tokens a layer attends to, the current one included, or None for all previous tokens.
 
     Args:
@@ -57,7 +57,7 @@ def layer_window(module: Any, given: int | None) -> int | None:
             "is not supported."
         )
     config_window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
-    window: int | None = config_window if given is None else given
+    window: int | None = config_window if passed_window is None else passed_window
     if kind == "sliding_attention" and window is None:
         raise ModelError(
             f"{type(module).__name__}: sliding attention layer {index} has no window; set `sliding_window` in the "

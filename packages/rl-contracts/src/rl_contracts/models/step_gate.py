@@ -16,7 +16,7 @@ from rl_contracts.errors import EngineError, StalledError, StopRequestedError
 if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
-LOOK_EVERY = 0.05
+POLL_SECONDS = 0.05
 """Seconds between two polls for the numbers of other ranks."""
 
 
@@ -109,5 +109,5 @@ def largest_of_ranks(number: int, parallel: ParallelContext, seconds: float) -> 
     while not parallel.store.check(keys):
         if time.monotonic() > deadline:
             raise StalledError(f"not every rank reported its current micro-batch within {seconds:g} s.")
-        time.sleep(LOOK_EVERY)
+        time.sleep(POLL_SECONDS)
     return max(int(parallel.store.get(key)) for key in keys)

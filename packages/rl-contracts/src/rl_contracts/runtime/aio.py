@@ -54,7 +54,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         self.name = name
         self._loop = _new_event_loop()
         self._lock = threading.Lock()
-        self._closing = False
+        self._is_closed = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             RLError: the loop is closed or has died.
         """
         with self._lock:
-            if not self._closing:
+            if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(coro, self._loop)
         coro.close()
         raise self._closed_error() from self._death
@@ -112,7 +112,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
                 if blocked is not None:
                     self._check_responsive(blocked)
         except CancelledError as error:
-            if self._closing:
+            if self._is_closed:
                 raise self._closed_error() from self._death or error
             raise
         finally:
@@ -145,8 +145,8 @@ class LoopThread(AbstractContextManager["LoopThread"]):
                 f"loop {self.name!r}: close() was called from the loop's own thread; call it from another one"
             )
         with self._lock:
-            if not self._closing:
-                self._closing = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -173,7 +173,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             logger.exception("loop %r died", self.name)
         finally:
             with self._lock:
-                self._closing = True
+                self._is_closed = True
             self._drain()
 
     def _drain(self) -> None:

@@ -183,10 +183,10 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
         collector.add(name, value, weight, kind)
 
 
-def record_all(figures: Metrics) -> None:
+def record_all(metrics: Metrics) -> None:
     """Record metrics that were collected elsewhere, such as in another process."""
     if (collector := _collector.get()) is not None:
-        collector.merge(figures)
+        collector.merge(metrics)
 
 
 @contextmanager

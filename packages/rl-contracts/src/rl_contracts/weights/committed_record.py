@@ -110,30 +110,30 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
         raise WeightUpdateError(f"{path}: the record of the last commit cannot be read: {error!r}") from error
 
 
-def verify_receipt(expected: WeightReceipt, found: WeightReceipt, route: str) -> None:
+def verify_receipt(expected: WeightReceipt, actual: WeightReceipt, route: str) -> None:
     """Compare the receipt of a server with that of the trainer.
 
     Raises:
         WeightUpdateError: the receipts differ; names route, version, server and the first wrong parameter.
     """
-    where = f"route {route}, version {expected.version}, {found.holder}"
-    if found.version != expected.version:
+    where = f"route {route}, version {expected.version}, {actual.holder}"
+    if actual.version != expected.version:
         raise WeightUpdateError(
-            f"{where}: the receipt is for version {found.version}; the server has other weights than the trainer sent."
+            f"{where}: the receipt is for version {actual.version}; the server has other weights than the trainer sent."
         )
     for name, value in expected.checksums.items():
-        if name not in found.checksums:
+        if name not in actual.checksums:
             raise WeightUpdateError(
                 f"{where}: parameter {name!r} was sent but not received "
-                f"({len(found.checksums)} of {len(expected.checksums)} arrived). "
+                f"({len(actual.checksums)} of {len(expected.checksums)} arrived). "
                 "Check the parameter names of the server's model."
             )
-        if found.checksums[name] != value:
+        if actual.checksums[name] != value:
             raise WeightUpdateError(
-                f"{where}: parameter {name!r} differs: sent checksum {value}, held {found.checksums[name]}. "
+                f"{where}: parameter {name!r} differs: sent checksum {value}, held {actual.checksums[name]}. "
                 "The transfer, the cast to the served dtype or the server's copy is wrong; "
                 "the update was not committed."
             )
-    extra = sorted(set(found.checksums) - set(expected.checksums))
+    extra = sorted(set(actual.checksums) - set(expected.checksums))
     if extra:
         raise WeightUpdateError(f"{where}: the server also loaded {extra[:3]}, which the trainer did not send.")

@@ -121,7 +121,7 @@ class WeightReceiver:
         source = self._ipc.read(meta) if meta.route == "ipc" else open_weights(meta, self._mappings)
         return {name: copy_summed(targets[name], tensor) for name, tensor in source}
 
-    def refuse(self, meta: WeightUpdateMeta, reason: str) -> None:
+    def reject(self, meta: WeightUpdateMeta, reason: str) -> None:
         """Notify a trainer that waits for this receiver that it cannot load the version, with the reason."""
         if meta.route in RENDEZVOUS_ROUTES and meta.parts:
             self._broadcasts[0].refuse(meta.parts[0], reason)

@@ -105,7 +105,7 @@ def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: Para
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.width,
         "moe_router_topk": mixture.chosen,
-        "moe_router_pre_softmax": not mixture.normalised,  # otherwise the softmax covers only the chosen experts
+        "moe_router_pre_softmax": not mixture.normalized,  # otherwise the softmax covers only the chosen experts
         "moe_layer_freq": [int(layer in mixture.layers) for layer in range(architecture.layers)],
         "moe_router_load_balancing_type": "none",  # megatron-core's own auxiliary losses depend on micro-batches
         "moe_token_dispatcher_type": "alltoall",  # the allgather dispatcher requires micro-batches of one length

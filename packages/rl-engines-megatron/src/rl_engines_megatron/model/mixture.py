@@ -45,7 +45,7 @@ class Mixture:
     """Number of experts that a token is sent to."""
     width: int
     """Width of the gate and of the up projection of an expert, each."""
-    normalised: bool
+    normalized: bool
     """True if the weights of the chosen experts are scaled to a sum of 1."""
     layers: frozenset[int]
     """Numbers of the layers that have experts; the others have an MLP."""
@@ -82,7 +82,7 @@ class Mixture:
             experts,
             chosen,
             width,
-            normalised=bool(getattr(config, "norm_topk_prob", True)),
+            normalized=bool(getattr(config, "norm_topk_prob", True)),
             layers=layers,
             balance=float(getattr(config, "router_aux_loss_coef", None) or 0.0) if uses_auxiliary_loss else 0.0,
         )

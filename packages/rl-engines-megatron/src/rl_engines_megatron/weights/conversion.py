@@ -68,7 +68,7 @@ def to_megatron(
         check_sources(parameter.sources, tensors, parameter.layout.shapes())
         if tied:
             check_tied(parameter, tensors[0], state)
-        rank, size = (etp_rank, etp_size) if parameter.of_expert else (tp_rank, tp_size)
+        rank, size = (etp_rank, etp_size) if parameter.is_expert else (tp_rank, tp_size)
         result[parameter.name] = parameter.layout.shard(tensors, rank, size)
     return result
 
@@ -122,7 +122,7 @@ def from_megatron(
             check_names(weights, names, set(), _location(partition, rank, stage))
         for ep_rank in range(ep_size):
             for parameter in stage_parameters(partition, stage, ep_rank):
-                if ep_rank and not parameter.of_expert:
+                if ep_rank and not parameter.is_expert:
                     continue
                 tensors = _merge(partition, parameter, ranks, stage, ep_rank)
                 for source, tensor in zip(parameter.sources, tensors, strict=True):
@@ -137,7 +137,7 @@ def _merge(
     partition: Partition, parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int, ep_rank: int
 ) -> tuple[Tensor, ...]:
     """Return the Hugging Face tensors of one parameter from the state dicts of a stage's ranks."""
-    holders = partition.holders(ep_rank if parameter.of_expert else None)
+    holders = partition.holders(ep_rank if parameter.is_expert else None)
     shards, shape = [], shard_shape(parameter.layout, len(holders))
     if isinstance(parameter.layout, Replicated):
         holders = [[rank for shard_ranks in holders for rank in shard_ranks]]
@@ -157,7 +157,7 @@ def _location(partition: Partition, rank: int, stage: int) -> str:
     return f" ({kind} {rank}, pipeline stage {stage})"
 
 
-def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
+def check_names(present: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
     """Raise a `ModelError` for missing and unknown parameter names.
 
     Args:
@@ -166,8 +166,8 @@ def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: 
         optional: further names that may exist.
         where: location of the weights, for the message.
     """
-    unknown = {name for name in found - expected - optional if not name.endswith(COMPUTED)}
-    for kind, names in (("missing", expected - found), ("unknown", unknown)):
+    unknown = {name for name in present - expected - optional if not name.endswith(COMPUTED)}
+    for kind, names in (("missing", expected - present), ("unknown", unknown)):
         if names:
             raise ModelError(
                 f"megatron: {kind} parameters{where}: {', '.join(sorted(names)[:SHOWN])} ({len(names)} in total). "

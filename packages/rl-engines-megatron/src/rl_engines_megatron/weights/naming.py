@@ -25,7 +25,7 @@ class Parameter:
     """Hugging Face names, in the order that `layout` expects."""
     layout: Layout
     """Mapping from the Hugging Face tensors to the shards of (expert) tensor-parallel ranks."""
-    of_expert: bool = False
+    is_expert: bool = False
     """True if it belongs to an expert. Then expert ranks hold different parameters under the same name."""
 
 
@@ -114,6 +114,6 @@ def _mixture_parameters(partition: Partition, mixture: Mixture, to: str, of: str
         prefix = f"{to}.mlp.experts.local_experts.{local}"
         gate_up = (f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight")
         split = Split((mixture.width, hidden), count=2)
-        yield Parameter(f"{prefix}.linear_fc1.weight", gate_up, split, of_expert=True)
+        yield Parameter(f"{prefix}.linear_fc1.weight", gate_up, split, is_expert=True)
         down = Split((hidden, mixture.width), dim=1)
-        yield Parameter(f"{prefix}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, of_expert=True)
+        yield Parameter(f"{prefix}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, is_expert=True)

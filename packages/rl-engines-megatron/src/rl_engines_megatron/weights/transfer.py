@@ -98,7 +98,7 @@ class _Shards:
     @classmethod
     def of(cls, parameter: Parameter) -> _Shards:
         """Return the ranks over which a parameter of this rank is split."""
-        if parameter.of_expert:
+        if parameter.is_expert:
             group = parallel_state.get_expert_tensor_parallel_group()
             return cls(group, group.rank(), group.size(), parallel_state.get_expert_data_parallel_rank())
         group = parallel_state.get_tensor_model_parallel_group()
@@ -146,7 +146,7 @@ def full_parameters(parts: Sequence[PackedGPT], spread: bool = False) -> Iterato
     for part, parameter in _gathered_parameters(parts):
         ranks = _Shards.of(parameter)
         tensor = parameters[part][parameter.name].detach()
-        received = received_by_kind.setdefault(parameter.of_expert, [0] * ranks.size)
+        received = received_by_kind.setdefault(parameter.is_expert, [0] * ranks.size)
         target = received.index(min(received)) if spread else 0
         received[target] += tensor.numel()
         shards = [tensor]

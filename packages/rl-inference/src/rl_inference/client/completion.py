@@ -40,7 +40,7 @@ class PartialCompletion:
     """Number of tokens before the current attempt."""
     lines: int = 0
     """Number of stream lines received so far, including those without tokens."""
-    heard: float = -inf
+    last_probe: float = -inf
     """Clock time of the last successful probe of a silent server."""
     ended: list[tuple[str, str]] = field(default_factory=list)
     """Servers that ended or failed during this request: id of the process, and the error."""
@@ -65,7 +65,7 @@ class PartialCompletion:
             InferenceError: the servers do not support the request as specified.
         """
         settings, schema, capabilities = self.request.generation, self.request.schema, protocol.capabilities
-        refuse(settings, capabilities)
+        reject_unsupported(settings, capabilities)
         if schema is not None:  # the position in the schema is lost with the server, so start again
             refuse_schema(capabilities)
             self.begin = 0
@@ -128,7 +128,7 @@ class PartialCompletion:
             self.finish = "stop"
 
 
-def refuse(asked: GenerationConfig, able: Capabilities) -> None:
+def reject_unsupported(generation: GenerationConfig, capabilities: Capabilities) -> None:
     """Reject settings that the servers would silently apply differently.
 
     Args:
@@ -138,16 +138,16 @@ def refuse(asked: GenerationConfig, able: Capabilities) -> None:
     Raises:
         InferenceError: the message names the settings and a remedy.
     """
-    if able.truncated_logprobs and (asked.truncates or asked.penalizes):
+    if capabilities.truncated_logprobs and (generation.truncates or generation.penalizes):
         raise InferenceError(
             "generation: expected top_p=1, top_k=0, min_p=0 and no penalties, which change the log-probs of these "
-            f"servers; found {_changed_settings(asked)}. Remove them, or use servers that support them "
+            f"servers; found {_changed_settings(generation)}. Remove them, or use servers that support them "
             "(allocation=embedded:...)."
         )
-    if asked.penalizes and not able.resumes_completions:
+    if generation.penalizes and not capabilities.resumes_completions:
         raise InferenceError(
             "generation: expected no penalties, because these servers lose their state in an interruption; found "
-            f"{_changed_settings(asked)}. Remove them, or use servers that support them (allocation=embedded:...)."
+            f"{_changed_settings(generation)}. Remove them, or use servers that support them (allocation=embedded:...)."
         )
 
 

@@ -52,7 +52,7 @@ class Discovery:
     @property
     def _interval(self) -> float:
         """Mean seconds until the next reading; at most `_FAST_INTERVAL` while a server is lost or missing."""
-        calm = not self._missed and all(server.live for server in self._router.servers)
+        calm = not self._missed and all(server.is_live for server in self._router.servers)
         return self._config.discover_interval if calm else min(self._config.discover_interval, _FAST_INTERVAL)
 
     async def _read(self) -> dict[str, str]:
@@ -79,25 +79,25 @@ class Discovery:
             logger.warning("cannot read the list of inference servers; keeping the current servers: %s", problem)
         self._last_problem = problem
 
-    def apply(self, found: dict[str, str]) -> bool:
+    def apply(self, addresses: dict[str, str]) -> bool:
         """Update the router's servers from one reading, addresses by name, and return whether servers were added."""
-        if not found:
+        if not addresses:
             return False
-        router, names, moved = self._router, {address: name for name, address in found.items()}, set[str]()
+        router, names, moved = self._router, {address: name for name, address in addresses.items()}, set[str]()
         for server in list(router.servers):
             if server.address in names:
                 server.name = names[server.address]
                 self._missed.pop(server.address, None)
-            elif server.name in found:
+            elif server.name in addresses:
                 moved.add(server.name)
-                logger.warning("server %s is now at %s: %s", server.name, found[server.name], server.address)
+                logger.warning("server %s is now at %s: %s", server.name, addresses[server.name], server.address)
                 self._missed.pop(server.address, None)
-                router.remove(server, f"is now at {found[server.name]}")
+                router.remove(server, f"is now at {addresses[server.name]}")
             else:
                 self._missed[server.address] = self._missed.get(server.address, 0) + 1
         for server in list(router.servers):
             listed_servers = (candidate for candidate in router.live if candidate.address in names)
-            if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.live or any(listed_servers)):
+            if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.is_live or any(listed_servers)):
                 logger.info("server %s is removed: it is no longer listed", server.address)
                 self._missed.pop(server.address)
                 router.remove(server, "was removed", _REMOVAL_SECONDS)
@@ -105,7 +105,7 @@ class Discovery:
         new_servers = {address: name for address, name in names.items() if address not in current_addresses}
         for address, name in new_servers.items():
             logger.info("new server %s (%s): waiting until it serves the committed weights", address, name)
-            router.add(address, name, known=name in moved)
+            router.add(address, name, served_before=name in moved)
         return bool(new_servers)
 
 

@@ -180,7 +180,7 @@ class HttpEngine(InferenceEngine):
                 last_progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
                 continue
             tried.add(server)
-            stalled_seconds = self._clock.now() - max(last_progress, completion.heard)
+            stalled_seconds = self._clock.now() - max(last_progress, completion.last_probe)
             if tried.issuperset(self._router.live) and self._router.live:
                 if stalled_seconds > self.config.progress_timeout:
                     raise InferenceError(self._no_progress_message(completion, stalled_seconds))
@@ -212,7 +212,7 @@ class HttpEngine(InferenceEngine):
             InferenceError: this is the second such server. The request may be the cause, so it is not sent to another
                 server, even if tokens were received.
         """
-        if server.let_go:
+        if server.is_removed:
             return
         fatal = isinstance(error, (ServerFailedError, ServerEndedError))
         if not fatal and isinstance(error, ServerGoneError):  # the server had ended before the request
@@ -248,7 +248,7 @@ class HttpEngine(InferenceEngine):
 
     def _handle_failure(self, server: Server, error: InferenceError) -> None:
         """Evict a server whose process ended or changed; avoid and probe a lost one; avoid a busy one."""
-        if server.let_go:
+        if server.is_removed:
             return
         server.last_error = str(error)
         if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.is_enabled):
@@ -300,7 +300,7 @@ class HttpEngine(InferenceEngine):
                     if failed == _PROBES:
                         raise
                 else:
-                    completion.heard, failed = self._clock.now(), 0
+                    completion.last_probe, failed = self._clock.now(), 0
             return task.result()
         finally:
             task.cancel()
@@ -359,7 +359,7 @@ class HttpEngine(InferenceEngine):
         ):
             completion.drop_attempt()
             self._router.evict(server, f"serves version {oldest}, but earlier tokens have version {previous}")
-        if not server.live:
+        if not server.is_live:
             raise ServerLostError(f"{server.address}: {server.evicted}")
         completion.add(chunk, committed)
 

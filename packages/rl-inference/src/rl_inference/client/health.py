@@ -73,7 +73,7 @@ class ServerMonitor:
             if self.discovery is not None:
                 tasks.create_task(self.discovery.watch(self.check_now), name="discovery")
             for round_number in count():
-                evicted = [server for server in self._router.servers if not server.live]
+                evicted = [server for server in self._router.servers if not server.is_live]
                 requested = await self._wait(1 / CHECKS_BEFORE_EVICTION if evicted else 1.0)
                 probe_all = requested or not evicted or round_number % CHECKS_BEFORE_EVICTION == 0
                 await asyncio.gather(
@@ -117,21 +117,21 @@ class ServerMonitor:
         except InferenceError as error:
             self._on_unhealthy(server, error)
             return
-        if server.let_go:  # removed during the probe
+        if server.is_removed:  # removed during the probe
             return
-        server.well = True
-        server.others = max((health.open or 0) - server.open, 0)
+        server.is_healthy = True
+        server.other_requests = max((health.open or 0) - server.open, 0)
         self._silent_since.pop(server, None)
-        if server.live and health.version is not None and health.version < committed:
+        if server.is_live and health.version is not None and health.version < committed:
             self._router.evict(server, f"serves version {health.version} after it had committed {committed}")
         state = (server.instance, health.version, self._router.version)
-        if not server.live and self._rejected.get(server) != state:
+        if not server.is_live and self._rejected.get(server) != state:
             self._returning.add(server)
             tasks.create_task(self._readmit(server, state), name=f"rejoin {server.address}")
 
     def _on_unhealthy(self, server: Server, error: InferenceError) -> None:
-        server.well = False
-        if not server.live:
+        server.is_healthy = False
+        if not server.is_live:
             server.instance = ""  # the next response may come from another process
             self._log_once(server, error)
             return

@@ -74,7 +74,7 @@ class Router:
     @property
     def live(self) -> list[Server]:
         """Servers that get requests and take part in weight updates."""
-        return [server for server in self.servers if server.live]
+        return [server for server in self.servers if server.is_live]
 
     def group(self, name: str) -> Group:
         """Return the group of that name. It exists as long as a caller holds a reference to it."""
@@ -129,7 +129,7 @@ class Router:
 
     def evict(self, server: Server, reason: str) -> None:
         """Stop using a server until it is readmitted, and cancel its requests, which then continue on other servers."""
-        if server.live:
+        if server.is_live:
             logger.error("server %s is evicted: it %s", server.address, reason)
             self._mark_evicted(server, reason)
             self.interrupt(server)
@@ -142,17 +142,17 @@ class Router:
 
     def readmit(self, server: Server, version: int) -> None:
         """Start to use an evicted or new server, without its past failures. Do nothing if it was removed meanwhile."""
-        if server.let_go:
+        if server.is_removed:
             return
-        logger.log(*_JOINED[server.known], server.address, version)
+        logger.log(*_JOINED[server.served_before], server.address, version)
         server.evicted, server.version = None, version
         self.succeeded(server)
-        self.rejoins += server.known
-        server.known = True
+        self.rejoins += server.served_before
+        server.served_before = True
         self._no_server_since = inf
         self._changed.set()
 
-    def add(self, address: str, name: str, known: bool) -> None:
+    def add(self, address: str, name: str, served_before: bool) -> None:
         """Add a server of a source. It counts as evicted until it is readmitted.
 
         Args:
@@ -161,7 +161,9 @@ class Router:
             known: whether it got requests before, at another address.
         """
         reason = "has not joined yet"
-        server = Server(address, self.version, name, vetted=False, known=known, well=False, counted=None)
+        server = Server(
+            address, self.version, name, is_accepted=False, served_before=served_before, is_healthy=False, counted=None
+        )
         server.evicted = server.last_error = reason
         self.servers.append(server)
 
@@ -175,21 +177,21 @@ class Router:
                 may depend on them.
         """
         self.servers.remove(server)
-        server.let_go = True
-        if server.live:
+        server.is_removed = True
+        if server.is_live:
             self._mark_evicted(server, reason)
         if patience and server.steps:
             asyncio.get_running_loop().call_later(patience, self.interrupt, server)
         for task in server.tasks - server.steps if patience else list(server.tasks):
             task.cancel()
 
-    def update_counters(self, server: Server, figures: dict[str, float]) -> None:
+    def update_counters(self, server: Server, counters: dict[str, float]) -> None:
         """Add the increase of a server's counters since the last poll, or since its restart, to `sums`."""
-        last_counters = figures if server.counted is None else server.counted
-        for name, value in figures.items():
+        last_counters = counters if server.counted is None else server.counted
+        for name, value in counters.items():
             last_value = last_counters.get(name, 0.0)
             self.sums[name] += value - last_value if value >= last_value else value
-        server.counted = figures
+        server.counted = counters
 
     async def wait_live(self, timeout: float, *, in_vain: bool = True) -> bool:
         """Wait until a server is live.

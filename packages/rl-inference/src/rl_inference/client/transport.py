@@ -60,21 +60,21 @@ class Server:
     """Last version that the server committed."""
     name: str = ""
     """Name of the server in the source of servers, independent of its address; empty if it has none."""
-    vetted: bool = True
+    is_accepted: bool = True
     """True if the server's self-description was accepted. True also for servers that do not come from a source."""
-    known: bool = True
+    served_before: bool = True
     """True if the server got requests before, at this address or another one."""
     instance: str = ""
     """Id of the server's process, from a response header; empty until the next response."""
-    well: bool = True
+    is_healthy: bool = True
     """True if the last health probe succeeded."""
     evicted: str | None = None
     """Reason why the server is not used now; None while it is live."""
-    let_go: bool = False
+    is_removed: bool = False
     """True if the server was removed, so that its failures no longer count."""
     open: int = 0
     """Number of open requests of this client."""
-    others: int = 0
+    other_requests: int = 0
     """Number of open requests of other clients at the last health probe."""
     failures: int = 0
     """Number of failures since the last success."""
@@ -95,7 +95,7 @@ class Server:
     @property
     def load(self) -> int:
         """Number of open requests of all clients, as far as this client knows."""
-        return self.open + self.others
+        return self.open + self.other_requests
 
     @property
     def life(self) -> str:
@@ -103,7 +103,7 @@ class Server:
         return self.instance and f"{self.address} {self.instance}"
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """True if the server gets requests and takes part in weight updates."""
         return self.evicted is None
 

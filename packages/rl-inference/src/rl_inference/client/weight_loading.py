@@ -96,14 +96,14 @@ class StagedLoad:
         """Return whether a server that returned holds the complete version that it reports, as far as known."""
         return True
 
-    async def load_committed(self, server: Server, known: CommittedWeights) -> None:
+    async def load_committed(self, server: Server, committed: CommittedWeights) -> None:
         """Load the committed version on a server that returned with another one."""
-        receipt = await self.stage(server, known.meta)
+        receipt = await self.stage(server, committed.meta)
         if self.fleet.protocol.capabilities.checksums:
-            verify_receipt(known.receipt, receipt, known.meta.route)
-        await self.commit(server, known.version, "keep")
+            verify_receipt(committed.receipt, receipt, committed.meta.route)
+        await self.commit(server, committed.version, "keep")
 
-    async def check(self, server: Server, known: CommittedWeights) -> None:
+    async def check(self, server: Server, committed: CommittedWeights) -> None:
         """Compare the weights of a server that returned with the committed version.
 
         Raises:
@@ -111,10 +111,10 @@ class StagedLoad:
         """
         fleet = self.fleet
         if fleet.protocol.capabilities.checksums:
-            await self._check_receipt(server, known)
+            await self._check_receipt(server, committed)
         if self._canary is not None:
             await fleet.transport.call_until_evicted(server, fleet.protocol.resume())
-            await self._canary.judge(known.version, [await self._run_canary(server, self._canary)])
+            await self._canary.judge(committed.version, [await self._run_canary(server, self._canary)])
 
     async def _check_receipt(self, server: Server, committed: CommittedWeights) -> None:
         """Compare checksums. If a server cannot report any for its initial weights, load the committed ones again."""
@@ -218,8 +218,8 @@ class InPlaceLoad(StagedLoad):
             failed_instance and server.instance and server.instance != failed_instance
         )
 
-    async def load_committed(self, server: Server, known: CommittedWeights) -> None:
-        meta = await asyncio.to_thread(model_directory, known.meta, self.model_path)
+    async def load_committed(self, server: Server, committed: CommittedWeights) -> None:
+        meta = await asyncio.to_thread(model_directory, committed.meta, self.model_path)
         await self.fleet.pause(server, "recompute")
         await self._load(server, meta, "recompute")
 

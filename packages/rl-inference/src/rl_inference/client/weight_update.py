@@ -146,7 +146,7 @@ class WeightUpdates:
         if self.is_in_progress:
             return
         async with self._lock:
-            if server.live or self._staged is not None:
+            if server.is_live or self._staged is not None:
                 return
             self._rejoining = server
             try:
@@ -192,7 +192,7 @@ class WeightUpdates:
         Raises:
             WeightUpdateError: the run cannot use this server.
         """
-        server.vetted = False
+        server.is_accepted = False
         try:
             description = await self._transport.call_until_evicted(server, self._transport.protocol.describe())
             if description is not None:
@@ -202,7 +202,7 @@ class WeightUpdates:
             raise
         except InferenceError as error:
             raise WeightUpdateError(f"this run cannot use the server {server.address}: {error}") from error
-        server.vetted = True
+        server.is_accepted = True
 
     async def pause(self) -> None:
         """Pause all servers until `resume`. Updates in between leave them paused."""
@@ -350,7 +350,9 @@ class WeightUpdates:
         """
         self._staged, self._joining = None, []
         await self._loading.prepare(meta)
-        joining = [server for server in self._router.servers if not server.live and server.well and server.vetted]
+        joining = [
+            server for server in self._router.servers if not server.is_live and server.is_healthy and server.is_accepted
+        ]
         if meta.route in STORED_ROUTES:
             joining = []
         for server in joining:
@@ -391,7 +393,7 @@ class WeightUpdates:
         failed = failures(servers, errors)
         lost = [(server, error) for server, error in failed if isinstance(error, ServerLostError)]
         for server, error in lost:
-            server.well = False  # until the next successful probe
+            server.is_healthy = False  # until the next successful probe
             self._router.evict(server, f"could not stage version {meta.version}: {error}")
         reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
         if lost and (self._router.live or self._transport.config.rejoin_timeout):
@@ -415,8 +417,8 @@ class WeightUpdates:
         try:
             return await self._loading.stage(server, meta)
         except InferenceError as error:
-            server.well = False  # an evicted server is staged again only after a successful probe
-            if server.live:
+            server.is_healthy = False  # an evicted server is staged again only after a successful probe
+            if server.is_live:
                 raise
             raise ServerLostError(str(error)) from error  # even a rejection by an evicted server fails no update
 

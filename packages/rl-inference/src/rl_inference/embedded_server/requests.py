@@ -156,14 +156,14 @@ class Nothing(Struct, forbid_unknown_fields=True):
     """Empty body of routes without parameters."""
 
 
-def expect(condition: bool, name: str, expected: str, found: object) -> None:
+def expect(condition: bool, name: str, expected: str, value: object) -> None:
     """Reject a request unless `condition` holds.
 
     Raises:
         InferenceError: names the field, the expected value and the value found.
     """
     if not condition:
-        raise InferenceError(f"{name}: expected {expected}, found {shown(found)}.")
+        raise InferenceError(f"{name}: expected {expected}, found {shown(value)}.")
 
 
 def to_jobs(request: Generate, model: SlotModel, most: int) -> list[GenerationJob]:

@@ -264,7 +264,7 @@ class SlotTable:
             longest=max(rows.longest, max(positions)) + 1,
             singles=singles,
             segments=tuple(segments),
-            wanted=torch.cat(
+            logit_indices=torch.cat(
                 (torch.arange(decode_count, device=device), torch.tensor(logit_indices, device=device).long())
             ),
         )

@@ -156,7 +156,7 @@ class ServedWeights:
             try:
                 plan = self._plan(meta)
             except WeightUpdateError as error:
-                receiver.refuse(meta, str(error))
+                receiver.reject(meta, str(error))
                 raise
             self.staged_version = self._spare_version = None
             try:

@@ -30,9 +30,9 @@ from rl_launchers.supervise import exit_report
 
 logger = get_logger("launcher")
 
-SAY_EVERY = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats to every agent."""
-LOOK_EVERY = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two polls of a condition."""
 END_SECONDS = 10.0
 """Seconds to wait for the agents to end, and for each thread, when `NodeAgents.close` runs."""
@@ -50,11 +50,11 @@ class Machine:
     started: float = field(default_factory=time.monotonic)
     wire: MessageConnection | None = None
     """Connection to its agent, or None before the agent connects and after it disconnects."""
-    heard: float = 0.0
+    last_message: float = 0.0
     """Time of the last message from its agent, by `time.monotonic`."""
     lost: str = ""
     """Reason of the loss, as the predicate of a sentence about the machine; empty if the machine is not lost."""
-    asked: dict[int, Future[Any]] = field(default_factory=dict)
+    pending: dict[int, Future[Any]] = field(default_factory=dict)
     """Pending results of orders, by id. The code that removes an entry sets its result or exception."""
 
 
@@ -152,7 +152,7 @@ class NodeAgents:
                 if time.monotonic() - machine.started > self._start_timeout:
                     reason = f"did not connect within {self._start_timeout:g} s (launcher.options.start_timeout)"
                     self._mark_lost(machine, reason)
-            time.sleep(LOOK_EVERY / 4)
+            time.sleep(POLL_SECONDS / 4)
 
     def failure(self, machine: Machine) -> LaunchError:
         """Return the error for a machine lost before its agent connected, with the last lines of the agent's log."""
@@ -165,7 +165,7 @@ class NodeAgents:
         result: Future[Any] = Future()
         with self._lock:
             order_id = next(self._ids)
-            machine.asked[order_id] = result
+            machine.pending[order_id] = result
         try:
             if machine.wire is None or machine.lost:
                 raise OSError("no agent")
@@ -204,7 +204,7 @@ class NodeAgents:
                 machine.wire.send({"do": "end"})  # type: ignore[union-attr]
         deadline = time.monotonic() + END_SECONDS
         while any(machine.wire is not None for machine in connected) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY / 4)
+            time.sleep(POLL_SECONDS / 4)
         self._stop_threads.set()
         for thread in self._threads:
             thread.join(END_SECONDS)
@@ -222,13 +222,13 @@ class NodeAgents:
         with self._lock:
             if not self._close_requested:
                 machine.lost = machine.lost or why
-            pending, machine.asked = machine.asked, {}
+            pending, machine.pending = machine.pending, {}
         for result in pending.values():
             result.set_exception(LaunchError(f"node {machine.node.name} was lost: it {machine.lost or why}"))
 
     def _accept(self) -> None:
         """Accept connections until `close`. Each is authenticated in a separate thread, so that none delays another."""
-        self._listener.settimeout(LOOK_EVERY)
+        self._listener.settimeout(POLL_SECONDS)
         warned = False
         with self._listener:
             while not self._stop_threads.is_set():
@@ -237,7 +237,7 @@ class NodeAgents:
                         with suppress(OSError):
                             peer.shutdown(socket.SHUT_RDWR)
                 if len(self._authenticating) >= CALLERS:
-                    self._stop_threads.wait(LOOK_EVERY)
+                    self._stop_threads.wait(POLL_SECONDS)
                     continue
                 try:
                     peer, _ = self._listener.accept()
@@ -247,7 +247,7 @@ class NodeAgents:
                     if not warned:
                         logger.warning("the launcher cannot accept connections of agents at the moment: %s", error)
                     warned = True
-                    self._stop_threads.wait(LOOK_EVERY)
+                    self._stop_threads.wait(POLL_SECONDS)
                     continue
                 self._authenticating[peer] = time.monotonic()
                 try:
@@ -277,12 +277,12 @@ class NodeAgents:
                         if machine is None or machine.lost or machine.wire is not None:
                             wire.close()  # for example after start_timeout
                             continue
-                        machine.heard, machine.wire = time.monotonic(), wire
+                        machine.last_message, machine.wire = time.monotonic(), wire
                         selector.register(wire, selectors.EVENT_READ, machine)
-                for key, _ in selector.select(LOOK_EVERY):
+                for key, _ in selector.select(POLL_SECONDS):
                     self._receive(key.data, key.fileobj)  # type: ignore[arg-type]
                 now = time.monotonic()
-                if now - last_heartbeat >= SAY_EVERY:
+                if now - last_heartbeat >= HEARTBEAT_SECONDS:
                     last_heartbeat = now
                     for key in selector.get_map().values():
                         self._send_heartbeat(key.data, key.fileobj, now)  # type: ignore[arg-type]
@@ -300,12 +300,12 @@ class NodeAgents:
             self._mark_lost(machine, self._provider.end_reason(machine.node) or disconnected)
             machine.wire = None
             return
-        machine.heard = time.monotonic()
+        machine.last_message = time.monotonic()
         for state in message.get("workers", ()):
             self._worker_states.put((machine, state))
         if "answer" in message:
             with self._lock:
-                result = machine.asked.pop(int(message["answer"]), None)
+                result = machine.pending.pop(int(message["answer"]), None)
             if result is None:
                 return  # the machine was lost in the meantime
             if "error" not in message:
@@ -315,7 +315,7 @@ class NodeAgents:
                 result.set_exception((ConfigError if kind == "config" else LaunchError)(text))
 
     def _send_heartbeat(self, machine: Machine, wire: MessageConnection, now: float) -> None:
-        if now - machine.heard > self._heartbeat_timeout:
+        if now - machine.last_message > self._heartbeat_timeout:
             self._mark_lost(
                 machine, f"sent no message for {self._heartbeat_timeout:g} s (launcher.options.heartbeat_timeout)"
             )

@@ -59,7 +59,9 @@ class Ledger:
         """Remove a lost machine, together with the reservations on it."""
         self._free.pop(name, None)
 
-    def allocate(self, spec: JobSpec, number: int, beside: Sequence[str] = (), only: Collection[str] = ()) -> list[str]:
+    def allocate(
+        self, spec: JobSpec, number: int, share_with: Sequence[str] = (), only: Collection[str] = ()
+    ) -> list[str]:
         """Reserve resources for `number` additional workers of a role.
 
         Args:
@@ -74,8 +76,8 @@ class Ledger:
         Raises:
             LaunchError: the workers do not fit; the message lists the free GPUs. Nothing is reserved then.
         """
-        if beside:
-            return [beside[index * len(beside) // number] for index in range(number)]
+        if share_with:
+            return [share_with[index * len(share_with) // number] for index in range(number)]
         suitable = [
             machine for name, machine in self._free.items() if machine.suits(spec) and (not only or name in only)
         ]

@@ -142,7 +142,7 @@ class LocalProcess:
         worker: Worker,
         command: Sequence[str],
         environment: Mapping[str, str],
-        keeper: int,
+        reaper: int,
         cores: Sequence[str] = (),
         ready_path: str | None = None,
     ) -> None:
@@ -154,12 +154,12 @@ class LocalProcess:
         with worker.log.open("ab") as log:
             self.log_start = log.tell()  # `log_tail` must not return lines of an earlier process
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", _EXEC_WORKER, str(keeper), ",".join(cores), *command],
+                [sys.executable, "-I", "-S", _EXEC_WORKER, str(reaper), ",".join(cores), *command],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[keeper],
+                pass_fds=[reaper],
                 start_new_session=True,
             )
         worker.pid = self._popen.pid

@@ -116,7 +116,7 @@ class PlacementGang:
         return {
             "placed": bool(self._bundles) and len(nodes) == len(self._bundles),
             "nodes": [
-                described(nodes[index], self._bundles[index])
+                describe_node(nodes[index], self._bundles[index])
                 for index in sorted(nodes)
                 if name_of(nodes[index]) not in self._lost
             ],
@@ -149,17 +149,17 @@ def name_of(node: dict[str, Any]) -> str:
     return f"{node['NodeName']}-{node['NodeID'][:6]}"
 
 
-def described(node: dict[str, Any], held: dict[str, float] | None = None) -> dict[str, Any]:
+def describe_node(node: dict[str, Any], bundle: dict[str, float] | None = None) -> dict[str, Any]:
     """Return the description of a node for the launcher, with all its cores and GPUs or those of the bundle `held`."""
-    amounts = node["Resources"] if held is None else held
+    amounts = node["Resources"] if bundle is None else bundle
     cores, gpus = int(amounts.get("CPU", 0)), int(amounts.get("GPU", 0))
     description = {"name": name_of(node), "host": node["NodeManagerAddress"], "cores": cores, "gpus": gpus}
     return description | {"resources": node["Resources"]}
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Return the live nodes of the cluster, as `described` describes them."""
-    return [described(node) for node in ray.nodes() if node["Alive"]]
+    """Return the live nodes of the cluster, as `describe_node` describes them."""
+    return [describe_node(node) for node in ray.nodes() if node["Alive"]]
 
 
 def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:

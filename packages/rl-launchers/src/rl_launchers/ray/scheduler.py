@@ -89,7 +89,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         nodes = tuple(Node(f"node{index}", "", cores, gpus) for index in range(self.nodes or 1))
         return Resources(gpus * len(nodes), cores * len(nodes), nodes)
 
-    def bundles(self, found: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], dict[str, float]]]:
+    def bundles(self, nodes: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], dict[str, float]]]:
         """Return the nodes to hold, the largest first, each with its bundle. Ray may choose other nodes that fit.
 
         Args:
@@ -100,16 +100,16 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         """
         minimum = {"CPU": max(1, self.cores_per_node), "GPU": self.gpus_per_node or 0, **self.node_resources}
         suitable = [
-            node for node in found if all(node["resources"].get(name, 0) >= amount for name, amount in minimum.items())
+            node for node in nodes if all(node["resources"].get(name, 0) >= amount for name, amount in minimum.items())
         ]
         suitable.sort(key=lambda node: (node["gpus"], node["cores"]), reverse=True)
         count = self.nodes or max(1, len(suitable))
         if len(suitable) < count:
             minimums = ", ".join(f"{name} {amount:g}" for name, amount in minimum.items() if amount)
-            listing = "; ".join(f"{node['name']}: {node['cores']} cores, {node['gpus']} GPUs" for node in found)
+            listing = "; ".join(f"{node['name']}: {node['cores']} cores, {node['gpus']} GPUs" for node in nodes)
             raise ConfigError(
                 f"launcher.options: expected {count} nodes with {minimums} each, found {len(suitable)} among "
-                f"{len(found)} ({listing or 'none'}). Lower launcher.options.nodes, cores_per_node, gpus_per_node or "
+                f"{len(nodes)} ({listing or 'none'}). Lower launcher.options.nodes, cores_per_node, gpus_per_node or "
                 "node_resources, or add nodes to the Ray cluster."
             )
         gpus = self.gpus_per_node

@@ -114,10 +114,10 @@ def _run_sbatch(directory: Path, submission: JobSubmission, script: str, command
         job = commands.output("sbatch", "--parsable", str(directory / "job.sh"), env=env).strip().partition(";")[0]
     except SlurmMissingError as error:
         raise ConfigError(
-            f"launcher.kind=slurm: {error.said}. Run this on a machine with Slurm's commands, or set launcher=local."
+            f"launcher.kind=slurm: {error.output}. Run this on a machine with Slurm's commands, or set launcher=local."
         ) from error
     except SlurmError as error:
-        message = re.sub(r"sbatch: (error: )?", "", error.said)
+        message = re.sub(r"sbatch: (error: )?", "", error.output)
         remedies = (text for word, text in REMEDIES.items() if word in message.lower())
         remedy = next(remedies, f"Change launcher.options; the script is {directory / 'job.sh'}.")
         raise ConfigError(f"launcher.kind=slurm: sbatch rejected the job: {message.rstrip('.')}. {remedy}") from error
@@ -187,7 +187,7 @@ def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, pos
                         f"{error} (for {CONTACT_SECONDS:g} s). Job {job} may still run; "
                         "the same command follows it again."
                     ) from error
-                status = Job("UNKNOWN", error.said, 0, 0)
+                status = Job("UNKNOWN", error.output, 0, 0)
             if status is None or status.is_finished:
                 return _finish(job, status, run_dir, reader)
             if description != (description := _describe(status)):

@@ -40,8 +40,8 @@ class SlurmError(LaunchError):
     """A Slurm command failed. `said` is the text of its error output."""
 
     def __init__(self, command: Sequence[str], output: str) -> None:
-        self.said = " ".join(output.split())
-        super().__init__(f"{command[0]} failed: {self.said}")
+        self.output = " ".join(output.split())
+        super().__init__(f"{command[0]} failed: {self.output}")
 
 
 class SlurmMissingError(SlurmError):
@@ -144,7 +144,7 @@ def find_job(commands: Commands, job: str) -> Job | None:
     try:
         job_fields = fields(commands.output("scontrol", "show", "job", "-o", job).partition("\n")[0])
     except SlurmError as error:
-        if "Invalid job id" in error.said:
+        if "Invalid job id" in error.output:
             return None
         raise
     if "JobState" not in job_fields:

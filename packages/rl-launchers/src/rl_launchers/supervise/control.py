@@ -7,9 +7,9 @@
 | `servers/<role>/<index>` | the launcher | address of a server for clients |
 | `control/stop` | `rl stop` | `gracefully` or `now` |
 | `control/scale/<role>` | `rl scale` | requested number of servers of the role |
-| `answers/scale/<role>` | the launcher | JSON: outcome of that request |
+| `replies/scale/<role>` | the launcher | JSON: outcome of that request |
 | `job` | the command that submitted the run | JSON: kind of the scheduler |
-| `pulse/<worker>` | each trainer rank | heartbeat, a number that increases while the rank runs |
+| `heartbeat/<worker>` | each trainer rank | heartbeat, a number that increases while the rank runs |
 
 No entry contains a secret.
 """
@@ -56,7 +56,7 @@ class RunControl(AbstractContextManager["RunControl"]):
 
     def __init__(self, names: NameService, beat: float = BEAT_SECONDS) -> None:
         self.names, self._beat = names, beat
-        self.pulses = Heartbeats(names)
+        self.heartbeats = Heartbeats(names)
         self._facts: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
         self._facts |= {"since": time.time(), "beat_seconds": beat, "trainer_restarts": 0}
         self._workers: Sequence[Worker] = ()
@@ -68,7 +68,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def __enter__(self) -> RunControl:
-        for prefix in ("servers", "control", "answers", "pulse", "workers"):  # entries of an earlier command
+        for prefix in ("servers", "control", "replies", "heartbeat", "workers"):  # entries of an earlier command
             self.names.delete(prefix)
             for key in self.names.children(prefix):
                 self.names.delete(key)
@@ -137,7 +137,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         logger.log(20 if right else 30, "%s=%s: %s", role, count, text)
         reply = {"count": count, "done": done, "right": right, "text": text}
         with suppress(OSError):  # the log has the text
-            self.names.add(f"answers/scale/{role}", json.dumps(reply), replace=True)
+            self.names.add(f"replies/scale/{role}", json.dumps(reply), replace=True)
 
     def _receive(self, number: int, _: object) -> None:
         """Handle SIGTERM before the launcher installs its handlers (raise `Interrupted`) or after its end (ignore)."""
@@ -150,7 +150,7 @@ class RunControl(AbstractContextManager["RunControl"]):
                 self._write()
                 self._read()
             except (OSError, RLError) as error:
-                self.pulses.forget()
+                self.heartbeats.forget()
                 logger.warning("cannot read or write the run's name service; retrying: %s", error)
 
     def _write(self) -> None:
@@ -167,7 +167,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         )
 
     def _read(self) -> None:
-        self.pulses.read()
+        self.heartbeats.read()
         for key, value in self.names.children("control").items():
             if self.names.get(key) != value:
                 continue  # another process is replacing this request

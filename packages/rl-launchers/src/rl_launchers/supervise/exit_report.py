@@ -55,7 +55,7 @@ def describe_end(worker: Worker) -> str:
     return worker.cause or describe_exit(worker.exit_code)
 
 
-def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
+def not_ready(name: str, timeout: float, url: str, answer: str) -> str:
     """Return the message about a worker that was not ready in time.
 
     Args:
@@ -65,7 +65,7 @@ def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
         answer: result of the last check.
     """
     return (
-        f"{name} was not ready within {timeout:g} s: {asked} never returned status 200 (last: {answer}). See its log, "
+        f"{name} was not ready within {timeout:g} s: {url} never returned status 200 (last: {answer}). See its log, "
         "or raise ready_timeout."
     )
 

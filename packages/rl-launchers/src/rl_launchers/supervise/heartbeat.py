@@ -32,7 +32,7 @@ def beat(names: NameService, worker: str, timeout: float) -> None:
         while True:
             number += 1
             with suppress(OSError):  # for example a full disk, which the launcher notices too
-                names.add(f"pulse/{worker}", str(number), replace=True)
+                names.add(f"heartbeat/{worker}", str(number), replace=True)
             time.sleep(min(LONGEST_BEAT, timeout / MISSED_BEATS))
 
     if timeout:
@@ -64,7 +64,7 @@ class Heartbeats:
         if now - self._last > self.timeout / 2:
             self._seen = {}  # this process or its file system was suspended, and the ranks may have been too
         before, after = self._seen, {}
-        for key, value in self._names.children("pulse").items():
+        for key, value in self._names.children("heartbeat").items():
             previous = before.get(key, ("", now))
             after[key] = previous if previous[0] == value else (value, now)
         if self._seen is before:  # no other thread has called `forget` meanwhile
@@ -78,10 +78,10 @@ class Heartbeats:
         """Delete the heartbeats of ranks that have ended, before others start."""
         self.forget()
         with suppress(OSError):  # with an old number left, a new rank counts as hung only until it writes
-            for key in self._names.children("pulse"):
+            for key in self._names.children("heartbeat"):
                 self._names.delete(key)
 
     def is_hung(self, worker: str) -> bool:
         """Return whether a worker's last heartbeat is older than `timeout`; False if it never sent one."""
-        _, since = self._seen.get(f"pulse/{worker}", ("", self._last))
+        _, since = self._seen.get(f"heartbeat/{worker}", ("", self._last))
         return bool(self.timeout) and self._last - since > self.timeout

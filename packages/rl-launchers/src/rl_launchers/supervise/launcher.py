@@ -157,7 +157,7 @@ class Launcher:
             self._config.drain_seconds,
             self._config.stop_seconds,
         )
-        self._control.pulses.timeout = self._config.health_timeout
+        self._control.heartbeats.timeout = self._config.health_timeout
         self._step_seconds = resume.step_seconds if resume else lambda: 0.0
         restarts, code = RunRestarts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
@@ -251,7 +251,7 @@ class Launcher:
         trainers = [worker for worker in workers if worker.role in self._trainer_roles()]
         if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
             return True
-        hung = [w.name for w in trainers if w.exit_code is None and self._control.pulses.is_hung(w.name)]
+        hung = [w.name for w in trainers if w.exit_code is None and self._control.heartbeats.is_hung(w.name)]
         lost = dict.fromkeys(hung, f"sent no heartbeat for {self._config.health_timeout:g} s")
         failed = bool(hung) or any(worker.status is WorkerStatus.FAILED for worker in trainers)
         if not failed:
@@ -329,7 +329,7 @@ class Launcher:
         finally:
             self._control.show([])
             self._control.publish({})
-            self._control.pulses.clear()
+            self._control.heartbeats.clear()
 
     def _stop_trainers(self, interrupts: Interrupts) -> None:
         """Let the trainers finish their step, then request that they abandon it, then kill them; see `run`."""
@@ -380,7 +380,7 @@ class Launcher:
             running = [worker for worker in trainers if worker.exit_code is None]
             if not running:
                 return True
-            if len(running) < len(trainers) or any(self._control.pulses.is_hung(worker.name) for worker in running):
+            if len(running) < len(trainers) or any(self._control.heartbeats.is_hung(worker.name) for worker in running):
                 deadline = min(deadline, now + grace)
             time.sleep(self._config.tick_seconds)
         return False

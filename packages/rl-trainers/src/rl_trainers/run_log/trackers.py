@@ -25,11 +25,11 @@ class TensorBoardTracker(Tracker):
         self._writer.add_event(Event(step=run.step + 1, session_log=SessionLog(status=SessionLog.START)))
         return run.id or run.name
 
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
         self._writer.flush()
 
@@ -69,8 +69,8 @@ class WandbTracker(Tracker):
         )
         return self._run.id
 
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
-        self._run.log({**figures, "_timestamp": time}, step=step)
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
+        self._run.log({**metrics, "_timestamp": time}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -110,12 +110,12 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, params=params[first : first + MLFLOW_PARAMS])
         return self._id
 
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
         from mlflow.entities import Metric
 
-        names = self._names.of(figures)
-        metrics = [Metric(names[name], value, round(1000 * time), step) for name, value in figures.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        names = self._names.of(metrics)
+        entries = [Metric(names[name], value, round(1000 * time), step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=entries)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -193,8 +193,8 @@ class TrackioTracker(Tracker):
         )
         return str(self._run.name)
 
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
-        self._run.log(dict(figures), step=step)
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
+        self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -242,8 +242,8 @@ class SwanlabTracker(Tracker):
         )
         return str(self._run.id)
 
-    def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
-        self._run.log(dict(figures), step=step)
+    def log(self, metrics: Mapping[str, float], step: int, time: float) -> None:
+        self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()

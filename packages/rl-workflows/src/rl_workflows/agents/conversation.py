@@ -107,7 +107,7 @@ class Prompt:
     """Digest of the messages. For a prompt without messages: its text or tokens as bytes."""
 
     @property
-    def asked(self) -> Sequence[Message]:
+    def new_messages(self) -> Sequence[Message]:
         """Messages after the parent's completion."""
         earlier = sum(len(turn.new_messages) + 1 for turn in self.parent.path()) if self.parent else 0
         return self.messages[earlier:]
@@ -165,7 +165,7 @@ class Conversation:
         ids = self.renderer.encode(text)
         return Prompt(ids, len(ids), None, text, originals, tools, key)
 
-    def completion(self, given: str | Sequence[int]) -> Prompt:
+    def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a call without messages.
 
         It continues the turn whose prompt and completion form its longest prefix. A text continues only a completion
@@ -182,9 +182,9 @@ class Conversation:
 
         from rl_contracts.chat.rendering import require_utf8
 
-        if isinstance(given, str):
-            require_utf8(given)
-        content = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
+        if isinstance(prompt, str):
+            require_utf8(prompt)
+        content = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int64).tobytes()
         prefix_hash, hashed_length, parent, length = blake2b(digest_size=16), 0, None, 0
         for end in sorted(self._lengths):
             if end >= len(content):
@@ -194,7 +194,7 @@ class Conversation:
             if turns := self._by_key.get(prefix_hash.digest()):
                 parent, length = turns[-1], end
         rest = content[length:]
-        if isinstance(given, str):
+        if isinstance(prompt, str):
             added = self.renderer.encode(rest.decode(), begins=parent is None)
         else:
             added = np.frombuffer(rest, np.int64).tolist()
@@ -234,7 +234,7 @@ class Conversation:
             message,
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
-            prompt.asked,
+            prompt.new_messages,
             is_trained=learn,
             tools=prompt.tools,
         )

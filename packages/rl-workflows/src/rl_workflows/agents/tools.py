@@ -84,7 +84,7 @@ class PythonTool(FunctionTool):
         return "\n".join(filter(None, outputs)) or "(it printed nothing)"
 
 
-def load_tools(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:
+def load_tools(sources: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, Tool]:
     """Return tools by name.
 
     Args:
@@ -95,7 +95,7 @@ def load_tools(given: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, To
         ConfigError: a string names nothing, two tools have the same name, or a tool cannot be created.
     """
     tools: dict[str, Tool] = {}
-    for item in given:
+    for item in sources:
         component = registry.load("rl.tools", item) if isinstance(item, str) else item
         component = component() if isinstance(component, type) else component
         tool = component if isinstance(component, Tool) else FunctionTool(component)

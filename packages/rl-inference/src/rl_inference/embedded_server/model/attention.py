@@ -46,7 +46,7 @@ class TokenPass:
     """Segments of the other tokens, shorter segments first."""
     cached: bool = True
     """Store keys and values (scoring in one pass does not need them)."""
-    wanted: torch.Tensor | None = None
+    logit_indices: torch.Tensor | None = None
     """Indices of the tokens whose logits are computed, int64 [wanted]; None: all."""
     scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """Values shared by all layers: masks and positions in the cache."""

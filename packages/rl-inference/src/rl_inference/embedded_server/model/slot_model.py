@@ -109,7 +109,7 @@ AttentionInterface.register(IMPLEMENTATION, slot_attention)
 
 
 def _select_hidden_states(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    indices = None if _pass_context.current is None else _pass_context.current[1].wanted
+    indices = None if _pass_context.current is None else _pass_context.current[1].logit_indices
     return None if indices is None else (inputs[0][:, indices], *inputs[1:])
 
 
@@ -191,7 +191,9 @@ class SlotModel:
         chunks = positions[:-1].split(self.block) if length > 1 else ()
         with self._cached_decoder() if len(chunks) > 1 else nullcontext():
             for chunk in chunks:
-                span = TokenPass(torch.zeros_like(positions), positions, length, singles=0, cached=False, wanted=chunk)
+                span = TokenPass(
+                    torch.zeros_like(positions), positions, length, singles=0, cached=False, logit_indices=chunk
+                )
                 targets = input_ids[len(logprobs) : len(logprobs) + len(chunk)]
                 logprobs += self._target_logprobs(input_ids, span, targets, temperature)
         return logprobs

@@ -54,9 +54,9 @@ class Messages(request_parsing.ApiRequest):
         )
 
     def build_reply(
-        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+        self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any
     ) -> request_parsing.JsonObject:
-        completion = answers[0]
+        completion = completions[0]
         content: list[request_parsing.JsonObject] = []
         if reasoning := completion.message.get("reasoning_content"):
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
@@ -70,7 +70,7 @@ class Messages(request_parsing.ApiRequest):
         text_stop_reason = (
             "stop_sequence" if completion.stop else "max_tokens" if completion.is_truncated else "end_turn"
         )
-        prompt_tokens, completion_tokens = request_parsing.usage(prompt, answers)
+        prompt_tokens, completion_tokens = request_parsing.usage(prompt, completions)
         return {
             "id": f"msg_{token_hex(12)}",
             "type": "message",

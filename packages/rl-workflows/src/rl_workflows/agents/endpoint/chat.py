@@ -121,10 +121,10 @@ class ChatCompletion(_OpenAI):
         )
 
     def build_reply(
-        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+        self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any
     ) -> request_parsing.JsonObject:
         choices = []
-        for index, completion in enumerate(answers):
+        for index, completion in enumerate(completions):
             message = {
                 "role": "assistant",
                 "content": completion.message["content"] or (None if completion.calls else ""),
@@ -148,7 +148,7 @@ class ChatCompletion(_OpenAI):
                 {"content": request_parsing.logprobs(completion, tokenizer), "refusal": None} if self.logprobs else None
             )
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
-        return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
+        return self._reply("chat.completion", "chatcmpl", prompt, completions, choices)
 
     def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         chunks = []
@@ -195,10 +195,10 @@ class Completion(_OpenAI):
         return Call(text_prompt=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
     def build_reply(
-        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+        self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any
     ) -> request_parsing.JsonObject:
         choices = []
-        for index, completion in enumerate(answers):
+        for index, completion in enumerate(completions):
             logprobs: request_parsing.JsonObject | None = None
             if self.logprobs is not None:
                 entries = request_parsing.logprobs(completion, tokenizer)
@@ -211,7 +211,7 @@ class Completion(_OpenAI):
             finish_reason = "length" if completion.is_truncated else "stop"
             text = completion.message["content"]
             choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})
-        return self._reply("text_completion", "cmpl", prompt, answers, choices)
+        return self._reply("text_completion", "cmpl", prompt, completions, choices)
 
     def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
         chunks = []

@@ -69,7 +69,7 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
         """
         raise NotImplementedError
 
-    def build_reply(self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any) -> JsonObject:
+    def build_reply(self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any) -> JsonObject:
         """Return the body of the response.
 
         Args:

@@ -63,9 +63,9 @@ class Responses(request_parsing.ApiRequest):
         )
 
     def build_reply(
-        self, prompt: Prompt, answers: Sequence[GeneratedMessage], tokenizer: Any
+        self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any
     ) -> request_parsing.JsonObject:
-        completion = answers[0]
+        completion = completions[0]
         status = "incomplete" if completion.is_truncated else "completed"
         output: list[request_parsing.JsonObject] = []
         if reasoning := completion.message.get("reasoning_content"):
@@ -81,7 +81,7 @@ class Responses(request_parsing.ApiRequest):
             name, arguments = call["function"]["name"], request_parsing.arguments_text(call["function"]["arguments"])
             tool_call = {"type": "function_call", "id": f"fc_{token_hex(12)}", "call_id": call["id"], "name": name}
             output.append({**tool_call, "arguments": arguments, "status": "completed"})
-        prompt_tokens, completion_tokens = request_parsing.usage(prompt, answers)
+        prompt_tokens, completion_tokens = request_parsing.usage(prompt, completions)
         return {
             "id": f"resp_{token_hex(12)}",
             "object": "response",

@@ -261,7 +261,10 @@ class Session(RolloutSession):
         has_same_tools = call.tools == self._last_tools
         call = replace(call, tools=self._last_tools) if has_same_tools else call
         prompt = self.prompt(call)
-        retained = [received_call.messages if call.store else prompt.asked, None if has_same_tools else call.tools]
+        retained = [
+            received_call.messages if call.store else prompt.new_messages,
+            None if has_same_tools else call.tools,
+        ]
         return Prepared(call, prompt, sum(map(sys.getsizeof, _walk(retained))))
 
     def prompt(self, call: Call) -> Prompt:

@@ -58,7 +58,7 @@ def test_presets_set_only_the_required_settings_of_their_program() -> None:
 def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["grpo", "model.path=embedded", "data.path=.", "data.columns.messages=problem", "--dry-run"]
 
-    assert cli.main([*command, "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 0
+    assert cli.main([*command, "evaluation.examples=0", "rollout.reward=my_reward.py:exact"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:6]] == [
@@ -71,7 +71,7 @@ def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: p
 
     assert cli.main([*command, "rollout.reward=my_reward.py:exact"]) == 2
     assert "name another split (data.train_split, data.test_split)" in capsys.readouterr().err
-    assert cli.main([*command[:3], "--dry-run", "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 2
+    assert cli.main([*command[:3], "--dry-run", "evaluation.examples=0", "rollout.reward=my_reward.py:exact"]) == 2
     assert "train.jsonl:1: expected a column 'messages', found only 'problem'" in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ def test_help_of_unknown_topic_suggests_nearest_and_sections() -> None:
         render_help("", gsm8k_grpo.APP.config(), "rollot")
 
 
-@pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["figures"]])
+@pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["metrics"]])
 def test_closed_pipe_ends_command_without_traceback(arguments):
     command = [sys.executable, "-m", "rl_apps.cli.main", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -192,7 +192,7 @@ def test_example_with_a_token_without_embedding_is_rejected(model, tmp_path, cap
     larger_tokenizer.save_pretrained(larger)
     rows = [{"question": text, "answer": "#### 3"} for text in (SHORT, "Ann has <|new|> eggs.")]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    arguments = [f"data.path={tmp_path}", "data.name=gsm8k", "data.batch_size=1", "evaluation.rows=0"]
+    arguments = [f"data.path={tmp_path}", "data.name=gsm8k", "data.batch_size=1", "evaluation.examples=0"]
 
     assert main("gsm8k-grpo", ["--dry-run", *arguments, f"model.path={larger}"]) == 2
 

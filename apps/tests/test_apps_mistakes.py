@@ -324,7 +324,7 @@ TOOLS = {
     "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` selects the steps to save"),
     "show-step-no-number": (*_tool("show", "run", "--step", "x"), "invalid int value: 'x'. `rl show --help`"),
     "show-none": (*_tool("show", "run", "-n", "0"), "expected a whole number of at least 1, found '0'"),
-    "plot-no-figure": (*_tool("plot", "run", "--figure", "reward/men"), "found reward/men; similar: reward/mean"),
+    "plot-unknown-metric": (*_tool("plot", "run", "--metric", "reward/men"), "found reward/men; similar: reward/mean"),
     "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "expected records of steps"),
     "report-of-no-run": (("report", "."), {}, "expected the directory of a run (run_dir), found none of its files"),
     "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another file with -o"),
@@ -352,7 +352,7 @@ TOOLS = {
     "logs-of-no-lines": (*_tool("logs", "run", "-n", "-3"), "expected a whole number of at least 1, found '-3'"),
     "watch-no-step": (*_tool("watch", "run", "--step", "7"), "supervised runs have none. `rl plot` and `rl report`"),
     "demo": (("demo", "frozen"), {}, "rl demo frozen: expected one of broken-sync"),
-    "figures": (("figures", "reward/men"), {}, "Did you mean 'reward/mean'?"),
+    "metrics": (("metrics", "reward/men"), {}, "Did you mean 'reward/mean'?"),
     "replay-nothing": (*_tool("replay", "run"), "Run with checkpoint.save_batches=true to keep them"),
     "replay-of-no-batch": (("replay", "good.py"), {}, "expected a run directory, or a file of its batches/"),
     "replay-no-step": (
@@ -493,7 +493,7 @@ def test_run_directory_deleted_during_the_run_is_named(
 
     monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", delete)
 
-    assert main.main([*GRPO, "evaluation.rows=0"]) == 1
+    assert main.main([*GRPO, "evaluation.examples=0"]) == 1
     assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from rl_apps.settings.model import find_models
 from rl_contracts.errors import ModelError
 
 BIN = Path(sys.executable).parent
-FEW = ("recipe=embedded", "total_steps=1", "data.batch_size=4", "evaluation.rows=0")
+FEW = ("recipe=embedded", "total_steps=1", "data.batch_size=4", "evaluation.examples=0")
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ CHECKS = {
 }
 """Settings that no run in this file reads, with the reason."""
 
-FEW = ("data.batch_size=4", "evaluation.rows=4", "total_steps=2")
+FEW = ("data.batch_size=4", "evaluation.examples=4", "total_steps=2")
 QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(32)]
 FAILING_REWARD = """
 def reward(prompt, completions, prompt_ids, completion_ids, **data):
@@ -91,12 +91,12 @@ def runs(directory):
         (
             "gsm8k-grpo",
             *FEW,
-            "evaluation.rows=0",
+            "evaluation.examples=0",
             "launcher.max_restarts=0",
             "rollout.dynamic_sampling=true",
             "rollout.failure_budget=1",
             "rollout.max_rejected_in_row=3",
-            "rollout.rehearsal=false",
+            "rollout.trial_episode=false",
             "rollout.reward=unsteady:reward",
         ): 1,
         (
@@ -317,7 +317,7 @@ def commands(at, port=4711):
         "data.name": "gsm8k",
         "data.path": at,
         "data.batch_size": 4,
-        "evaluation.rows": 5,
+        "evaluation.examples": 5,
         "cluster.device": "cpu",
     }
     pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs", "data.columns": "{chosen: chosen}"}
@@ -394,14 +394,14 @@ def commands(at, port=4711):
         "critic.optimizer.options": "{eps: 1e-4}",
     }
     failing = {
-        "evaluation.rows": 0,
+        "evaluation.examples": 0,
         "launcher.max_restarts": 0,
         "launcher.log_lines": 20,
         "rollout.dynamic_sampling": "true",
         "rollout.failure_budget": 1,
         "rollout.max_failed_in_row": 50,
         "rollout.max_rejected_in_row": 3,
-        "rollout.rehearsal": "false",
+        "rollout.trial_episode": "false",
         "rollout.reward": "unsteady:reward",
     }
     short = {"evaluation.generation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
@@ -559,7 +559,7 @@ ELSEWHERE = [
         )
     ),
     Elsewhere(
-        "rollout.endpoint.rows",
+        "rollout.endpoint.sequences_per",
         "needs an agent",
         "tests/end_to_end/test_agents.py::test_agent_rows_per_call",
         (GRPO, SFT),

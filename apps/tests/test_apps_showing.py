@@ -49,7 +49,7 @@ def test_show_of_missing_step_lists_saved_steps(tmp_path, capsys) -> None:
 def test_plot_draws_one_curve_per_run_in_plain_text(tmp_path, capsys) -> None:
     runs = [str(make_run(tmp_path / name)) for name in ("one", "two")]
 
-    assert main.main(["plot", *runs, "--figure", "entropy/mean", "--figure", "length/mean"]) == 0
+    assert main.main(["plot", *runs, "--metric", "entropy/mean", "--metric", "length/mean"]) == 0
 
     out = capsys.readouterr().out
     assert "entropy/mean by step" in out
@@ -67,7 +67,7 @@ def test_plot_without_metric_draws_the_reward(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--figure", "reward"], "--figure: expected a metric of these runs, found reward; similar: reward/mean"),
+        (["--metric", "reward"], "--metric: expected a metric of these runs, found reward; similar: reward/mean"),
         (["-o", "curve.xyz"], "-o: expected a file name that ends with one of"),
         (["-o", "no/curve.png"], "curve.png is not writable"),
     ],

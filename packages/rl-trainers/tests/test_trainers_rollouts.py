@@ -187,7 +187,7 @@ def test_evaluation_returns_means_and_none_without_completions(tmp_path):
         rows = [{"reward": reward} for reward in rewards]
         return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
 
-    four_examples = {"eval/length": 3.0, "eval/rows": 4.0, "eval/failed": 0.0}
+    four_examples = {"eval/length": 3.0, "eval/examples": 4.0, "eval/failed": 0.0}
     assert evaluate([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **four_examples}
     assert evaluate([1.0, 0.0, None, 1.0]) == {
         "eval/accuracy": 0.5,
@@ -196,7 +196,7 @@ def test_evaluation_returns_means_and_none_without_completions(tmp_path):
         "eval/failed": 1.0,
     }
     none = dict.fromkeys(("eval/accuracy", "eval/reward", "eval/length"))
-    assert evaluate([]) == {**none, "eval/rows": 0.0, "eval/failed": 0.0}
+    assert evaluate([]) == {**none, "eval/examples": 0.0, "eval/failed": 0.0}
     assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
 
 

@@ -240,7 +240,7 @@ def trial(app: str, settings: Sequence[str]) -> Iterator[Finding]:
     except RLError as error:
         yield Finding(app, str(error), OUTPUT_FORMAT)
         return
-    small = ["total_steps=1", f"data.batch_size={trainers}", "evaluation.rows=0", "trackers=none"]
+    small = ["total_steps=1", f"data.batch_size={trainers}", "evaluation.examples=0", "trackers=none"]
     if loaded.servers == "required":
         small += ["rollout.group_size=2", "actor.minibatches=1"]
     begin = time.monotonic()

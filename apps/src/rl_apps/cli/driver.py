@@ -330,7 +330,7 @@ def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[
     """
     if run.config.model.chat_template:
         save_tokenizer(run.config.model, run.tokenizer)
-    if run.layout.rollout is not None and run.config.rollout.rehearsal:
+    if run.layout.rollout is not None and run.config.rollout.trial_episode:
         say("running a trial episode on one example")
         run_trial_episode(run, app.form)
         if isinstance(run.config, GRPOConfig):

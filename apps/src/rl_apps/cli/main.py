@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             return driver.main(arguments.app, arguments.arguments)
         own = {
             "replay": _replay,
-            "figures": _figures,
+            "metrics": _metrics,
             "generate": _generate,
             "doctor": _doctor,
             "demo": _demo,
@@ -135,7 +135,7 @@ def _add_runs(commands: Any) -> None:
     show.add_argument("--evaluation", action="store_true", help="completions of an evaluation")
     show.add_argument("-n", "--number", type=_count, default=4, help="number of completions (default %(default)s)")
     plot = commands.add_parser("plot", help="plot metrics of runs in the terminal or to a file")
-    plot.add_argument("--figure", action="append", default=[], help="metric in metrics.jsonl; may be repeated")
+    plot.add_argument("--metric", action="append", default=[], help="metric in metrics.jsonl; may be repeated")
     plot.add_argument("-o", "--output", type=Path, help="PNG, SVG or PDF file (needs rl-apps[plot])")
     report = commands.add_parser("report", help="write report.html; with several runs, compare them")
     report.add_argument(
@@ -184,9 +184,9 @@ def _add_checks(commands: Any) -> None:
 
 def _add_models(commands: Any) -> None:
     """Add the subcommands for metrics and models."""
-    figures = commands.add_parser("figures", help="explain the metrics in metrics.jsonl")
-    figures.add_argument("name", nargs="?", default="", help="metric, or a prefix (default: all)")
-    figures.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/figures.md")
+    metrics = commands.add_parser("metrics", help="explain the metrics in metrics.jsonl")
+    metrics.add_argument("name", nargs="?", default="", help="metric, or a prefix (default: all)")
+    metrics.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/metrics.md")
     generate = commands.add_parser("generate", help="chat with a trained model")
     generate.add_argument("model", type=Path, help="run directory (its last checkpoint) or model directory")
     generate.add_argument("--prompt", help="a single prompt (default: a conversation, one line per turn)")
@@ -261,14 +261,14 @@ def _show(arguments: argparse.Namespace) -> int:
         return showing.show(run, arguments.step, arguments.evaluation, arguments.worst, arguments.number)
     runs = list(dict.fromkeys(run.resolve() for run in arguments.run))
     if arguments.command == "plot":
-        return showing.plot(runs, arguments.figure, arguments.output)
+        return showing.plot(runs, arguments.metric, arguments.output)
     return showing.report(runs, arguments.output)
 
 
-def _figures(arguments: argparse.Namespace) -> int:
-    from rl_monitor import metrics_command as figures
+def _metrics(arguments: argparse.Namespace) -> int:
+    from rl_monitor import metrics_command
 
-    print(figures.page() if arguments.markdown else figures.table(arguments.name), end="")
+    print(metrics_command.page() if arguments.markdown else metrics_command.table(arguments.name), end="")
     return 0
 
 

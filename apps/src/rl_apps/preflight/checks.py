@@ -111,7 +111,9 @@ def warnings_for(run: Run[Any]) -> list[str]:
         _check_canary(run)
         _check_shared_memory(run)
     limit = longest_row(config.data, config.model.directory())
-    generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
+    generations = (
+        {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.examples else {}
+    )
     if isinstance(config, GRPOConfig):
         generations["rollout"] = config.rollout.generation
     for name, generation in generations.items():
@@ -273,7 +275,7 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
     )
     check_chat_template(run)
     rows = load_rows(config.data, "train", form, config.seed)
-    if config.evaluation.rows:
+    if config.evaluation.examples:
         load_rows(config.data, "test", form, config.seed)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
     unit = "pairs" if form == "pairs" else "examples"

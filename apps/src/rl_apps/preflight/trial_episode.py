@@ -36,7 +36,7 @@ SECONDS = 60.0
 
 def _split(run: Run[Any], form: str) -> str:
     """Return the split whose examples the workflow gets: that of evaluation if the training data has another form."""
-    return "train" if form == "rl" or not run.config.evaluation.rows else "test"
+    return "train" if form == "rl" or not run.config.evaluation.examples else "test"
 
 
 def run_trial_episode(run: Run[Any], form: str) -> None:
@@ -73,7 +73,7 @@ def run_trial_episode(run: Run[Any], form: str) -> None:
         raise ConfigError(
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on an example with a "
             f"synthetic completion: {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{place}. "
-            f"See docs/howto/{page}.md; rollout.rehearsal=false skips this trial."
+            f"See docs/howto/{page}.md; rollout.trial_episode=false skips this trial."
         ) from error
 
 

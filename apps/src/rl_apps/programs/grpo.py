@@ -27,7 +27,7 @@ def check(run: Run[GRPOConfig]) -> list[str]:
     check_rollout(run)
     models = check_algorithm(run)
     train_rows = load_rows(config.data, "train", "rl", config.seed)
-    if config.evaluation.rows:
+    if config.evaluation.examples:
         load_rows(config.data, "test", "rl", config.seed)
     step = check_batch(
         config.data.batch_size, config.rollout.group_size, config.actor.minibatches, run.layout.actor.strategy.data
@@ -60,7 +60,7 @@ def train(run: Run[GRPOConfig]) -> None:
         publisher = components.publisher(engine, client)
         sharing = components.memory_sharing(engine, client)
         gap = components.gate(engine, client, sharing)
-        evaluations = [components.completion_evaluation(engine, rollout)] if config.evaluation.rows else []
+        evaluations = [components.completion_evaluation(engine, rollout)] if config.evaluation.examples else []
         sources = {
             "counters": rollout.stats,
             "outcomes": rollout.outcomes,

@@ -78,7 +78,7 @@ def learn_rows(
     config, engine = parts.config, learner.engine
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
-    held_out = parts.rows("test", form, config.evaluation.rows)
+    held_out = parts.rows("test", form, config.evaluation.examples)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
     epochs = partial(getattr, batches, "epoch")
     run_log = parts.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)

@@ -245,7 +245,7 @@ class Components(ExitStack):
             http = DefaultAsyncHttpxClient()
             self.callback(lambda: loop.run(http.aclose(), CLOSE_SECONDS))
         settings, generation = rollout.endpoint, self.config.generation
-        options: Any = {"per": settings.rows, "deadline": settings.session_seconds, "http_client": http}
+        options: Any = {"per": settings.sequences_per, "deadline": settings.session_seconds, "http_client": http}
         return rl_workflows.AgentEpisodeWorkflow(agent, endpoint, generation, self.max_length, **options)
 
     def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
@@ -317,7 +317,7 @@ class Components(ExitStack):
 
     def completion_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.CompletionEvaluation:
         """Build the evaluation of completions on held-out examples."""
-        rows = self.rows("test", "rl", self.config.evaluation.rows)
+        rows = self.rows("test", "rl", self.config.evaluation.examples)
         return rl_trainers.CompletionEvaluation(
             rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine)
         )

@@ -200,9 +200,9 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     _check_ids(config.model.directory(), lengths, fitting)
     if config.actor.micro_batch.max_tokens < lengths.limit * (2 if form == "pairs" else 1):
         _check_micro_batch(run, lengths, fitting)
-    if config.evaluation.rows:
+    if config.evaluation.examples:
         test = load_rows(config.data, "test", form, config.seed)
-        sentences.append(lengths.fit(held_out_rows(test, config.evaluation.rows), "test")[1])
+        sentences.append(lengths.fit(held_out_rows(test, config.evaluation.examples), "test")[1])
     messages = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in sentences if sentence]
     if form == "rl" and len(fitting) < config.data.batch_size:
         messages.append(

@@ -111,7 +111,7 @@ def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[st
     """Return the held-out accuracy before and after, by verb."""
     from rl_apps.embedded.warmup import TAUGHT_VERBS
 
-    rows = held_out_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    rows = held_out_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.examples)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
     lines = ["Accuracy by verb:"]
     for kind, chosen in (

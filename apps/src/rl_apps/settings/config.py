@@ -81,7 +81,7 @@ class ServingSettings(RuntimeConfig):
     invalid_text: str = choice("reject", ("reject", "replace"))
     """Handling of text from tools, environments and agents that is not valid UTF-8, such as half an emoji. `reject`
     fails the episode (an agent's call gets status 400); `replace` inserts U+FFFD."""
-    rehearsal: bool = True
+    trial_episode: bool = True
     """Run a trial episode before the run starts: workflow and reward on one example, with a synthetic
     completion. Set false for a workflow that only works with a real server."""
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))

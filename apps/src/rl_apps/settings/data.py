@@ -37,7 +37,7 @@ class DataConfig(Settings):
     worked answers; `word-problems`: generated; `hh-rlhf` and `word-problem-pairs`: preference pairs."""
     path: str = ""
     """Hub id, directory or file. Empty: the default of the data set. A file is a single split, so it needs
-    `evaluation.rows=0`."""
+    `evaluation.examples=0`."""
     columns: dict[str, str] = field(default_factory=dict)
     """Column names that differ from the ones that the data set expects, as `data.columns.EXPECTED=ACTUAL`, for example
     `data.columns.question=problem`. Expected names: `gsm8k`: question, answer; `chat`: messages, answer and fields of
@@ -46,7 +46,7 @@ class DataConfig(Settings):
     train_split: str = "train"
     """Name of the training split in the data set."""
     test_split: str = "test"
-    """Name of the split of held-out examples. Not read with `evaluation.rows=0`."""
+    """Name of the split of held-out examples. Not read with `evaluation.examples=0`."""
     batch_size: int = bounded(16, "at least 1", lambda rows: rows >= 1)
     """Prompts (SFT: examples) per training step, over all data-parallel replicas."""
     max_length: int | None = bounded(None, "at least 2, or null", lambda tokens: tokens is None or tokens >= 2)
@@ -104,14 +104,14 @@ def _check_splits(config: DataConfig) -> None:
     require(
         config.train_split != config.test_split,
         "data.test_split",
-        f"a split other than data.train_split={config.train_split}, or evaluation.rows=0 for no held-out examples",
+        f"a split other than data.train_split={config.train_split}, or evaluation.examples=0 for no held-out examples",
         config.test_split,
     )
     require(
         not config.path or not Path(config.path).expanduser().is_file(),
         "data.path",
         f"a directory with the splits {config.train_split} and {config.test_split}, because one file would be both, or "
-        "evaluation.rows=0 for no held-out examples",
+        "evaluation.examples=0 for no held-out examples",
         config.path,
     )
 

@@ -61,7 +61,7 @@ _NAMES = {
     "data.name": "dataset_name dataset",
     "data.path": "train_files prompt_data dataset_path train_file data_path",
     "evaluation.every": "eval_steps test_freq eval_interval eval_every eval_freq",
-    "evaluation.rows": "eval_size num_eval",
+    "evaluation.examples": "eval_size num_eval",
     "experiment": "project_name wandb_project",
     "model.chat_template": "chat_template_path apply_chat_template input_template",
     "model.path": "model_name_or_path model_name pretrain model_path base_model hf_model_path",
@@ -100,7 +100,10 @@ SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()
 RENAMED = {
     "algorithm.reward.normalise": "algorithm.reward.normalize",
     "checkpoint.best_figure": "checkpoint.best_metric",
+    "evaluation.rows": "evaluation.examples",
     "gap.answer_every": "gap.regenerate_every",
     "gap.rows": "gap.sequences",
+    "rollout.endpoint.rows": "rollout.endpoint.sequences_per",
+    "rollout.rehearsal": "rollout.trial_episode",
 }
 """Earlier names of settings, each with the current one."""

@@ -95,7 +95,7 @@ class Chat(Rows[dict[str, Any]]):
         if not self._items:
             raise DataError(
                 f"{path}: expected examples in the split {split!r}, found none; check whether its file is empty, or "
-                "set evaluation.rows=0 if you need no test data"
+                "set evaluation.examples=0 if you need no test data"
             )
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
     raise DataError(
         f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found "
         f"{names}; "
-        "add the file, name another split (data.train_split, data.test_split), or set evaluation.rows=0 to train "
+        "add the file, name another split (data.train_split, data.test_split), or set evaluation.examples=0 to train "
         "without held-out examples"
     )
 

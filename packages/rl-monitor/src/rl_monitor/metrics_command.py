@@ -1,4 +1,4 @@
-"""`rl figures`: explain the metrics of a run, in the terminal and as the page `docs/figures.md`."""
+"""`rl metrics`: explain the metrics of a run, in the terminal and as the page `docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table(name: str = "") -> str:
     if not matches:
         near = did_you_mean(name, [*dict.fromkeys(metric.partition("/")[0] for metric in MEANINGS), *MEANINGS])
         raise ConfigError(
-            f"{name!r}: expected the name or prefix of a documented metric, found none.{near} `rl figures` lists "
+            f"{name!r}: expected the name or prefix of a documented metric, found none.{near} `rl metrics` lists "
             "them; custom rewards, workflows, agents and losses record others."
         )
     widths = [max(map(len, column)) for column in ((*matches,), (entry.unit for entry in matches.values()))]
@@ -39,7 +39,7 @@ def page() -> str:
         "Fields of the records in `metrics.jsonl` of a run. The file has one JSON object per training step, and one\n"
         "for each evaluation before the first and after the last step (`evaluation` is true). null: not measured.\n"
         "`<...>` in a name stands for any word. Custom rewards, workflows, agents and losses name their own metrics.\n"
-        "`rl figures` prints this table. `uv run rl figures --markdown > docs/figures.md` generates this page from\n"
+        "`rl metrics` prints this table. `uv run rl metrics --markdown > docs/metrics.md` generates this page from\n"
         "`rl_contracts.runtime.metric_docs`.",
     ]
     for section, metrics in groupby(MEANINGS.items(), key=lambda item: item[1].section):

@@ -90,7 +90,7 @@ def plot(directories: Sequence[Path], metrics: Sequence[str], file: Path | None)
 
     Args:
         directories: run directories.
-        figures: names in `metrics.jsonl`; if empty, the first of `FIRST_METRICS` that the runs recorded.
+        metrics: names in `metrics.jsonl`; if empty, the first of `FIRST_METRICS` that the runs recorded.
         file: PNG, SVG or PDF file, or None to plot in the terminal.
 
     Raises:
@@ -103,7 +103,7 @@ def plot(directories: Sequence[Path], metrics: Sequence[str], file: Path | None)
     for name in chosen:
         if name not in available:
             near = ", ".join(difflib.get_close_matches(name, available, 5, 0.3)) or ", ".join(available)
-            raise ConfigError(f"--figure: expected a metric of these runs, found {name}; similar: {near}.")
+            raise ConfigError(f"--metric: expected a metric of these runs, found {name}; similar: {near}.")
     curves_by_metric = {n: {run: curves[n] for run, curves in runs.items() if n in curves} for n in chosen}
     labels = _short_names([str(directory) for directory in directories])
     plots = {name: {labels[run]: curve for run, curve in curves.items()} for name, curves in curves_by_metric.items()}

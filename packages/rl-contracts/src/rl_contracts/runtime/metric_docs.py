@@ -1,4 +1,4 @@
-"""Meaning of every built-in metric in `metrics.jsonl`, the source of `docs/figures.md` and `rl figures`.
+"""Meaning of every built-in metric in `metrics.jsonl`, the source of `docs/metrics.md` and `rl metrics`.
 
 Metrics that a custom reward, workflow, agent or loss records are not listed.
 """
@@ -201,7 +201,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Evaluation": {
         "eval/accuracy": ("fraction", "held-out episodes with reward 1, or held-out pairs that were judged correctly"),
         "eval/reward": ("reward", "mean reward of held-out episodes"),
-        "eval/rows": ("examples", "number of held-out examples in the evaluation"),
+        "eval/examples": ("examples", "number of held-out examples in the evaluation"),
         "eval/failed": (
             "completions",
             "completions of held-out examples without a reward; they count as 0 in `eval/accuracy` and `eval/reward`",

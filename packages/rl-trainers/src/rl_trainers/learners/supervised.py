@@ -219,13 +219,13 @@ class LossEvaluation:
         self.learner, self.batch, self.rows = learner, batch, num_examples
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """Return `loss/eval` and `eval/rows`, and for pairs also `eval/accuracy` and `eval/margin` (collective).
+        """Return `loss/eval` and `eval/examples`, and for pairs also `eval/accuracy` and `eval/margin` (collective).
 
         The loss of cross entropy is in nats per token.
         """
         statistics = self.learner.engine.eval_batch(self.batch, self.learner.loss, self.learner.weigh)
         names = {"loss": "loss/eval", "pair/accuracy": "eval/accuracy", "pair/margin": "eval/margin"}
         return {
-            "eval/rows": self.rows,
+            "eval/examples": self.rows,
             **{named: statistics[name] for name, named in names.items() if name in statistics},
         }

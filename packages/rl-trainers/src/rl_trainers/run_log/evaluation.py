@@ -25,7 +25,7 @@ class HeldOutConfig(Settings):
     setting: ClassVar[str] = "evaluation"
     every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
-    rows: int = bounded(512, "0 (off) or more", lambda rows: rows >= 0)
+    examples: int = bounded(512, "0 (off) or more", lambda examples: examples >= 0)
     """Number of held-out examples: a random sample that is the same in every run. 0 disables evaluation."""
 
 
@@ -56,7 +56,7 @@ class CompletionEvaluation:
         """Generate and score completions of all examples (collective).
 
         Returns:
-            `eval/reward`, `eval/length` (generated tokens per sequence), `eval/rows` (examples), `eval/failed`
+            `eval/reward`, `eval/length` (generated tokens per sequence), `eval/examples` (examples), `eval/failed`
             (episodes without a reward) and, only if each reward is 0 or 1, `eval/accuracy`. Failed episodes count as 0
             in reward and accuracy. Means are None if there is no completion.
         """
@@ -80,4 +80,4 @@ class CompletionEvaluation:
         for name in results.keys() & {"eval/accuracy", "eval/reward"} if count else ():
             results[name] = (results[name] or 0.0) * count / requested
         failed = requested - count
-        return results | {"eval/rows": float(len(self.rows)), "eval/failed": failed}
+        return results | {"eval/examples": float(len(self.rows)), "eval/failed": failed}

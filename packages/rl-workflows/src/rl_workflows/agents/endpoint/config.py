@@ -34,7 +34,7 @@ class EndpointConfig(Settings):
     discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
     """Discount factor of rewards per turn. With `credit=episode` a reward is multiplied by it once for each earlier
     turn of its branch. With `credit=turn` the return of the next turn is multiplied by it."""
-    rows: str = choice("branch", ("branch", "call"))
+    sequences_per: str = choice("branch", ("branch", "call"))
     """Unit that becomes one training sequence. `branch`: a conversation from its first prompt to a final completion;
     tokens that branches share are trained in one of them. `call`: a completion and its prompt."""
     session_seconds: float = bounded(1800.0, "seconds above 0", lambda seconds: seconds > 0)

@@ -1,4 +1,4 @@
-"""`rl figures`: the documentation of metrics, as a command and as a page."""
+"""`rl metrics`: the documentation of metrics, as a command and as a page."""
 
 import re
 from pathlib import Path
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_metrics_page_on_disk_is_up_to_date():
-    page_on_disk = (ROOT / "docs" / "figures.md").read_text()
-    assert page_on_disk == page(), "out of date: uv run rl figures --markdown > docs/figures.md"
+    page_on_disk = (ROOT / "docs" / "metrics.md").read_text()
+    assert page_on_disk == page(), "out of date: uv run rl metrics --markdown > docs/metrics.md"
 
 
 def test_metrics_all_have_unit_and_meaning():
@@ -33,7 +33,7 @@ def test_metrics_all_have_unit_and_meaning():
     ],
 )
 def test_metrics_command_finds_metric_by_name(metric, unit, capsys):
-    assert main(["figures", metric]) == 0
+    assert main(["metrics", metric]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.split()[0] == metric
     assert unit in first
@@ -46,10 +46,10 @@ def test_meaning_of_undocumented_metric_is_none(metric):
 
 def test_metrics_command_lists_prefix_and_suggests_names(capsys):
     assert {line.split()[0].partition("/")[0] for line in table("gap/").splitlines()} == {"gap"}
-    assert main(["figures", "grad_nrom"]) == 2
+    assert main(["metrics", "grad_nrom"]) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "Did you mean 'grad_norm'?" in message
-    assert main(["figures", "rewrd"]) == 2
+    assert main(["metrics", "rewrd"]) == 2
     assert "Did you mean 'reward'?" in capsys.readouterr().err
 
 

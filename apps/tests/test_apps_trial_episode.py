@@ -178,7 +178,7 @@ def test_trial_episode_error_names_the_users_line(user_code, model, tmp_path, ov
         _run_trial(model, tmp_path, override)
 
     assert override in str(error.value)
-    assert "rollout.rehearsal=false" in str(error.value)
+    assert "rollout.trial_episode=false" in str(error.value)
     assert "Traceback" not in str(error.value)
     assert "\n" not in str(error.value)
     if line:
@@ -280,7 +280,7 @@ def test_command_with_a_mistake_in_a_reward_starts_no_server(user_code, model, t
 def test_gold_answers_are_scored_before_start(model, tmp_path, capsys, wrong, code):
     rows = [{"question": "1 + 1?", "answer": "#### 2"}] * (12 - wrong) + [{"question": "?", "answer": "two"}] * wrong
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    arguments = [f"data.path={tmp_path}", "data.name=gsm8k", "evaluation.rows=0", "data.batch_size=4"]
+    arguments = [f"data.path={tmp_path}", "data.name=gsm8k", "evaluation.examples=0", "data.batch_size=4"]
 
     assert main("gsm8k-grpo", ["--dry-run", f"model.path={model}", *arguments]) == code
 

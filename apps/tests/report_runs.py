@@ -20,7 +20,7 @@ TOKENIZER = {
 
 
 def make_run(
-    directory: Path, steps: int = 6, answers: int = 4, tokens: int = 12, every: int = 1, **settings: Any
+    directory: Path, steps: int = 6, completions: int = 4, tokens: int = 12, every: int = 1, **settings: Any
 ) -> Path:
     """Create the directory of a run of several steps with completions, evaluations, a failure and warnings."""
     draw = random.Random(steps)
@@ -33,7 +33,7 @@ def make_run(
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(_record(draw, i)) + "\n" for i in range(1, steps + 1)))
     for step in range(1, steps + 1, every):
-        records = [_completion(draw, step, i, tokens) for i in range(answers)]
+        records = [_completion(draw, step, i, tokens) for i in range(completions)]
         _write(directory / "rollouts" / f"step_{step}-0.jsonl", records)
         learned = [
             {"group_id": rec["group_id"], "episode_id": rec["episode_id"], "tokens": tokens, "advantage": rec["reward"]}
@@ -41,7 +41,9 @@ def make_run(
             for rec in records
         ]
         _write(directory / "rollouts" / f"learned_step_{step}-0.jsonl", learned)
-    _write(directory / "rollouts" / "eval_step_0-0.jsonl", [_completion(draw, 0, i, tokens) for i in range(answers)])
+    _write(
+        directory / "rollouts" / "eval_step_0-0.jsonl", [_completion(draw, 0, i, tokens) for i in range(completions)]
+    )
     (directory / "logs" / "actor-0.log").write_text(
         "2026-11-25 20:02:51.526 WARNING [trainer/0] rl.trainers.gap: the gap is 0.31\n"
         "2026-11-25 20:02:52.526 INFO [trainer/0] rl.trainers: an ordinary line\n"
@@ -53,7 +55,7 @@ def make_run(
         "prompt_id": 1,
         "epoch": 0,
         "group_id": 9,
-        "ending": "failed",
+        "outcome": "failed",
         "reason": "the reward crashed",
     }
     _write(directory / "groups.jsonl", [failed_group])

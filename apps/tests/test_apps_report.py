@@ -48,16 +48,16 @@ def test_report_page_has_curves_settings_origin_and_completions(tmp_path) -> Non
     assert command["command"] == ["gsm8k-grpo", "total_steps=6", "tracker.api_key=***"]
     assert command["packages"]["torch"]
     assert command["host"]
-    newest = [answer for answer in run_data["answers"] if answer["step"] == 6]
-    assert [answer["reward"] for answer in newest] == sorted(answer["reward"] for answer in newest)
-    learned = next(answer for answer in newest if answer["rejected"] is None)
+    newest = [completion for completion in run_data["completions"] if completion["step"] == 6]
+    assert [completion["reward"] for completion in newest] == sorted(completion["reward"] for completion in newest)
+    learned = next(completion for completion in newest if completion["rejected"] is None)
     assert learned["advantage"] == learned["reward"]
     assert learned["tokens"]["text"][0].startswith("w")
     assert learned["tokens"]["proximal"][0] == pytest.approx(learned["tokens"]["logprobs"][0] - 0.1)
     assert learned["tokens"]["versions"] == [[5, 6], [6, 6]]
-    (messages,) = [answer["conversation"] for answer in newest if "conversation" in answer]
+    (messages,) = [completion["conversation"] for completion in newest if "conversation" in completion]
     assert messages[1]["calls"] == ['calculator({"expression": "1+2"})']
-    assert all("advantage" not in answer for answer in run_data["answers"] if answer["rejected"])
+    assert all("advantage" not in completion for completion in run_data["completions"] if completion["rejected"])
 
 
 def test_report_repeated_events_appear_once_with_their_count(tmp_path) -> None:
@@ -94,9 +94,9 @@ def test_report_lists_failure_and_restarts_of_run_first(tmp_path) -> None:
 def test_report_shows_only_embedded_images_of_conversations() -> None:
     inside, outside = "data:image/png;base64,AAAA", "https://example.org/a.png"
     content = [{"type": "image_url", "image_url": {"url": address}} for address in (inside, outside)]
-    answer = {"conversation": [{"role": "user", "content": content}], "reward": 1.0}
+    completion = {"conversation": [{"role": "user", "content": content}], "reward": 1.0}
 
-    (message,) = to_page_record(answer, lambda ids: None, 10, 1000)["conversation"]
+    (message,) = to_page_record(completion, lambda ids: None, 10, 1000)["conversation"]
 
     assert message["parts"][0] == {"image": inside}
     assert outside in message["parts"][1]["text"]
@@ -111,7 +111,9 @@ def test_report_escapes_model_output_without_changing_it(tmp_path) -> None:
     assert text.count("</script>") == 2, "one for the data and one for the script"
     assert "<b>" not in text
     prompts = [
-        answer["prompt"] for answer in data_of(tmp_path / "page.html")["runs"][0]["answers"] if "prompt" in answer
+        completion["prompt"]
+        for completion in data_of(tmp_path / "page.html")["runs"][0]["completions"]
+        if "prompt" in completion
     ]
     assert prompts
     assert all(prompt.endswith(NASTY) for prompt in prompts)
@@ -126,7 +128,7 @@ def test_as_json_writes_null_for_nonfinite_numbers_and_escapes() -> None:
 
 @pytest.mark.slow
 def test_report_page_omits_tokens_to_stay_below_its_size(tmp_path, monkeypatch) -> None:
-    run = make_run(tmp_path / "run", steps=200, answers=6, tokens=600, every=8)
+    run = make_run(tmp_path / "run", steps=200, completions=6, tokens=600, every=8)
     large = write_report([run], tmp_path / "page.html")
     assert large < 5_000_000
     monkeypatch.setattr(module, "BYTES", large // 2)
@@ -136,8 +138,8 @@ def test_report_page_omits_tokens_to_stay_below_its_size(tmp_path, monkeypatch) 
     assert small <= large // 2
     assert small == (tmp_path / "page.html").stat().st_size
     (run_data,) = data_of(tmp_path / "page.html")["runs"]
-    assert {answer["tokens"]["count"] for answer in run_data["answers"]} == {600}
-    assert all(len(answer["tokens"]["text"]) < 600 for answer in run_data["answers"])
+    assert {completion["tokens"]["count"] for completion in run_data["completions"]} == {600}
+    assert all(len(completion["tokens"]["text"]) < 600 for completion in run_data["completions"])
 
 
 def test_report_without_tokenizer_shows_token_ids(tmp_path) -> None:
@@ -147,7 +149,7 @@ def test_report_without_tokenizer_shows_token_ids(tmp_path) -> None:
     write_report([run], tmp_path / "page.html")
 
     (run_data,) = data_of(tmp_path / "page.html")["runs"]
-    assert re.fullmatch(r"\[\d+\] ", run_data["answers"][0]["tokens"]["text"][0])
+    assert re.fullmatch(r"\[\d+\] ", run_data["completions"][0]["tokens"]["text"][0])
 
 
 def test_report_of_several_runs_lists_differing_settings(tmp_path, monkeypatch) -> None:
@@ -167,7 +169,7 @@ def test_report_of_run_without_records_is_written(tmp_path) -> None:
     assert main.main(["report", str(tmp_path)]) == 0
 
     (run_data,) = data_of(tmp_path / "report.html")["runs"]
-    assert (run_data["curves"], run_data["answers"], run_data["events"], run_data["total_steps"]) == ({}, [], [], 3)
+    assert (run_data["curves"], run_data["completions"], run_data["events"], run_data["total_steps"]) == ({}, [], [], 3)
 
 
 def test_report_of_no_run_or_to_unwritable_file_reports_error(tmp_path, capsys) -> None:
@@ -229,7 +231,7 @@ def test_samples_do_not_read_unchanged_files_again(tmp_path) -> None:
 
     after = samples.choose()
 
-    assert after == [answer for answer in before if answer["step"] != 6]
+    assert after == [completion for completion in before if completion["step"] != 6]
 
 
 # ---- selection of completions
@@ -307,8 +309,8 @@ window.addEventListener("load", () => {
   const count = (what) => document.querySelectorAll(what).length;
   const requests = performance.getEntriesByType("resource").map((one) => one.name);
   const result = JSON.stringify({
-    lines, requests, ms: loadEventStart - fetchStart, cards: count(".card"), bold: count("#answers .text b"),
-    answers: count("#answers details"), pictures: count("#answers img"),
+    lines, requests, ms: loadEventStart - fetchStart, cards: count(".card"), bold: count("#completions .text b"),
+    completions: count("#completions details"), pictures: count("#completions img"),
   });
   document.body.replaceChildren();  // lone surrogates in completions cannot be dumped
   document.body.dataset.probe = result;
@@ -323,7 +325,7 @@ def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("chromium is not installed")
-    run = make_run(tmp_path / "run", steps=90, answers=6, tokens=200, every=4)
+    run = make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4)
     write_report([run], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
@@ -340,5 +342,5 @@ def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
     assert probe["requests"] in ([], ["data:,"])
     assert probe["bold"] == 0, "model output is text, not HTML"
     assert probe["cards"] == 10
-    assert probe["answers"] >= 40
+    assert probe["completions"] >= 40
     assert probe["ms"] < 1000

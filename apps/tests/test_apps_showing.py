@@ -10,7 +10,7 @@ from rl_monitor import show
 
 
 def test_show_prints_completions_of_newest_step(tmp_path, capsys) -> None:
-    run = make_run(tmp_path / "run", answers=3)
+    run = make_run(tmp_path / "run", completions=3)
 
     assert main.main(["show", str(run), "-n", "2"]) == 0
 
@@ -26,7 +26,7 @@ def test_show_prints_completions_of_newest_step(tmp_path, capsys) -> None:
 
 
 def test_show_worst_sorts_completions_of_step_by_reward(tmp_path, capsys) -> None:
-    run = make_run(tmp_path / "run", answers=9)
+    run = make_run(tmp_path / "run", completions=9)
     rewards = [json.loads(line)["reward"] for line in (run / "rollouts" / "step_2-0.jsonl").read_text().splitlines()]
 
     assert main.main(["show", str(run), "--step", "2", "--worst", "-n", "9"]) == 0

@@ -23,18 +23,18 @@ OUT = os.environ["SETTINGS_READ"]
 MODULES = tuple(os.environ["SETTINGS_MODULES"].split(","))
 NOT_READING = frozenset(("__eq__", "__repr__", "__hash__"))
 SETTINGS = ("Config", "Settings", "Options", "Spec")
-"""How the names of settings classes end; what another class reads as it is made, it reads for good."""
+"""Suffixes of the names of settings classes. Reads in the checks of these classes do not count."""
 CHECKS = ("__post_init__", "check")
 LOAD_ATTR, CACHE = opcode.opmap["LOAD_ATTR"], opcode.opmap["CACHE"]
 
 _noted: set[str] = set()
 KEY = "__key__"
-"""Where a section keeps its key, once it was reached from the config around it."""
+"""Attribute with the key of a section, set when the section is read from its parent."""
 _decorate = dataclasses.dataclass
 
 
 def owner(cls: type, name: str) -> str:
-    """The class that declares a field first, as `module:Class.field`."""
+    """Return the class that first declares a field, as `module:Class.field`."""
     declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
     return f"{declaring[-1].__module__}:{declaring[-1].__qualname__}.{name}"
 
@@ -43,7 +43,7 @@ def _reads(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     code, at = frame.f_code.co_code, frame.f_lasti
-    while code[at] == CACHE:  # where code has run often, the place is behind its instruction
+    while code[at] == CACHE:  # in specialized code, the position is after the instruction
         at -= 2
     if code[at] != LOAD_ATTR:
         return False
@@ -73,8 +73,8 @@ def _get(self: Any, name: str) -> Any:
 
 
 def _watched(cls: type) -> type:
-    ours = cls.__module__.startswith(MODULES) and cls.__name__.endswith(SETTINGS)
-    if ours and "__slots__" not in vars(cls) and cls.__getattribute__ is object.__getattribute__:
+    is_settings = cls.__module__.startswith(MODULES) and cls.__name__.endswith(SETTINGS)
+    if is_settings and "__slots__" not in vars(cls) and cls.__getattribute__ is object.__getattribute__:
         cls.__getattribute__ = _get  # type: ignore[method-assign,assignment]
     return cls
 

@@ -27,8 +27,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", layers=2))
+def moe(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2))
 
 
 def read(path):
@@ -58,8 +58,8 @@ def test_resume_in_other_layout_keeps_moments_and_losses(model, tmp_path, first,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("first", "second"), [({"data": 2, "expert": 2}, {}), ({"data": 2}, {"data": 2, "expert": 2})])
-def test_resume_of_moe_with_other_expert_layout(mixture, tmp_path, first, second):
-    resume(mixture, tmp_path, first, second)
+def test_resume_of_moe_with_other_expert_layout(moe, tmp_path, first, second):
+    resume(moe, tmp_path, first, second)
 
 
 INTERLEAVED = {"pipeline": 2, "interleaved": 2}

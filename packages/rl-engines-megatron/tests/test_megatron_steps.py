@@ -82,9 +82,9 @@ def test_scalar_head_and_its_loaded_state_match_in_each_layout(scorer, tmp_path,
 
 @pytest.mark.nightly
 def test_critic_and_moe_model_share_processes_of_context_ranks(scorer, tmp_path):
-    mixture = make_tiny_model(tmp_path / "mixture", "qwen3_moe", hidden=128)
+    moe = make_tiny_model(tmp_path / "moe", "qwen3_moe", hidden=128)
 
-    check_layout(scorer, tmp_path, {"context": 2}, {}, ["value"], str(mixture))
+    check_layout(scorer, tmp_path, {"context": 2}, {}, ["value"], str(moe))
 
 
 @pytest.mark.nightly

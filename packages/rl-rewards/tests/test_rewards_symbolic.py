@@ -12,7 +12,7 @@ import pytest
 from rl_contracts.errors import RewardError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_rewards import math_reward_fn
-from rl_rewards.places import marked_answer, read_part, stated_answers
+from rl_rewards.answer_forms import marked_answer, read_part, stated_answers
 
 
 @pytest.mark.parametrize(

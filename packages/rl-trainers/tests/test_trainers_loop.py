@@ -89,14 +89,14 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
 
 def test_train_writes_outcomes_of_prompts_with_their_step(engine, tmp_path):
     outcomes_of_steps = iter(
-        [[{"prompt_id": 3, "ending": "trained"}, {"prompt_id": 1, "ending": "failed"}], [], [{"prompt_id": 2}]]
+        [[{"prompt_id": 3, "outcome": "trained"}, {"prompt_id": 1, "outcome": "failed"}], [], [{"prompt_id": 2}]]
     )
     run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(outcomes_of_steps))
     train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert lines == [
-        {"step": 1, "prompt_id": 3, "ending": "trained"},
-        {"step": 1, "prompt_id": 1, "ending": "failed"},
+        {"step": 1, "prompt_id": 3, "outcome": "trained"},
+        {"step": 1, "prompt_id": 1, "outcome": "failed"},
         {"step": 3, "prompt_id": 2},  # read after the last step
     ]
 
@@ -109,13 +109,13 @@ def test_train_error_writes_failed_prompts(engine, tmp_path):
             return super().next_batch()
 
     outcomes_of_steps = iter(
-        [[], [{"prompt_id": 4, "ending": "trained"}, {"prompt_id": 5, "ending": "failed", "reason": "reward"}]]
+        [[], [{"prompt_id": 4, "outcome": "trained"}, {"prompt_id": 5, "outcome": "failed", "reason": "reward"}]]
     )
     run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: next(outcomes_of_steps))
     with pytest.raises(RewardError, match="too many"):
         train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 2, "prompt_id": 5, "ending": "failed", "reason": "reward"}]  # no step learned from 4
+    assert lines == [{"step": 2, "prompt_id": 5, "outcome": "failed", "reason": "reward"}]  # no step learned from 4
 
 
 def test_train_error_is_raised_even_if_outcomes_cannot_be_written(engine, tmp_path):
@@ -124,7 +124,7 @@ def test_train_error_is_raised_even_if_outcomes_cannot_be_written(engine, tmp_pa
             (tmp_path / "groups.jsonl").mkdir()
             raise RewardError("too many groups failed")
 
-    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: [{"ending": "failed"}])
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0), outcomes=lambda: [{"outcome": "failed"}])
     with pytest.raises(RewardError, match="too many"):
         train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
 

@@ -70,7 +70,7 @@ def test_two_leaders_end_together_with_smaller_batch_and_leftovers(two_leaders):
         assert leader["metrics"]["groups/left_over"] == 2
     outcomes = [outcome for leader in two_leaders for outcome in leader["outcomes"]]
     assert sorted(outcome["prompt_id"] for outcome in outcomes) == [*range(6), *range(100, 103)]
-    left_over = [outcome for outcome in outcomes if outcome["ending"] == "left_over"]
+    left_over = [outcome for outcome in outcomes if outcome["outcome"] == "left_over"]
     assert sorted(outcome["prompt_id"] for outcome in left_over) == [4, 5]
 
 

@@ -264,7 +264,7 @@ def test_on_completions_receives_batches_and_rejections_with_reason(engine):
         assert rollout.outcomes() == []
     finally:
         rollout.destroy()
-    reported = {(outcome["prompt_id"], outcome["ending"], outcome["reason"]) for outcome in outcomes}
+    reported = {(outcome["prompt_id"], outcome["outcome"], outcome["reason"]) for outcome in outcomes}
     unsuccessful = {(2, "rejected", "filter"), (5, "failed", "internal: injected")}
     assert reported == unsuccessful | {(prompt, "trained", None) for prompt in set(range(12)) - {2, 5}}
     assert len(outcomes) == 12

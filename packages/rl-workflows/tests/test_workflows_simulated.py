@@ -277,7 +277,7 @@ def simulate(seed, prompts, case, *, make=make_scheduler, manager_class=Stalenes
     assert sorted(outcome["prompt_id"] for outcome in world.outcomes) == list(range(prompts)), (
         "an outcome was not reported once"
     )
-    trained = [outcome["group_id"] for outcome in world.outcomes if outcome["ending"] == "trained"]
+    trained = [outcome["group_id"] for outcome in world.outcomes if outcome["outcome"] == "trained"]
     assert sorted(trained) == sorted(world.group_ids)
     return world.events
 
@@ -487,7 +487,7 @@ def _accepted_groups_to_every_leader(states, leader, leaders):
 
 
 def _without_pending_outcomes(states, leader, leaders):
-    return reshard_groups(states, leader, leaders) | {"endings": []}
+    return reshard_groups(states, leader, leaders) | {"outcomes": []}
 
 
 @pytest.mark.slow

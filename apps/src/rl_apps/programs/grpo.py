@@ -68,7 +68,7 @@ def train(run: Run[GRPOConfig]) -> None:
         }
         run_log = components.run_log(engine, evaluations, epochs=epochs, **sources)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = components.recover(engines, {"rollout": rollout, "books": run_log}, epochs)
+        recover = components.recover(engines, {"rollout": rollout, "run_log": run_log}, epochs)
         rl_trainers.train(
             rollout, actor, run_log, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
         )

@@ -67,7 +67,7 @@ def train_policy(run: Run[DPOConfig]) -> None:
 
 
 def learn_pairs(
-    parts: Components, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
+    components: Components, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
 ) -> None:
     """Run the training steps on preference pairs.
 
@@ -77,13 +77,13 @@ def learn_pairs(
     from rl_trainers.learners.preference import count_pairs, preference_sequences
     from rl_trainers.learners.supervised import shard_sequences
 
-    renderer = parts.renderer()
+    renderer = components.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-        truncate = parts.config.data.overlong == "truncate"
-        return shard_sequences(preference_sequences(rows, renderer, parts.max_length, truncate), engine.parallel)
+        truncate = components.config.data.overlong == "truncate"
+        return shard_sequences(preference_sequences(rows, renderer, components.max_length, truncate), engine.parallel)
 
-    learn_rows(parts, rows, "pairs", rl_trainers.LossLearner(engine, loss, count_pairs, reference), batch_of)
+    learn_rows(components, rows, "pairs", rl_trainers.LossLearner(engine, loss, count_pairs, reference), batch_of)
 
 
 REWARD_MODEL = App(

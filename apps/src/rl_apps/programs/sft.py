@@ -56,7 +56,7 @@ def train(run: Run[SFTConfig]) -> None:
 
 
 def learn_rows(
-    parts: Components,
+    components: Components,
     rows: Rows,
     form: str,
     learner: rl_trainers.LossLearner,
@@ -75,14 +75,14 @@ def learn_rows(
     """
     from rl_datasets import BatchLoader
 
-    config, engine = parts.config, learner.engine
+    config, engine = components.config, learner.engine
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
-    held_out = parts.rows("test", form, config.evaluation.examples)
+    held_out = components.rows("test", form, config.evaluation.examples)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
     epochs = partial(getattr, batches, "epoch")
-    run_log = parts.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
-    recover = parts.recover({"actor": engine}, {"source": source, "books": run_log}, epochs)
+    run_log = components.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
+    recover = components.recover({"actor": engine}, {"source": source, "run_log": run_log}, epochs)
     rl_trainers.train(source, learner, run_log, config.total_steps, recover=recover, **served)
 
 

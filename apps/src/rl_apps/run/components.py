@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Components"]
 
-log = get_logger("apps.parts")
+log = get_logger("apps.components")
 
 CLOSE_SECONDS = 10.0
 """Seconds to wait for a component to close when a run ends."""

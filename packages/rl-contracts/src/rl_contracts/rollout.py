@@ -104,8 +104,8 @@ class RolloutRuntime(ABC):
     def outcomes(self) -> list[dict[str, Any]]:
         """Return the outcomes of this replica's prompts since the last call. Empty by default.
 
-        Each outcome is a JSON object of `prompt_id`, `epoch`, `group_id`, `ending` and `reason`. `group_id` is null if
-        the prompt was never admitted. `ending` is `trained`, `rejected`, `failed` or `left_over`; `reason` is null if
+        Each outcome is a JSON object of `prompt_id`, `epoch`, `group_id`, `outcome` and `reason`. `group_id` is null if
+        the prompt was never admitted. `outcome` is `trained`, `rejected`, `failed` or `left_over`; `reason` is null if
         `trained`. `state_dict` contains outcomes that were not returned yet; they are returned after
         `load_state_dict`.
         """

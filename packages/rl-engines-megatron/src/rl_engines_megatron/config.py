@@ -10,7 +10,7 @@ from rl_contracts.config import bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
-from rl_engines_megatron.model.mixture import check_experts
+from rl_engines_megatron.model.moe import check_experts
 
 OPTIMIZERS = ("adamw", "sgd")
 """Names of the optimizers of this engine."""

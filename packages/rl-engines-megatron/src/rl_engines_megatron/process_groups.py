@@ -12,7 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.cpu import without_cuda
-from rl_engines_megatron.model.mixture import expert_tensor
+from rl_engines_megatron.model.moe import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
 """Order of the dimensions, fastest first, as in `rl_contracts.batch.parallel`. Ranks of a replica are consecutive."""

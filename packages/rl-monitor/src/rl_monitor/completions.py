@@ -51,31 +51,31 @@ def kept_steps(directory: Path, evaluation: bool) -> list[int]:
     return steps
 
 
-def conversation(answer: dict[str, Any], where: str) -> Text:
+def conversation(completion: dict[str, Any], where: str) -> Text:
     """Render a record of `rollouts/` for the terminal, with `where` in its heading."""
     from rich.text import Text
 
     heading = [
         where,
-        *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")),
-        f"reward {answer['reward']:g}",
+        *(f"{name} {completion[f'{name}_id']}" for name in ("prompt", "episode")),
+        f"reward {completion['reward']:g}",
     ]
-    heading += [f"advantage {answer['advantage']:+.3g}"] if answer.get("advantage") is not None else []
-    heading += [f"rejected: {answer['rejected']}"] if answer["rejected"] else []
-    heading += ["truncated"] if answer["truncated"] else []
+    heading += [f"advantage {completion['advantage']:+.3g}"] if completion.get("advantage") is not None else []
+    heading += [f"rejected: {completion['rejected']}"] if completion["rejected"] else []
+    heading += ["truncated"] if completion["truncated"] else []
     text = Text(f"== {', '.join(heading)}\n", style="bold")
-    for message in answer.get("conversation") or _as_conversation(answer):
+    for message in completion.get("conversation") or _as_conversation(completion):
         text.append(f"{message['role']}{_version_and_reward(message)}: ", style=_STYLES.get(message["role"], ""))
         text.append(f"{_escape_control_characters(_message_text(message))}\n", style="not bold")
     return text
 
 
-def _as_conversation(answer: dict[str, Any]) -> list[dict[str, Any]]:
+def _as_conversation(completion: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a prompt and its completion in the form of a conversation."""
-    versions = {name: answer.get(name) for name in ("version_first", "version_last")}
+    versions = {name: completion.get(name) for name in ("version_first", "version_last")}
     return [
-        {"role": "prompt", "content": answer.get("prompt", "")},
-        {"role": "completion", "content": answer.get("completion", ""), **versions},
+        {"role": "prompt", "content": completion.get("prompt", "")},
+        {"role": "completion", "content": completion.get("completion", ""), **versions},
     ]
 
 

@@ -29,7 +29,7 @@ REFRESHES = 2.0
 """Redraws per second."""
 COMPLETION_SECONDS = 10.0
 """Seconds for which a completion is shown."""
-ANSWER_LINES = 6
+COMPLETION_LINES = 6
 RECENT = 20
 """Number of recent steps whose mean duration gives the estimate of the remaining time."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -53,7 +53,7 @@ class RunView:
     records: list[dict[str, Any]] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)
     """Newest warning of each kind, the most recent kind last."""
-    answer: Text | None = None
+    completion: Text | None = None
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of a step. Remove records of later steps, which a run repeats after a resume."""
@@ -75,8 +75,8 @@ class RunView:
             *self._stage_times(width, plain),
         ]
         parts += [Text(f"warning: {text}", style="yellow") for text in list(self.warnings.values())[-3:]]
-        if self.answer is not None and console.size.height >= SMALL:
-            parts += [Text(), *self.answer.split("\n")[:ANSWER_LINES]]
+        if self.completion is not None and console.size.height >= SMALL:
+            parts += [Text(), *self.completion.split("\n")[:COMPLETION_LINES]]
         name = Text(self.name)
         name.truncate(max(1, panel_width - 6), overflow="ellipsis")  # a long title would widen the panel
         yield Panel(Group(*parts), title=name, title_align="left", border_style="dim", width=panel_width)
@@ -173,8 +173,8 @@ class Screen:
         for step, path in reversed(list(completion_files(self._directory, evaluation=False))):
             lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
             if lines:
-                self.view.answer = conversation(json.loads(lines[-1]), f"step {step}")
-                self.view.answer.no_wrap, self.view.answer.overflow = True, "ellipsis"
+                self.view.completion = conversation(json.loads(lines[-1]), f"step {step}")
+                self.view.completion.no_wrap, self.view.completion.overflow = True, "ellipsis"
                 return
 
     def _current_view(self) -> RunView:

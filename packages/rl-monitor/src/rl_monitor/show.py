@@ -14,7 +14,7 @@ from rl_contracts.runtime.run_files import REPORT_FILE
 from rl_monitor.completions import conversation, format_steps, kept_steps
 from rl_monitor.report.curves import Curve, curves_of, read_records
 from rl_monitor.report.page import write_report
-from rl_monitor.report.samples import Answer, by_reward, read_answers
+from rl_monitor.report.samples import CompletionRecord, by_reward, read_completions
 from rl_monitor.status import require_names
 
 POINTS = 400
@@ -72,12 +72,12 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
         )
     saved = 0
 
-    def choose(summaries: list[Answer]) -> list[Answer]:
+    def choose(summaries: list[CompletionRecord]) -> list[CompletionRecord]:
         nonlocal saved
         saved = len(summaries)
         return (sorted(summaries, key=by_reward) if worst else summaries)[:number]
 
-    completions, console = read_answers(directory, chosen_step, evaluation, choose), Console(highlight=False)
+    completions, console = read_completions(directory, chosen_step, evaluation, choose), Console(highlight=False)
     where = f"{'evaluation at ' * evaluation}step {chosen_step}"
     for completion in completions:
         console.print(conversation(completion, where), soft_wrap=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from rl_contracts.chat.reasoning import split_reasoning
 from rl_contracts.errors import RewardError
+from rl_rewards.answer_forms import MAX_CHARS, hashed_lines, leading_number, marked_answer, read_part, stated_answers
 from rl_rewards.latex import canonical
-from rl_rewards.places import MAX_CHARS, hashed_lines, leading_number, marked_answer, read_part, stated_answers
 from rl_rewards.texts import has_words, is_words, only_text, same_text
 
 RELATIVE = 1e-3
@@ -43,7 +43,7 @@ def math_reward_fn(
 ) -> float:
     r"""Return 1.0 if the answer in `completions` equals `answer`, as a text or as an expression, else 0.0.
 
-    `rl_rewards.places` finds the answer. If it finds none, math-verify searches the last `MAX_CHARS` characters.
+    `rl_rewards.answer_forms` finds the answer. If it finds none, math-verify searches the last `MAX_CHARS` characters.
     `rl_rewards.texts` describes the comparison as texts. If only one side has a percent sign, the sign may mean `/100`
     or a unit. Comparing two expressions may take unbounded time, so run this function under a deadline.
 

@@ -10,7 +10,7 @@ from typing import Any
 from rl_contracts.errors import ModelError
 from rl_contracts.models.attention_windows import KINDS
 from rl_engines_megatron.model.families import Family, family_of
-from rl_engines_megatron.model.mixture import Mixture
+from rl_engines_megatron.model.moe import MoESpec
 
 ROPE_TYPES = ("default", "linear", "llama3")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -59,7 +59,7 @@ class Architecture:
     """Soft cap of the attention scores, or None."""
     logit_cap: float | None
     """Soft cap of the logits, or None."""
-    mixture: Mixture | None
+    moe: MoESpec | None
     """Experts of the MoE layers, or None for a dense model."""
 
     @classmethod
@@ -105,7 +105,7 @@ class Architecture:
             score_scale=scalar and scalar**-0.5,
             score_cap=getattr(config, "attn_logit_softcapping", None) if family.capped_scores else None,
             logit_cap=getattr(config, "final_logit_softcapping", None),
-            mixture=Mixture.from_hugging_face(config),
+            moe=MoESpec.from_hugging_face(config),
         )
 
     def matrix_parameters(self, head: str) -> int:
@@ -119,9 +119,9 @@ class Architecture:
         """
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
         dense, sparse = self.layers, 0
-        if self.mixture is not None:
-            dense -= len(self.mixture.layers)
-            sparse = len(self.mixture.layers) * (self.mixture.experts + 3 * self.mixture.chosen * self.mixture.width)
+        if self.moe is not None:
+            dense -= len(self.moe.layers)
+            sparse = len(self.moe.layers) * (self.moe.experts + 3 * self.moe.chosen * self.moe.width)
         layers = self.layers * attention + self.hidden * (3 * dense * self.intermediate + sparse)
         return layers + self.hidden * (self.vocab if head == "lm" else 1)
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
-from rl_engines_megatron.model.mixture import Mixture
+from rl_engines_megatron.model.moe import MoESpec
 from rl_engines_megatron.model.packed_sequences import PackedSequences
 
 
@@ -58,12 +58,12 @@ class Routing:
 
     Args:
         part: model chunk whose routers report their choices.
-        mixture: experts of the model.
+        moe: experts of the model.
         layers: number of layers of the whole model.
     """
 
-    def __init__(self, part: nn.Module, mixture: Mixture, layers: int) -> None:
-        self.mixture, self.layers = mixture, layers
+    def __init__(self, part: nn.Module, moe: MoESpec, layers: int) -> None:
+        self.moe, self.layers = moe, layers
         for module in part.modules():
             if isinstance(module, RecordingRouter):
                 module.watch = self
@@ -82,10 +82,10 @@ class Routing:
             tokens: tokens of the step over all ranks.
             device: device of the counters.
         """
-        mixture = self.mixture
-        self.load = torch.zeros(self.layers, mixture.experts, dtype=torch.float64, device=device)
+        moe = self.moe
+        self.load = torch.zeros(self.layers, moe.experts, dtype=torch.float64, device=device)
         """Number of times that tokens of this rank chose each expert, by layer."""
-        self.factor = mixture.balance * mixture.experts / (tokens * len(mixture.layers) ** 2)
+        self.factor = moe.balance * moe.experts / (tokens * len(moe.layers) ** 2)
         self._auxiliary = torch.zeros((), device=device)
         self._rows: PackedSequences | None = None
 
@@ -95,7 +95,7 @@ class Routing:
         self._rows, self._seen = rows, set[int]()
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         self._owner = rows.owner.chunk(tensor)[parallel_state.get_tensor_model_parallel_rank()]
-        self._choices = torch.zeros(len(rows.sizes) + 1, self.mixture.experts, device=rows.ids.device)
+        self._choices = torch.zeros(len(rows.sizes) + 1, self.moe.experts, device=rows.ids.device)
         self._probabilities = torch.zeros_like(self._choices)
 
     def see(self, layer: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Routing:
         Returns:
             The weights. With an auxiliary loss, their backward also adds its gradient to the router probabilities.
         """
-        probabilities = logits.float().softmax(-1) if self.mixture.balance else None
+        probabilities = logits.float().softmax(-1) if self.moe.balance else None
         if layer not in self._seen:
             self._seen.add(layer)
             counts = torch.zeros_like(self._choices).index_add(0, self._owner, chosen.to(self._choices.dtype))
@@ -134,7 +134,7 @@ class Routing:
         return self.factor * torch.cat([fractions, torch.zeros_like(self._choices[-1:])])[self._owner]
 
     def _end(self) -> None:
-        if self._rows is not None and self.mixture.balance:
+        if self._rows is not None and self.moe.balance:
             products = (self._choices * self._probabilities)[:-1].sum(-1)
             self._auxiliary += (products / self._rows.sizes).sum()
             self._rows = None
@@ -146,7 +146,7 @@ class Routing:
         The contribution is the sum over sequences of length times loss; `engine.py` divides it by the number of tokens.
         """
         self._end()
-        return self._auxiliary * (self.mixture.experts / len(self.mixture.layers) ** 2)
+        return self._auxiliary * (self.moe.experts / len(self.moe.layers) ** 2)
 
 
 class _AddAuxiliaryGradient(torch.autograd.Function):
@@ -185,12 +185,12 @@ class ExpertLoad:
         """
         if not self.routings:
             return
-        mixture, load = self.routings[0].mixture, torch.stack([routing.load for routing in self.routings]).sum(0)
-        if mixture.balance:
+        moe, load = self.routings[0].moe, torch.stack([routing.load for routing in self.routings]).sum(0)
+        if moe.balance:
             sums.put(AUXILIARY, torch.stack([routing.auxiliary for routing in self.routings]).sum())
         dist.all_reduce(load)
-        self._load = self._load + load.cpu()[sorted(mixture.layers)]
-        self._expected += tokens * mixture.chosen * len(mixture.layers)
+        self._load = self._load + load.cpu()[sorted(moe.layers)]
+        self._expected += tokens * moe.chosen * len(moe.layers)
 
     def read(self) -> dict[str, float]:
         """Return the expert metrics since the last call, or an empty dict without steps.

@@ -23,7 +23,7 @@ GROUP = "rl.megatron_families"
 class Family:
     """Properties of a family of decoders.
 
-    All families have RMSNorm, rotary embeddings, grouped-query attention, and gated MLPs or experts (`mixture.py`).
+    All families have RMSNorm, rotary embeddings, grouped-query attention, and gated MLPs or experts (`moe.py`).
     """
 
     qkv_bias: bool = False

@@ -40,8 +40,8 @@ class PackedGPT(GPTModel):
         super().__init__(config, spec, **kwargs)
         self.partition, self.stage = partition, stage
         self.head, self.options, self.vocabulary = partition.head, options, architecture.vocab
-        mixture = architecture.mixture
-        self.routing = None if mixture is None else Routing(self, mixture, architecture.layers)
+        moe = architecture.moe
+        self.routing = None if moe is None else Routing(self, moe, architecture.layers)
         if self.post_process and self.head != "lm":
             del self.output_layer
             self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)

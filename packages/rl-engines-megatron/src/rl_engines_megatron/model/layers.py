@@ -124,8 +124,8 @@ def block_spec(config: TransformerConfig, architecture: Architecture, layers: ra
 
 
 def _layer(config: TransformerConfig, architecture: Architecture, number: int) -> ModuleSpec:
-    window, mixture = architecture.windows[number], architecture.mixture
-    is_moe = mixture is not None and number in mixture.layers
+    window, moe = architecture.windows[number], architecture.moe
+    is_moe = moe is not None and number in moe.layers
     backend = Matrices(config, architecture.family.post_norms)
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(

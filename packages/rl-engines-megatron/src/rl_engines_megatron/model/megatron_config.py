@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_engines_megatron.model.architecture import Architecture
-from rl_engines_megatron.model.mixture import Mixture, expert_tensor
+from rl_engines_megatron.model.moe import MoESpec, expert_tensor
 from rl_engines_megatron.model.partition import Partition, partition_of
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
@@ -36,8 +36,8 @@ def transformer_kwargs(
     """
     architecture = _partition(hf_config, strategy).architecture
     family = architecture.family
-    mixture = {} if architecture.mixture is None else _mixture_kwargs(architecture, architecture.mixture, strategy)
-    return mixture | {
+    moe = {} if architecture.moe is None else _moe_kwargs(architecture, architecture.moe, strategy)
+    return moe | {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
         "ffn_hidden_size": architecture.intermediate,
@@ -100,13 +100,13 @@ def _partition(hf_config: Any, strategy: ParallelStrategy, vocab_multiple: int =
     return partition_of(architecture, strategy, strategy.pipeline, vocab_multiple)
 
 
-def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: ParallelStrategy) -> dict[str, Any]:
+def _moe_kwargs(architecture: Architecture, moe: MoESpec, strategy: ParallelStrategy) -> dict[str, Any]:
     return {
-        "num_moe_experts": mixture.experts,
-        "moe_ffn_hidden_size": mixture.width,
-        "moe_router_topk": mixture.chosen,
-        "moe_router_pre_softmax": not mixture.normalized,  # otherwise the softmax covers only the chosen experts
-        "moe_layer_freq": [int(layer in mixture.layers) for layer in range(architecture.layers)],
+        "num_moe_experts": moe.experts,
+        "moe_ffn_hidden_size": moe.width,
+        "moe_router_topk": moe.chosen,
+        "moe_router_pre_softmax": not moe.normalized,  # otherwise the softmax covers only the chosen experts
+        "moe_layer_freq": [int(layer in moe.layers) for layer in range(architecture.layers)],
         "moe_router_load_balancing_type": "none",  # megatron-core's own auxiliary losses depend on micro-batches
         "moe_token_dispatcher_type": "alltoall",  # the allgather dispatcher requires micro-batches of one length
         "expert_model_parallel_size": strategy.expert,

@@ -10,7 +10,7 @@ from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.data import HEADS
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.model.architecture import Architecture
-from rl_engines_megatron.model.mixture import expert_tensor
+from rl_engines_megatron.model.moe import expert_tensor
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Partition(Settings):
             uneven = ", or set stage_layers to the number of layers of each stage"
             _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers, uneven)
         _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
-        mixture = architecture.mixture
-        if mixture is None or len(mixture.layers) < architecture.layers:
+        moe = architecture.moe
+        if moe is None or len(moe.layers) < architecture.layers:
             _require_divides("tensor", tp, "intermediate_size", architecture.intermediate)
-        if mixture is not None:
-            _require_divides("expert", self.ep_size, mixture.names.count, mixture.experts)
-            _require_divides("expert tensor", self.etp_size, mixture.names.width, mixture.width)
+        if moe is not None:
+            _require_divides("expert", self.ep_size, moe.names.count, moe.experts)
+            _require_divides("expert tensor", self.etp_size, moe.names.width, moe.width)
         elif self.ep_size * self.etp_size > 1:
             raise ConfigError(
                 f"megatron: {architecture.model_type} models have no experts, found expert={self.ep_size} and "
@@ -106,7 +106,7 @@ class Partition(Settings):
     @property
     def local_experts(self) -> int:
         """Number of experts of a layer that a rank holds."""
-        return 0 if self.architecture.mixture is None else self.architecture.mixture.experts // self.ep_size
+        return 0 if self.architecture.moe is None else self.architecture.moe.experts // self.ep_size
 
     @property
     def stage_size(self) -> int:
@@ -149,7 +149,7 @@ def partition_of(
     Raises:
         ConfigError: see `Partition`.
     """
-    dense = architecture.mixture is None
+    dense = architecture.moe is None
     etp = strategy.expert_tensor or 1 if dense else expert_tensor(strategy)
     sizes = {"ep_size": strategy.expert, "etp_size": etp}
     return Partition(architecture, strategy.tensor, stages, vocab_multiple, head, stage_sizes=stage_sizes, **sizes)

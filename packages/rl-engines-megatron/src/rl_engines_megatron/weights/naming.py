@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_engines_megatron.model.architecture import Architecture
-from rl_engines_megatron.model.mixture import Mixture
+from rl_engines_megatron.model.moe import MoESpec
 from rl_engines_megatron.model.partition import Partition
 from rl_engines_megatron.weights.layouts import FusedQKV, Layout, Replicated, Split
 
@@ -49,9 +49,9 @@ def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> It
         yield Parameter("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary)
     for local, layer in enumerate(partition.stage_layers(pp_rank)):
         to, of = f"decoder.layers.{local}", f"model.layers.{layer}"
-        if architecture.mixture is not None and layer in architecture.mixture.layers:
+        if architecture.moe is not None and layer in architecture.moe.layers:
             yield from _attention_parameters(architecture, to, of)
-            yield from _mixture_parameters(partition, architecture.mixture, to, of, ep_rank)
+            yield from _moe_parameters(partition, architecture.moe, to, of, ep_rank)
         else:
             yield from (architecture.family.layer_parameters or layer_parameters)(architecture, to, of)
     if partition.is_last(pp_rank):
@@ -105,15 +105,15 @@ def _mlp_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Pa
     yield Parameter(f"{to}.mlp.linear_fc2.weight", (f"{mlp}.down_proj.weight",), down)
 
 
-def _mixture_parameters(partition: Partition, mixture: Mixture, to: str, of: str, ep_rank: int) -> Iterator[Parameter]:
+def _moe_parameters(partition: Partition, moe: MoESpec, to: str, of: str, ep_rank: int) -> Iterator[Parameter]:
     """Yield the router, which all ranks hold, and the experts of one expert rank."""
-    hidden, names, block = partition.architecture.hidden, mixture.names, f"{of}.{mixture.names.block}"
-    yield Parameter(f"{to}.mlp.router.weight", (f"{block}.gate.weight",), Replicated((mixture.experts, hidden)))
+    hidden, names, block = partition.architecture.hidden, moe.names, f"{of}.{moe.names.block}"
+    yield Parameter(f"{to}.mlp.router.weight", (f"{block}.gate.weight",), Replicated((moe.experts, hidden)))
     for local in range(partition.local_experts):
         expert = f"{block}.experts.{ep_rank * partition.local_experts + local}"
         prefix = f"{to}.mlp.experts.local_experts.{local}"
         gate_up = (f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight")
-        split = Split((mixture.width, hidden), count=2)
+        split = Split((moe.width, hidden), count=2)
         yield Parameter(f"{prefix}.linear_fc1.weight", gate_up, split, is_expert=True)
-        down = Split((hidden, mixture.width), dim=1)
+        down = Split((hidden, moe.width), dim=1)
         yield Parameter(f"{prefix}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, is_expert=True)

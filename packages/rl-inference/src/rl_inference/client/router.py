@@ -160,7 +160,7 @@ class Router:
             name: name in the source (see `Server.name`).
             known: whether it got requests before, at another address.
         """
-        reason = "has not joined yet"
+        reason = "is waiting to join"
         server = Server(
             address, self.version, name, is_accepted=False, served_before=served_before, is_healthy=False, counted=None
         )

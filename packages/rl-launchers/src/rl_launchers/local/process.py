@@ -129,7 +129,7 @@ class LocalProcess:
         worker: public state of the process; `refresh` updates it.
         command: program and arguments.
         environment: complete environment.
-        keeper: file descriptor on which the process registers with the reaper.
+        reaper: file descriptor on which the process registers with the reaper.
         cores: cores to pin the process to; empty for no pinning.
         ready_path: URL path of the readiness check; None if the worker is ready once started.
 

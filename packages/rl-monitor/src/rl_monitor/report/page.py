@@ -39,7 +39,7 @@ SOON = 10.0
 """Minimum seconds between two pages."""
 
 
-SCRIPTS = ("curves", "answers", "page")
+SCRIPTS = ("curves", "completions", "page")
 """Script files of the page, in order of dependency."""
 
 
@@ -70,7 +70,7 @@ def gather(directory: Path, samples: Samples, points: int = POINTS, tokens: int 
         "events": events_of(directory, records),
         "settings": settings,
         "commands": [fact | {"started": when(fact.get("started"))} for fact in commands_of(directory)],
-        "answers": [to_page_record(c, pieces.of, limit, limit * 4 + 400) for c in completions] if tokens else [],
+        "completions": [to_page_record(c, pieces.of, limit, limit * 4 + 400) for c in completions] if tokens else [],
     }
 
 

@@ -22,41 +22,44 @@ EACH = 6
 IMAGE_BYTES = 200_000
 """Maximum size of the data URL of an image in a conversation."""
 
-Answer = dict[str, Any]
+CompletionRecord = dict[str, Any]
 """Record of `rollouts/`, with fields of its training such as `advantage`; see
 `rl_trainers.run_log.rollouts.learned_records`."""
 
 
-Choice = Callable[[list[Answer]], list[Answer]]
+Choice = Callable[[list[CompletionRecord]], list[CompletionRecord]]
 """Function that selects and orders completions. It receives only the fields in `HEAD`."""
 
 HEAD = ("reward", "truncated", "rejected", "prompt_id", "group_id", "episode_id")
 
 
-def read_answers(directory: Path, step: int, evaluation: bool, choose: Choice) -> list[Answer]:
+def read_completions(directory: Path, step: int, evaluation: bool, choose: Choice) -> list[CompletionRecord]:
     """Return selected completions of a step, those of training with their advantages if recorded.
 
     Only the selected completions are loaded completely."""
     summaries = []
     for at, path in completion_files(directory, evaluation):
-        for begin, answer in _lines(path) if at == step else ():
-            summaries.append({name: answer[name] for name in HEAD} | {"begin": begin, "path": path})
+        for begin, completion in _lines(path) if at == step else ():
+            summaries.append({name: completion[name] for name in HEAD} | {"begin": begin, "path": path})
     chosen = choose(summaries)
     learned = (
         {} if evaluation else _training_records(directory, step, {(a["group_id"], a["episode_id"]) for a in chosen})
     )
     completions = []
     for summary in chosen:
-        _, answer = next(_lines(summary["path"], summary["begin"]))
+        _, completion = next(_lines(summary["path"], summary["begin"]))
         completions.append(
-            answer | _training_fields(answer, learned.get((answer["group_id"], answer["episode_id"]), []))
+            completion
+            | _training_fields(completion, learned.get((completion["group_id"], completion["episode_id"]), []))
         )
     return completions
 
 
-def _training_records(directory: Path, step: int, keys: set[tuple[int, int]]) -> dict[tuple[int, int], list[Answer]]:
+def _training_records(
+    directory: Path, step: int, keys: set[tuple[int, int]]
+) -> dict[tuple[int, int], list[CompletionRecord]]:
     """Return the training records of some episodes of a step, by group and episode id."""
-    records: dict[tuple[int, int], list[Answer]] = {}
+    records: dict[tuple[int, int], list[CompletionRecord]] = {}
     for path in sorted((directory / "rollouts").glob(f"learned_step_{step}-*.jsonl")):
         for _, record in _lines(path):
             if (key := (record["group_id"], record["episode_id"])) in keys:
@@ -64,18 +67,18 @@ def _training_records(directory: Path, step: int, keys: set[tuple[int, int]]) ->
     return records
 
 
-def _training_fields(answer: Answer, records: Sequence[Answer]) -> Answer:
+def _training_fields(completion: CompletionRecord, records: Sequence[CompletionRecord]) -> CompletionRecord:
     """Return the training fields of a completion: its own record, matched by length, or else the mean advantage."""
-    if not records or answer["rejected"]:
+    if not records or completion["rejected"]:
         return {}
-    matching = [record for record in records if record["tokens"] == len(answer.get("token_ids") or ())]
+    matching = [record for record in records if record["tokens"] == len(completion.get("token_ids") or ())]
     if len(matching) == 1:
         return {name: matching[0][name] for name in ("advantage", "advantages", "proximal") if name in matching[0]}
     advantages = [record["advantage"] for record in records if record["advantage"] is not None]
     return {"advantage": sum(advantages) / len(advantages)} if advantages else {}
 
 
-def _lines(path: Path, begin: int = 0) -> Iterator[tuple[int, Answer]]:
+def _lines(path: Path, begin: int = 0) -> Iterator[tuple[int, CompletionRecord]]:
     """Yield the complete records of a file from a byte offset, each with its own offset."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(begin)
@@ -85,15 +88,15 @@ def _lines(path: Path, begin: int = 0) -> Iterator[tuple[int, Answer]]:
             begin += len(line)
 
 
-def by_reward(answer: Answer) -> tuple[float, int, int]:
+def by_reward(completion: CompletionRecord) -> tuple[float, int, int]:
     """Return a sort key by reward. Among equal rewards, neighbors belong to different prompts."""
-    reward = answer["reward"]
-    return reward if is_number(reward) else float("-inf"), answer["episode_id"], answer["group_id"]
+    reward = completion["reward"]
+    return reward if is_number(reward) else float("-inf"), completion["episode_id"], completion["group_id"]
 
 
-def extremes(answers: Sequence[Answer], number: int = EACH) -> list[Answer]:
+def extremes(completions: Sequence[CompletionRecord], number: int = EACH) -> list[CompletionRecord]:
     """Select `number` completions by reward: the lowest third, the highest third, the rest evenly spaced between."""
-    ordered = sorted(answers, key=by_reward)
+    ordered = sorted(completions, key=by_reward)
     if len(ordered) <= number:
         return ordered
     third = number // 3
@@ -111,11 +114,11 @@ class Samples:
     """
 
     directory: Path
-    _previous: dict[tuple[int, bool], tuple[int, list[Answer]]] = field(default_factory=dict)
+    _previous: dict[tuple[int, bool], tuple[int, list[CompletionRecord]]] = field(default_factory=dict)
 
-    def choose(self) -> list[Answer]:
+    def choose(self) -> list[CompletionRecord]:
         """Return the selected completions with the fields `step` and `evaluation`, newest first."""
-        selected: dict[tuple[int, bool], tuple[int, list[Answer]]] = {}
+        selected: dict[tuple[int, bool], tuple[int, list[CompletionRecord]]] = {}
         for evaluation in (False, True):
             groups = groupby(completion_files(self.directory, evaluation), key=lambda item: item[0])
             files = {step: [path for _, path in group] for step, group in groups}
@@ -126,11 +129,11 @@ class Samples:
                     previous if previous and previous[0] == size else (size, self._select_of_step(step, evaluation))
                 )
         self._previous = selected
-        return [answer for key in sorted(selected, reverse=True) for answer in selected[key][1]]
+        return [completion for key in sorted(selected, reverse=True) for completion in selected[key][1]]
 
-    def _select_of_step(self, step: int, evaluation: bool) -> list[Answer]:
-        chosen = read_answers(self.directory, step, evaluation, extremes)
-        return [{"step": step, "evaluation": evaluation} | answer for answer in chosen]
+    def _select_of_step(self, step: int, evaluation: bool) -> list[CompletionRecord]:
+        chosen = read_completions(self.directory, step, evaluation, extremes)
+        return [{"step": step, "evaluation": evaluation} | completion for completion in chosen]
 
 
 def spread_steps(steps: Sequence[int]) -> list[int]:
@@ -147,33 +150,37 @@ def spread_steps(steps: Sequence[int]) -> list[int]:
 
 
 def to_page_record(
-    answer: Answer, pieces: Callable[[list[int]], list[str] | None], tokens: int, characters: int
-) -> Answer:
+    completion: CompletionRecord, pieces: Callable[[list[int]], list[str] | None], tokens: int, characters: int
+) -> CompletionRecord:
     """Return the record of a completion for the page.
 
     Args:
-        answer: record, see `Answer`.
+        completion: record, see `CompletionRecord`.
         pieces: function from token ids to the text of each, or to None without a tokenizer.
         tokens: maximum number of tokens, counted from the first.
         characters: maximum characters per text.
     """
     copied = ("step", "evaluation", "prompt_id", "group_id", "episode_id", "rejected", "truncated", "temperature")
-    record = {name: answer.get(name) for name in (*copied, "version_first", "version_last", "reward")}
-    record |= {"advantage": answer["advantage"]} if answer.get("advantage") is not None else {}
+    record = {name: completion.get(name) for name in (*copied, "version_first", "version_last", "reward")}
+    record |= {"advantage": completion["advantage"]} if completion.get("advantage") is not None else {}
     for name in ("prompt", "completion", "answer"):
-        if isinstance(answer.get(name), str):
-            record[name] = truncate_text(answer[name], characters)
-    if messages := answer.get("conversation"):
+        if isinstance(completion.get(name), str):
+            record[name] = truncate_text(completion[name], characters)
+    if messages := completion.get("conversation"):
         record["conversation"] = [_message(message, characters) for message in messages]
         record.pop("prompt", None)
         record.pop("completion", None)
-    if ids := answer.get("token_ids"):
+    if ids := completion.get("token_ids"):
         shown_ids = ids[:tokens]
         record["tokens"] = {
             "count": len(ids),
             "text": pieces(shown_ids) or [f"[{i}] " for i in shown_ids],
-            **{name: answer[name][:tokens] for name in ("logprobs", "advantages", "proximal") if answer.get(name)},
-            "versions": [[version, len([*group])] for version, group in groupby(answer["versions"][:tokens])],
+            **{
+                name: completion[name][:tokens]
+                for name in ("logprobs", "advantages", "proximal")
+                if completion.get(name)
+            },
+            "versions": [[version, len([*group])] for version, group in groupby(completion["versions"][:tokens])],
         }
     return record
 
@@ -184,7 +191,7 @@ def truncate_text(text: str, characters: int) -> str:
     return text if surplus <= 0 else f"{text[:characters]} [... {surplus} more characters]"
 
 
-def _message(message: Answer, characters: int) -> Answer:
+def _message(message: CompletionRecord, characters: int) -> CompletionRecord:
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
     record = {"role": str(message.get("role")), "parts": [_part(part, characters) for part in parts]}
@@ -196,7 +203,7 @@ def _message(message: Answer, characters: int) -> Answer:
     return record | {name: message[name] for name in names if message.get(name) is not None}
 
 
-def _part(part: Any, characters: int) -> Answer:
+def _part(part: Any, characters: int) -> CompletionRecord:
     """Convert a part of a message: text, embedded image, or any other part as JSON text."""
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return {"text": truncate_text(part["text"], characters)}

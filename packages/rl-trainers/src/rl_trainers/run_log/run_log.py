@@ -207,7 +207,7 @@ class RunLog:
         if self.outcomes is not None and self.engine.parallel.is_main:
             with suppress(RLError, OSError):  # these would hide the error that ends the run
                 self._write_outcomes(
-                    self.step + 1, [outcome for outcome in self.outcomes() if outcome["ending"] != "trained"]
+                    self.step + 1, [outcome for outcome in self.outcomes() if outcome["outcome"] != "trained"]
                 )
 
     def _write_new_outcomes(self, step: int) -> None:

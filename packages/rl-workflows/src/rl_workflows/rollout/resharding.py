@@ -63,7 +63,7 @@ def reshard_groups(states: Sequence[dict[str, Any]], leader: int, leaders: int) 
         "budget": _merge_budgets([state.get("budget", {}) for state in states]),
         "in_flight": prompts[(leader - len(groups)) % leaders :: leaders],
         "groups": shard,
-        "endings": [] if leader else [outcome for state in states for outcome in state.get("endings", ())],
+        "outcomes": [] if leader else [outcome for state in states for outcome in state.get("outcomes", ())],
     }
 
 

@@ -168,7 +168,7 @@ class RolloutScheduler:
         self.outcomes = [
             outcome
             for outcome in self.outcomes
-            if not (outcome["ending"] == "trained" and outcome["group_id"] in self.accepted)
+            if not (outcome["outcome"] == "trained" and outcome["group_id"] in self.accepted)
         ]
 
     async def end_step(self, version: int) -> None:
@@ -248,7 +248,7 @@ class RolloutScheduler:
             "in_flight": [prompt for prompt, _ in self.running.values()],
             "in_flight_ids": [*self.running],
             "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
-            "endings": list(self.outcomes),
+            "outcomes": list(self.outcomes),
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -284,7 +284,7 @@ class RolloutScheduler:
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in too_old}
         self.budget.load_state_dict(state.get("budget", {}))
-        self.outcomes = list(state.get("endings", ()))  # missing in checkpoints of earlier releases
+        self.outcomes = list(state.get("outcomes", ()))
         if "in_flight_ids" in state:  # reuse the ids: sequences of a batch are ordered by them
             self._ids.extend([*sorted(too_old), *state["in_flight_ids"]])
         prompts = {group.ticket.group_id: group.prompt for group in groups}
@@ -426,4 +426,10 @@ def _find_no_servers_error(failures: Iterable[BaseException]) -> NoServersError 
 def _outcome(prompt: Example, group_id: int | None, outcome: str, reason: str | None = None) -> dict[str, Any]:
     """Return the outcome of a prompt in the format of `RolloutRuntime.outcomes`."""
     epoch = int(prompt.get("epoch", 0))
-    return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": outcome, "reason": reason}
+    return {
+        "prompt_id": prompt["prompt_id"],
+        "epoch": epoch,
+        "group_id": group_id,
+        "outcome": outcome,
+        "reason": reason,
+    }

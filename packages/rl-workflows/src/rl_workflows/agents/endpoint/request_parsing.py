@@ -74,7 +74,7 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
 
         Args:
             prompt: the prompt of the call.
-            answers: the completions of the call, `Call.n` of them.
+            completions: the completions of the call, `Call.n` of them.
             tokenizer: Hugging Face tokenizer, for log-probs.
         """
         raise NotImplementedError
@@ -261,9 +261,9 @@ def _byte_table() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
-def usage(prompt: Prompt, answers: Sequence[GeneratedMessage]) -> tuple[int, int]:
+def usage(prompt: Prompt, completions: Sequence[GeneratedMessage]) -> tuple[int, int]:
     """Return the number of tokens of the prompt, and of all completions together."""
-    return len(prompt.ids), sum(len(completion.response.output_ids) for completion in answers)
+    return len(prompt.ids), sum(len(completion.response.output_ids) for completion in completions)
 
 
 def pieces(text: str, size: int = 64) -> list[str]:

@@ -35,7 +35,7 @@ MIXTURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MoESpec:
     """Experts of a decoder."""
 
     names: ExpertNames
@@ -53,8 +53,8 @@ class Mixture:
     """Coefficient of the auxiliary loss of the routers; 0 disables it."""
 
     @classmethod
-    def from_hugging_face(cls, config: Any) -> Mixture | None:
-        """Create a `Mixture` from a transformers config, or return None for a dense model.
+    def from_hugging_face(cls, config: Any) -> MoESpec | None:
+        """Create a `MoESpec` from a transformers config, or return None for a dense model.
 
         Args:
             config: a transformers config, or an object with its attributes.
@@ -104,14 +104,14 @@ def check_experts(path: str, strategy: ParallelStrategy, sequence_parallel: bool
     if not isinstance(config, dict) or "model_type" not in config:
         return
     config.setdefault("num_experts", config.get("num_local_experts"))
-    mixture, e, etp = Mixture.from_hugging_face(SimpleNamespace(**config)), strategy.expert, expert_tensor(strategy)
+    moe, e, etp = MoESpec.from_hugging_face(SimpleNamespace(**config)), strategy.expert, expert_tensor(strategy)
     where, stage = f"allocation megatron:{strategy} with model {path}", strategy.tensor * strategy.context
-    if mixture is None:  # `Partition` rejects expert ranks for dense models
+    if moe is None:  # `Partition` rejects expert ranks for dense models
         return
-    count, width = f"{mixture.names.count}={mixture.experts}", f"{mixture.names.width}={mixture.width}"
+    count, width = f"{moe.names.count}={moe.experts}", f"{moe.names.width}={moe.width}"
     for is_conflict, reason in (
-        (mixture.experts % e, f"{count} is not divisible by e={e}; choose an e that divides it"),
-        (mixture.width % etp, f"{width} is not divisible by {etp} ranks per expert; change t of ffn"),
+        (moe.experts % e, f"{count} is not divisible by e={e}; choose an e that divides it"),
+        (moe.width % etp, f"{width} is not divisible by {etp} ranks per expert; change t of ffn"),
         (
             strategy.tensor > 1 and not sequence_parallel,
             f"t={strategy.tensor} with experts requires sequence_parallel=true, so that each token is sent "
@@ -128,7 +128,7 @@ def check_experts(path: str, strategy: ParallelStrategy, sequence_parallel: bool
             f"t * c = {stage}; change e, or set p=1",
         ),
         (
-            strategy.pipeline > 1 and mixture.balance,
+            strategy.pipeline > 1 and moe.balance,
             f"p={strategy.pipeline} does not work with output_router_logits=true in config.json: the auxiliary loss "
             "depends on all layers; set p=1 or output_router_logits=false",
         ),

@@ -22,12 +22,12 @@ function input(label, attributes, change) {
   return [element("label", {}, label, node), node];
 }
 
-function stopOf(answer) {
-  return answer.truncated ? "truncated" : "ended";
+function stopOf(completion) {
+  return completion.truncated ? "truncated" : "ended";
 }
 
-function outcomeOf(answer) {
-  return answer.evaluation ? "evaluation" : answer.rejected ? `rejected: ${answer.rejected}` : "trained";
+function outcomeOf(completion) {
+  return completion.evaluation ? "evaluation" : completion.rejected ? `rejected: ${completion.rejected}` : "trained";
 }
 
 function tint(by, tokens, i, advantage) {
@@ -45,15 +45,15 @@ function gapOf(tokens, i) {
   return typeof trainer === "number" && typeof server === "number" ? trainer - server : null;
 }
 
-function tokenLine(answer, by) {
-  const tokens = answer.tokens, line = element("div", { class: "text tokens assistant" });
+function tokenLine(completion, by) {
+  const tokens = completion.tokens, line = element("div", { class: "text tokens assistant" });
   tokens.version ??= tokens.versions.flatMap(([version, times]) => Array(times).fill(version));
   tokens.widest ??= Math.max(1e-6, ...tokens.text.map((_, i) => Math.abs(gapOf(tokens, i) ?? 0)));
   tokens.text.forEach((text, i) => {
-    const gap = gapOf(tokens, i), gain = tokens.advantages?.[i] ?? answer.advantage;
+    const gap = gapOf(tokens, i), gain = tokens.advantages?.[i] ?? completion.advantage;
     const parts = [`token ${i + 1}`, `log-prob ${number(tokens.logprobs?.[i])}`, gap === null ? "" : `gap ${number(gap)}`,
       `version ${tokens.version[i]}`, gain === undefined ? "" : `advantage ${number(gain)}`];
-    line.append(element("span", { title: parts.filter((part) => part).join(" · "), style: `background:${tint(by, tokens, i, answer.advantage)}` }, text));
+    line.append(element("span", { title: parts.filter((part) => part).join(" · "), style: `background:${tint(by, tokens, i, completion.advantage)}` }, text));
   });
   const omitted = tokens.count - tokens.text.length;
   if (omitted > 0) line.append(element("span", { class: "faint" }, ` [... ${omitted} more tokens]`));
@@ -70,23 +70,23 @@ function messageLines(message) {
   return [element("div", { class: "role" }, heading.filter((part) => part).join(" · ")), body];
 }
 
-function answerBody(answer, by) {
+function completionBody(completion, by) {
   const lines = [], role = (text) => element("div", { class: "role" }, text);
-  if (answer.conversation) lines.push(...answer.conversation.flatMap(messageLines));
-  else if (answer.prompt !== undefined) lines.push(role("prompt"), element("div", { class: "text user" }, answer.prompt));
-  if (answer.tokens) lines.push(role(answer.conversation ? "sampled tokens" : "completion"), tokenLine(answer, by));
-  else if (answer.completion !== undefined) lines.push(role("completion"), element("div", { class: "text assistant" }, answer.completion));
-  if (answer.answer !== undefined) lines.push(role("expected"), element("div", { class: "text" }, answer.answer));
+  if (completion.conversation) lines.push(...completion.conversation.flatMap(messageLines));
+  else if (completion.prompt !== undefined) lines.push(role("prompt"), element("div", { class: "text user" }, completion.prompt));
+  if (completion.tokens) lines.push(role(completion.conversation ? "sampled tokens" : "completion"), tokenLine(completion, by));
+  else if (completion.completion !== undefined) lines.push(role("completion"), element("div", { class: "text assistant" }, completion.completion));
+  if (completion.answer !== undefined) lines.push(role("expected"), element("div", { class: "text" }, completion.answer));
   return lines;
 }
 
-function answerCard(answer, by, open) {
-  const versions = answer.version_first === answer.version_last ? `v${answer.version_first}` : `v${answer.version_first}–${answer.version_last}`;
-  const parts = [answer.run, `${answer.evaluation ? "evaluation at step" : "step"} ${answer.step}`,
-    answer.advantage === undefined ? "" : `advantage ${number(answer.advantage)}`, `prompt ${answer.prompt_id}`, versions,
-    answer.tokens ? `${answer.tokens.count} tokens` : "", stopOf(answer), answer.rejected ? outcomeOf(answer) : ""];
-  const card = element("details", {}, element("summary", {}, element("b", {}, `reward ${number(answer.reward)}`), ` ${parts.filter((part) => part).join(" · ")}`));
-  const fill = () => card.open && card.childElementCount === 1 && card.append(...answerBody(answer, by));
+function completionCard(completion, by, open) {
+  const versions = completion.version_first === completion.version_last ? `v${completion.version_first}` : `v${completion.version_first}–${completion.version_last}`;
+  const parts = [completion.run, `${completion.evaluation ? "evaluation at step" : "step"} ${completion.step}`,
+    completion.advantage === undefined ? "" : `advantage ${number(completion.advantage)}`, `prompt ${completion.prompt_id}`, versions,
+    completion.tokens ? `${completion.tokens.count} tokens` : "", stopOf(completion), completion.rejected ? outcomeOf(completion) : ""];
+  const card = element("details", {}, element("summary", {}, element("b", {}, `reward ${number(completion.reward)}`), ` ${parts.filter((part) => part).join(" · ")}`));
+  const fill = () => card.open && card.childElementCount === 1 && card.append(...completionBody(completion, by));
   card.addEventListener("toggle", fill);
   card.open = open;
   fill();
@@ -94,16 +94,16 @@ function answerCard(answer, by, open) {
 }
 
 function setUpAnswers(runs) {
-  const answers = runs.flatMap((run) => run.answers.map((answer) => ({ ...answer, run: runs.length > 1 ? run.label : "" })));
-  const list = document.getElementById("answer-list");
-  if (!answers.length) return list.append(element("p", { class: "faint" }, "No completions are saved (see rollouts.every)."));
-  const distinct = (field) => [...new Set(answers.map(field))];
+  const completions = runs.flatMap((run) => run.completions.map((completion) => ({ ...completion, run: runs.length > 1 ? run.label : "" })));
+  const list = document.getElementById("completion-list");
+  if (!completions.length) return list.append(element("p", { class: "faint" }, "No completions are saved (see rollouts.every)."));
+  const distinct = (field) => [...new Set(completions.map(field))];
   const options = (values, all) => [["", all], ...values.map((value) => [String(value), String(value)])];
   const redraw = () => draw(SHOWN);
-  const [stepLabel, step] = select("step", options(distinct((answer) => answer.step).sort((a, b) => b - a), "all"), "", redraw);
+  const [stepLabel, step] = select("step", options(distinct((completion) => completion.step).sort((a, b) => b - a), "all"), "", redraw);
   const [outcomeLabel, outcome] = select("outcome", options(distinct(outcomeOf), "all"), "", redraw);
   const [stopLabel, stop] = select("stop", options(distinct(stopOf), "all"), "", redraw);
-  const [runLabel, run] = select("run", options(distinct((answer) => answer.run), "all"), "", redraw);
+  const [runLabel, run] = select("run", options(distinct((completion) => completion.run), "all"), "", redraw);
   const [lowLabel, low] = input("reward from", { type: "number", step: "any" }, redraw);
   const [highLabel, high] = input("to", { type: "number", step: "any" }, redraw);
   const [wordLabel, word] = input("contains", { type: "search", placeholder: "text" }, redraw);
@@ -112,23 +112,23 @@ function setUpAnswers(runs) {
   const labels = [stepLabel, outcomeLabel, stopLabel, lowLabel, highLabel, wordLabel, orderLabel, byLabel];
   document.getElementById("filters").append(...(runs.length > 1 ? [runLabel] : []), ...labels);
 
-  function fits(answer) {
+  function fits(completion) {
     const words = word.value.toLowerCase();
-    return (!step.value || String(answer.step) === step.value) && (!outcome.value || outcomeOf(answer) === outcome.value) &&
-      (!stop.value || stopOf(answer) === stop.value) && (!run.value || answer.run === run.value) &&
-      (low.value === "" || answer.reward >= Number(low.value)) && (high.value === "" || answer.reward <= Number(high.value)) &&
-      (!words || JSON.stringify([answer.prompt, answer.completion, answer.conversation]).toLowerCase().includes(words));
+    return (!step.value || String(completion.step) === step.value) && (!outcome.value || outcomeOf(completion) === outcome.value) &&
+      (!stop.value || stopOf(completion) === stop.value) && (!run.value || completion.run === run.value) &&
+      (low.value === "" || completion.reward >= Number(low.value)) && (high.value === "" || completion.reward <= Number(high.value)) &&
+      (!words || JSON.stringify([completion.prompt, completion.completion, completion.conversation]).toLowerCase().includes(words));
   }
 
   function draw(number) {
-    const matches = answers.filter(fits), sign = { worst: 1, best: -1 }[order.value];
+    const matches = completions.filter(fits), sign = { worst: 1, best: -1 }[order.value];
     if (sign) matches.sort((a, b) => sign * (a.reward - b.reward));
-    const some = (has) => matches.some((answer) => answer.tokens && has(answer));
-    const missing = (by.value === "gap" && !some((answer) => answer.tokens.proximal)) ||
-      (by.value === "advantage" && !some((answer) => answer.advantage !== undefined));
+    const some = (has) => matches.some((completion) => completion.tokens && has(completion));
+    const missing = (by.value === "gap" && !some((completion) => completion.tokens.proximal)) ||
+      (by.value === "advantage" && !some((completion) => completion.advantage !== undefined));
     document.getElementById("colors").textContent =
-      `${matches.length} of the ${answers.length} completions on this page. ${missing ? `None of them has a recorded ${by.value}.` : COLOR_BY[by.value]}`;
-    list.replaceChildren(...matches.slice(0, number).map((answer, i) => answerCard(answer, by.value, i === 0)));
+      `${matches.length} of the ${completions.length} completions on this page. ${missing ? `None of them has a recorded ${by.value}.` : COLOR_BY[by.value]}`;
+    list.replaceChildren(...matches.slice(0, number).map((completion, i) => completionCard(completion, by.value, i === 0)));
     if (matches.length <= number) return;
     const more = element("button", {}, `${matches.length - number} more`);
     more.addEventListener("click", () => draw(number + SHOWN));

@@ -1,6 +1,6 @@
 """Rewards of labeled completions in the formats of ten model families.
 
-A line of `labelled/NAME.jsonl` is a completion with the fields of its example, the model family whose format it has,
+A line of `labeled/NAME.jsonl` is a completion with the fields of its example, the model family whose format it has,
 and its label. People assigned the labels before they saw the rewards.
 """
 
@@ -24,7 +24,7 @@ NUMBER, DIFFERENT = 60, 1
 
 
 def examples(name):
-    path = Path(__file__).parent / "labelled" / f"{name}.jsonl"
+    path = Path(__file__).parent / "labeled" / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from account import account
+from prompt_accounting import check_accounting
 from safetensors.torch import save_file
 
 Line = dict[str, Any]
@@ -42,7 +42,7 @@ def run_of(directory: Path, change: Callable[[list[Line]], object] = lambda line
 
 
 def test_account_of_a_sound_run_counts_its_endings(tmp_path: Path) -> None:
-    assert account(run_of(tmp_path), range(6), 2) == {"trained": 9, "rejected": 2, "failed": 1}
+    assert check_accounting(run_of(tmp_path), range(6), 2) == {"trained": 9, "rejected": 2, "failed": 1}
 
 
 def again(lines: list[Line], **other: object) -> None:
@@ -72,7 +72,7 @@ def test_account_of_a_run_with_a_planted_fault_names_the_prompt(
     change: Callable[[list[Line]], object], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=named):
-        account(run_of(tmp_path, change), range(6), 2)
+        check_accounting(run_of(tmp_path, change), range(6), 2)
 
 
 def test_account_of_a_run_that_trained_twice_on_a_row_or_took_a_step_twice_says_so(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_account_of_a_run_that_trained_twice_on_a_row_or_took_a_step_twice_says_
         records.write('{"step": 3, "rows": 6.0}\n')
 
     with pytest.raises(AssertionError) as found:
-        account(run, range(6), 2)
+        check_accounting(run, range(6), 2)
 
     assert r"row (0, 0, 1) (group, prompt, episode) is in its batch twice" in str(found.value)
     assert "expected the steps 1 to 4, found [1, 2, 3, 3]" in str(found.value)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import chaos
 import pytest
-from account import account
 from launchers import settings_of
+from prompt_accounting import check_accounting
 from ray_cluster import ray
 from slurm_cluster import slurm
 
@@ -80,7 +80,7 @@ def most_left(endings: Counter[str], heads: int) -> float:
 
 def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, object], None], heads: int = 1) -> None:
     """Tell what was done, and look whether all that was asked for was done, and whether the account holds."""
-    endings = account(part.run_dir, range(prompts), epochs)
+    endings = check_accounting(part.run_dir, range(prompts), epochs)
     figures = {
         "faults": dict(part.done),
         "seconds between faults": part.pauses(),

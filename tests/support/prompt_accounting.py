@@ -1,7 +1,7 @@
 """The account of a run: that in what survived of it each prompt was trained on once per epoch, or was recorded as
 rejected, failed or left over.
 
-python tests/support/account.py RUN PROMPTS EPOCHS    for a run over the prompts 0 to PROMPTS - 1 that came to its end
+python tests/support/prompt_accounting.py RUN PROMPTS EPOCHS    for a run over the prompts 0 to PROMPTS - 1 that came to its end
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from safetensors import safe_open
 
 from rl_contracts.runtime.json_lines import json_lines
 
-ENDINGS = ("trained", "rejected", "failed", "left_over")
-SHOWN = 20
+OUTCOMES = ("trained", "rejected", "failed", "left_over")
+MAX_LISTED = 20
 """Faults that an error lists."""
 
 
-def account(run_dir: Path, prompts: Iterable[int], epochs: int) -> Counter[str]:
+def check_accounting(run_dir: Path, prompts: Iterable[int], epochs: int) -> Counter[str]:
     """Compare what a run says of its prompts (`groups.jsonl`) with what it should have used, and with the batches that
     it trained on, where it saved them (`checkpoint.save_batches=true`).
 
@@ -40,8 +40,8 @@ def account(run_dir: Path, prompts: Iterable[int], epochs: int) -> Counter[str]:
     told = list(json_lines(run_dir / "groups.jsonl"))
     faults = [*_of_prompts(told, {(prompt, epoch) for prompt in prompts for epoch in range(epochs)})]
     faults += _of_steps(run_dir, told)
-    hidden = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-    assert not faults, "\n".join([f"{run_dir}: the account does not hold:", *faults[:SHOWN], *hidden])
+    hidden = [f"and {len(faults) - MAX_LISTED} more"] if len(faults) > MAX_LISTED else []
+    assert not faults, "\n".join([f"{run_dir}: the account does not hold:", *faults[:MAX_LISTED], *hidden])
     return Counter(ending["ending"] for ending in told)
 
 
@@ -59,7 +59,7 @@ def _of_prompts(told: list[dict[str, Any]], expected: set[tuple[int, int]]) -> I
         elif len(endings) > 1:
             where = ", ".join(f"{e['ending']} in step {e['step']} (group {e['group_id']})" for e in endings)
             yield f"{name} was used {len(endings)} times: {where}"
-        elif endings[0]["ending"] not in ENDINGS:
+        elif endings[0]["ending"] not in OUTCOMES:
             yield f"{name} ended as {endings[0]['ending']!r}"
     yield from (f"group {group} stands for {times} prompts" for group, times in of_group.items() if times > 1)
 
@@ -102,11 +102,11 @@ def main() -> int:
     parser.add_argument("epochs", type=int)
     arguments = parser.parse_args()
     try:
-        found = account(arguments.run_dir, range(arguments.prompts), arguments.epochs)
+        found = check_accounting(arguments.run_dir, range(arguments.prompts), arguments.epochs)
     except AssertionError as error:
         print(error, file=sys.stderr)
         return 1
-    print(", ".join(f"{ending} {found[ending]}" for ending in ENDINGS))
+    print(", ".join(f"{ending} {found[ending]}" for ending in OUTCOMES))
     return 0
 
 

@@ -78,23 +78,25 @@ def most_left(endings: Counter[str], heads: int) -> float:
     return 3 * (2 * endings.total() / heads * (1 - used) / used) ** 0.5 if heads > 1 else 0
 
 
-def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, object], None], heads: int = 1) -> None:
+def examine(
+    part: chaos.ChaosRun, prompts: int, epochs: int, record: Callable[[str, object], None], heads: int = 1
+) -> None:
     """Tell what was done, and look whether all that was asked for was done, and whether the account holds."""
     endings = check_accounting(part.run_dir, range(prompts), epochs)
     figures = {
-        "faults": dict(part.done),
-        "seconds between faults": part.pauses(),
+        "faults": dict(part.injected),
+        "seconds between faults": part.fault_intervals(),
         "starts": part.starts,
         "steps": part._step(),
         "seconds": round(part.seconds),
         "endings": dict(endings),
-        "shared memory left": len(part.shared_memory_left()),
+        "shared memory left": len(part.leftover_shared_memory()),
     }
     for name, value in figures.items():
         record(name, value)
     print(figures)
-    assert part.done.total() >= part.faults
-    assert part.never_done() == []
+    assert part.injected.total() >= part.faults
+    assert part.missing_kinds() == []
     assert not weights_directory(part.run_dir).exists()
     assert endings["rejected"] > 0
     assert endings["failed"] > 0
@@ -119,20 +121,20 @@ def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, 
     ],
 )
 def test_end_of_a_command_is_explained_by_its_last_error_and_not_by_earlier_warnings(text: str, expected: bool) -> None:
-    assert chaos.is_explained(text) == expected
+    assert chaos.is_expected_failure(text) == expected
 
 
 def test_part_names_a_kind_that_never_happened_and_does_each_kind_once_before_any_twice(tmp_path: Path) -> None:
     kinds = ("kill_server", "kill_trainer", "kill_launcher", "kill_reward")
-    part = chaos.Part([], tmp_path, tmp_path / "log", 1, len(kinds), kinds)
+    part = chaos.ChaosRun([], tmp_path, tmp_path / "log", 1, len(kinds), kinds)
     for kind in kinds:
         setattr(part, kind, lambda kind=kind: "" if kind == "kill_reward" else "done")
 
     for _ in kinds:
-        part._plant()
+        part._inject_fault()
 
-    assert part.done.keys() == {*kinds} - {"kill_reward"}
-    assert part.never_done() == ["kill_reward"]
+    assert part.injected.keys() == {*kinds} - {"kill_reward"}
+    assert part.missing_kinds() == ["kill_reward"]
 
 
 @pytest.mark.nightly  # kills of each kind are in test_clusters_learn.py and test_trainer_restarts.py
@@ -142,11 +144,11 @@ def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
     """One of a server, a trainer and the launcher each, in turn."""
     run_dir, prompts, epochs = tmp_path / "run", 120, 2
     small = {"allocation": "embedded:d1+fsdp:d1", "recover.every": 1}
-    command = chaos.grpo(model, run_dir, prompts, epochs, **small)
-    part = chaos.Part(command, run_dir, tmp_path / "chaos.log", 3, 3, pause=(2, 5), once=True, kinds=KILLS)
+    command = chaos.grpo_command(model, run_dir, prompts, epochs, **small)
+    part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", 3, 3, fault_interval=(2, 5), once=True, kinds=KILLS)
     part.run(seconds=240)
     examine(part, prompts, epochs, record_property)
-    assert set(part.done) == {*KILLS}
+    assert set(part.injected) == {*KILLS}
 
 
 @pytest.mark.nightly
@@ -163,9 +165,9 @@ def test_local_run_through_kills_ends_and_uses_every_prompt_once(
             "allocation": f"embedded:d{heads}+fsdp:d{heads}",
             "checkpoint.save_batches": str(seed % 2 == 0).lower(),  # for which there must be room
         }
-        command = chaos.grpo(model, run_dir, prompts, epochs, **more)
-        kinds = (*PROCESSES, "truncate_point", *(["fill_disk"] if disk else []))
-        part = chaos.Part(command, run_dir, tmp_path / "chaos.log", seed, 20, kinds, disk=disk)
+        command = chaos.grpo_command(model, run_dir, prompts, epochs, **more)
+        kinds = (*PROCESSES, "truncate_checkpoint", *(["fill_disk"] if disk else []))
+        part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", seed, 20, kinds, disk=disk)
         part.run(seconds=2400)
         examine(part, prompts, epochs, record_property, heads)
 
@@ -188,9 +190,15 @@ def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
 
         run_dir, prompts, epochs = tmp_path / "run", 500, 2
         settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
-        command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
-        part = chaos.Part(
-            command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
+        command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
+        part = chaos.ChaosRun(
+            command,
+            run_dir,
+            tmp_path / "chaos.log",
+            seed,
+            15,
+            (*PROCESSES, "truncate_checkpoint", "lose_node"),
+            kill_node=lose,
         )
         part.run(seconds=2400)
         examine(part, prompts, epochs, record_property, HEADS[route])
@@ -217,9 +225,15 @@ def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
         run_dir, prompts, epochs = tmp_path / "run", 500, 2
         names = "files" if seed == 20 else "ray"
         settings = settings_of("ray", names=names) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
-        command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
-        part = chaos.Part(
-            command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
+        command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
+        part = chaos.ChaosRun(
+            command,
+            run_dir,
+            tmp_path / "chaos.log",
+            seed,
+            15,
+            (*PROCESSES, "truncate_checkpoint", "lose_node"),
+            kill_node=lose,
         )
         part.run(seconds=2400)
         examine(part, prompts, epochs, record_property, HEADS[route])

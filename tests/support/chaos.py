@@ -26,7 +26,7 @@ from rl_contracts.errors import RewardError
 from rl_contracts.runtime.run_files import find_damage, read_json, recovery_checkpoint_steps
 from rl_monitor.run_directory import names_of
 
-EXPLAINED = (
+EXPECTED_CAUSES = (
     "was killed by SIG",
     "FAILED, exit code 137",  # says Slurm of a job whose launcher was killed
     "Communication connection failure",  # says srun of a node that was lost before its agent ran
@@ -39,11 +39,11 @@ EXPLAINED = (
 """What a command may name as the cause when it ends otherwise than well."""
 _ERROR = re.compile(r"^gsm8k-grpo: \w+: ", re.MULTILINE)
 """Where the error begins with which a command ends."""
-EARLY = 0.25
+EARLY_FRACTION = 0.25
 """Share of the faults that also come before the run has taken a step since the last one."""
-END = 15.0
+EXIT_SECONDS = 15.0
 """Seconds after the end of a run in which all of its processes are gone."""
-PATIENCE = 240.0
+STUCK_SECONDS = 240.0
 """Seconds without a new step, a fault or a new start after which a run counts as stuck."""
 
 
@@ -58,7 +58,7 @@ def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids:
 
 
 @dataclass
-class Part:
+class ChaosRun:
     """One run, and what is done to it.
 
     Args:
@@ -80,13 +80,13 @@ class Part:
     seed: int
     faults: int
     kinds: tuple[str, ...]
-    pause: tuple[float, float] = (5.0, 15.0)
+    fault_interval: tuple[float, float] = (5.0, 15.0)
     once: bool = False
     disk: Path | None = None
-    lose: Callable[[random.Random], str] | None = None
+    kill_node: Callable[[random.Random], str] | None = None
 
     def __post_init__(self) -> None:
-        self.rng, self.done, self.starts = random.Random(self.seed), Counter[str](), 0
+        self.rng, self.injected, self.starts = random.Random(self.seed), Counter[str](), 0
         self.times: list[float] = []
         self._at, self._early, self.seconds = 0, False, 0.0
         self._shared = _shared_memory()
@@ -99,7 +99,7 @@ class Part:
                 processes behind.
         """
         begin = time.monotonic()
-        self._due = begin + self.rng.uniform(*self.pause)
+        self._next_fault = begin + self.rng.uniform(*self.fault_interval)
         code = None
         while code != 0:
             with self.log.open("a") as log:
@@ -108,62 +108,66 @@ class Part:
                 log.flush()
                 self._command = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             self.starts += 1
-            code = self._attend(begin + seconds)
+            code = self._supervise(begin + seconds)
             text = self.log.read_text(errors="replace")[place:]
             if code:
                 own = code == -signal.SIGKILL and self._killed_command
-                assert own or is_explained(text), f"exit code {code}, of no fault:\n{text[-6000:]}"
+                assert own or is_expected_failure(text), f"exit code {code}, of no fault:\n{text[-6000:]}"
         self.seconds = time.monotonic() - begin
-        while left := self._left():
-            assert time.monotonic() - begin < self.seconds + END, f"processes are left: {left}"
+        while left := self._leftover_processes():
+            assert time.monotonic() - begin < self.seconds + EXIT_SECONDS, f"processes are left: {left}"
             time.sleep(0.1)
 
-    def pauses(self) -> list[int]:
+    def fault_intervals(self) -> list[int]:
         """Seconds from each fault to the next, in order of length."""
         return sorted(round(after - before) for before, after in pairwise(self.times))
 
-    def never_done(self) -> list[str]:
+    def missing_kinds(self) -> list[str]:
         """Kinds that could not be done, though each was tried before any other came a second time."""
-        return [kind for kind in self.kinds if not self.done[kind]] if self.faults >= len(self.kinds) else []
+        return [kind for kind in self.kinds if not self.injected[kind]] if self.faults >= len(self.kinds) else []
 
-    def shared_memory_left(self) -> list[str]:
+    def leftover_shared_memory(self) -> list[str]:
         """Names of the segments that came since, of whomever: killed processes leave some."""
         return sorted(_shared_memory() - self._shared)
 
-    def _attend(self, deadline: float) -> int:
+    def _supervise(self, deadline: float) -> int:
         """Plant faults until the command ends; its exit code."""
         self._killed_command = False
         moved, seen = time.monotonic(), (0, 0)
         try:
             while (code := self._command.poll()) is None:
-                now, reached = time.monotonic(), (self._step(), self.done.total())
+                now, reached = time.monotonic(), (self._step(), self.injected.total())
                 if reached != seen:
                     moved, seen = now, reached
                 assert now < deadline, f"not over in time, at step {reached[0]}: {self._tail()}"
-                assert now - moved < PATIENCE, f"stuck at step {reached[0]}: {self._tail()}"
-                if self.done.total() < self.faults and now >= self._due and (reached[0] != self._at or self._early):
-                    self._plant()
+                assert now - moved < STUCK_SECONDS, f"stuck at step {reached[0]}: {self._tail()}"
+                if (
+                    self.injected.total() < self.faults
+                    and now >= self._next_fault
+                    and (reached[0] != self._at or self._early)
+                ):
+                    self._inject_fault()
                 time.sleep(0.1)
         except BaseException:
             self._command.kill()  # whose keeper ends the rest
             raise
         return code
 
-    def _plant(self) -> None:
+    def _inject_fault(self) -> None:
         """One fault of those that are possible now."""
-        for kind in sorted(self.rng.sample(self.kinds, len(self.kinds)), key=lambda kind: self.done[kind] > 0):
-            if self.once and self.done[kind]:
+        for kind in sorted(self.rng.sample(self.kinds, len(self.kinds)), key=lambda kind: self.injected[kind] > 0):
+            if self.once and self.injected[kind]:
                 continue
             begin = time.monotonic()
             if what := getattr(self, kind)():
-                self.done[kind] += 1
+                self.injected[kind] += 1
                 self.times.append(begin)
-                self._due, self._at = time.monotonic() + self.rng.uniform(*self.pause), self._step()
-                self._early = self.rng.random() < EARLY
+                self._next_fault, self._at = time.monotonic() + self.rng.uniform(*self.fault_interval), self._step()
+                self._early = self.rng.random() < EARLY_FRACTION
                 with self.log.open("a") as log:
                     log.write(f"--- {time.strftime('%H:%M:%S')} {kind}: {what} (step {self._step()})\n")
                 return
-        self._due = time.monotonic() + 1.0
+        self._next_fault = time.monotonic() + 1.0
 
     def kill_server(self) -> str:
         return self._send("rollout", signal.SIGKILL)
@@ -220,7 +224,7 @@ class Part:
             filler.unlink()
         return f"for {seconds:.0f} s"
 
-    def truncate_point(self) -> str:
+    def truncate_checkpoint(self) -> str:
         """The newest recover point, where there are others; somebody goes on from it at once."""
         whole = [
             step
@@ -237,7 +241,7 @@ class Part:
 
     def lose_node(self) -> str:
         """A whole node of the cluster, which comes back after a while."""
-        return self.lose(self.rng) if self.lose and self._has_step() else ""
+        return self.kill_node(self.rng) if self.kill_node and self._has_step() else ""
 
     def _send(self, role: str, number: int) -> str:
         """A signal to some worker of a role; what was done, empty where there is none."""
@@ -249,7 +253,7 @@ class Part:
 
     def _send_reward(self, number: int) -> str:
         trainers = {worker["pid"] for worker in self._workers() if worker["name"].startswith("actor-")}
-        workers = [pid for pid in _pids() if "-m rl_contracts.reward_worker" in _words(pid)]
+        workers = [pid for pid in _pids() if "-m rl_contracts.reward_worker" in _command_line(pid)]
         pids = [pid for pid in workers if _parent(_parent(pid)) in trainers]  # its parent is its reaper
         return _signal(self.rng.choice(pids), number) if pids else ""
 
@@ -278,19 +282,19 @@ class Part:
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
 
-    def _left(self) -> list[str]:
+    def _leftover_processes(self) -> list[str]:
         """Processes of the run: its directory is in their command, or they hold a file in it."""
         place = str(self.run_dir)
-        return [f"{pid} {_words(pid)}" for pid in _pids() if place in _words(pid) or _holds(pid, place)]
+        return [f"{pid} {_command_line(pid)}" for pid in _pids() if place in _command_line(pid) or _holds(pid, place)]
 
 
-def is_explained(text: str) -> bool:
+def is_expected_failure(text: str) -> bool:
     """Whether the error with which a command ended, the last that it said, names what was done to it; where there is
     none, its last line. What was done to it is written among its lines, and may come last."""
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("--- "))
     errors = [*_ERROR.finditer(text)]
     last = text[errors[-1].start() :] if errors else "".join(text.strip().splitlines()[-1:])
-    return any(cause in last for cause in EXPLAINED)
+    return any(cause in last for cause in EXPECTED_CAUSES)
 
 
 def _signal(pid: int, number: int) -> str:
@@ -324,13 +328,13 @@ def _holds(pid: int, place: str) -> bool:
     return False
 
 
-def _words(pid: int) -> str:
+def _command_line(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return ""
 
 
-def grpo(model: Path, run_dir: Path, prompts: int, epochs: int, **more: object) -> list[str]:
+def grpo_command(model: Path, run_dir: Path, prompts: int, epochs: int, **more: object) -> list[str]:
     """The real command, on a small model; it notices in seconds what hangs."""
     settings = {
         "run_dir": run_dir,

@@ -73,7 +73,7 @@ def _went_on(command: Command, begin: int = 0) -> bool:
 def _exactly_once(command: Command, steps: int) -> None:
     """Each step is there once, and learned from its own prompts."""
     assert [(r["step"], r["version"]) for r in command.steps()] == [(step, step) for step in range(1, steps + 1)]
-    learned = command.learned_from()
+    learned = command.trained_completions()
     assert (len(learned), set(learned.values())) == (steps * 4, {2})
 
 
@@ -83,12 +83,12 @@ def test_server_is_killed_and_hangs_and_trainer_is_killed_the_run_goes_on_and_lo
     command = start_command("gsm8k-grpo", small | launcher | SOON | {"total_steps": 60})
     command.wait_for(lambda: _went_on(command))
     assert len(set(nodes_of(command).values())) == 2
-    command.send("rollout-0", signal.SIGKILL)
+    command.send_signal("rollout-0", signal.SIGKILL)
     command.wait_for(lambda: command.steps()[-1]["server/rejoins"] == 1)
-    command.send("rollout-0", signal.SIGSTOP)
+    command.send_signal("rollout-0", signal.SIGSTOP)
     command.wait_for(lambda: command.steps()[-1]["server/rejoins"] == 2)
-    command.wait_for(command.has_point)
-    command.send("actor-0", signal.SIGKILL)
+    command.wait_for(command.has_recovery_checkpoint)
+    command.send_signal("actor-0", signal.SIGKILL)
     said = command.finish(400)
 
     assert "rollout-0 was killed by SIGKILL" in said
@@ -123,9 +123,9 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
     assert "stopped" in call("rl", "status", command.run_dir)
     assert {"status", "workers"} <= set(FileNames(command.run_dir / "names").children())
 
-    command.again()
+    command.restart()
     command.wait_for(lambda: _went_on(command, point))
-    assert f"resuming after step {point}" in command.said
+    assert f"resuming after step {point}" in command.output
     call("rl", "stop", command.run_dir)
     command.finish(120, code=143)
     _exactly_once(command, len(command.steps()))
@@ -134,13 +134,13 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
 def test_ranks_of_one_trainer_stand_on_two_nodes_and_go_on_from_their_recover_point(launcher, small, start_command):
     spread = {"allocation": "embedded:d1+fsdp:d2", "cluster.cores": 1}
     command = start_command("gsm8k-grpo", small | launcher | ENDLESS | spread)
-    command.wait_for(command.has_point)
+    command.wait_for(command.has_recovery_checkpoint)
     assert command.workers()["actor-0"]["node"] != command.workers()["actor-1"]["node"]
     call("rl", "stop", command.run_dir)
     command.finish(120, code=143)
     point = last_recovery_checkpoint(command.run_dir / "recover")
 
-    command.again()
+    command.restart()
     command.wait_for(lambda: _went_on(command, point))
     assert command.workers()["actor-0"]["node"] != command.workers()["actor-1"]["node"]
     call("rl", "stop", command.run_dir)
@@ -209,7 +209,7 @@ def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_oth
         settings = small | settings_of("slurm") | {"recover.every": 1000, "total_steps": 60}
         command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: _went_on(command))
-        assert not command.has_point()
+        assert not command.has_recovery_checkpoint()
         cluster.run("sbatch", "-purgent", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 2")
         said = command.finish(600)
 
@@ -223,7 +223,7 @@ def test_launchers_node_is_lost_slurm_starts_the_job_again_and_it_loses_nothing(
     """There are no spare nodes, and two that the job does not use."""
     with slurm(lost_after=4, requeue_after=8, kill_wait=5) as cluster:
         command = start_command("gsm8k-grpo", small | settings_of("slurm") | {"total_steps": 60})
-        command.wait_for(lambda: _went_on(command) and command.has_point())
+        command.wait_for(lambda: _went_on(command) and command.has_recovery_checkpoint())
         lost = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
         cluster.kill_node(lost)
         said = command.finish(600)
@@ -242,12 +242,12 @@ def test_ctrl_c_leaves_the_job_of_slurm_alone_and_the_same_command_follows_it_ag
         assert "is no longer followed" in command.finish(60, code=130)
         [job] = cluster.run("squeue", "-h", "-o", "%A").split()
 
-        command.again()
-        command.wait_for(lambda: f"job {job} of this run already exists; following it" in command.said)
+        command.restart()
+        command.wait_for(lambda: f"job {job} of this run already exists; following it" in command.output)
         command.finish(400)
         assert cluster.run("squeue", "-h") == ""
 
-    assert "step 100/100" in command.said
+    assert "step 100/100" in command.output
     _exactly_once(command, 100)
 
 
@@ -256,7 +256,7 @@ def test_ray_drains_a_node_a_recover_point_is_written_and_the_next_command_goes_
         settings = small | settings_of("ray") | {"recover.every": 1000, "total_steps": 200}
         command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: _went_on(command))
-        assert not command.has_point()
+        assert not command.has_recovery_checkpoint()
         host = next(w["host"] for w in command.workers().values() if w["host"] != "127.0.0.2")  # the head stays
         _drain(host)
         said = command.finish(120, code=143)
@@ -265,7 +265,7 @@ def test_ray_drains_a_node_a_recover_point_is_written_and_the_next_command_goes_
         assert f"The same command resumes after step {point}." in said
         assert point == len(command.steps())
 
-        command.again()
+        command.restart()
         command.wait_for(lambda: _went_on(command, point))
         assert host not in {worker["host"] for worker in command.workers().values()}
         command.finish(400)

@@ -135,7 +135,7 @@ def test_real_gsm8k_runs_five_steps_of_a_model_from_scratch(
     assert all(r["tokens"] > 0 for r in steps)
     if name == "gsm8k-grpo":
         _whole(steps, 5, prompts=4)
-        learned = command.learned_from()
+        learned = command.trained_completions()
         assert len(learned) == 20
         assert set(learned.values()) == {4}
     checkpoint = command.run_dir / "checkpoints" / "step_5" / "model.safetensors"
@@ -150,7 +150,7 @@ def _improved(command: Command, record_property: Callable[[str, object], None], 
     record_property("mean reward, first and last five steps", f"{first:.3f}, {last:.3f}")
     _whole(steps, SHORT["total_steps"], prompts=16, unscored=unscored)
     assert last >= first + 0.05
-    learned = command.learned_from()
+    learned = command.trained_completions()
     assert (len(learned), set(learned.values())) == (len(steps) * 16, {16})
 
 
@@ -166,8 +166,8 @@ def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improve
         command.wait_for(lambda: len(command.steps()) > 5)
         assert _committed(command, "broadcast") == "broadcast"
         if trainer_too:
-            command.send("actor-0", signal.SIGKILL)
-            command.wait_for(lambda: "restart 1 of 3" in command.said)
+            command.send_signal("actor-0", signal.SIGKILL)
+            command.wait_for(lambda: "restart 1 of 3" in command.output)
             command.wait_for(lambda: len(command.steps()) > 10)
         launchers = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
         [lost] = {*nodes_of(command).values()} - {launchers}
@@ -191,7 +191,7 @@ def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_imp
         command.wait_for(lambda: len(command.steps()) > 8)
         assert len(set(nodes_of(command).values())) == 2
         assert _committed(command, "disk") == "disk"
-        command.send("rollout-0", signal.SIGKILL)
+        command.send_signal("rollout-0", signal.SIGKILL)
         said = command.finish(400)
 
     assert "rollout-0 was killed by SIGKILL" in said

@@ -45,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once(model: Path, tmp_path: Path) -> None:
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8}
     command = _start("gsm8k-grpo", model, tmp_path / "run", **small, total_steps=200)
-    command.wait_for(command.has_point)
-    command.send("actor-0", signal.SIGKILL)
+    command.wait_for(command.has_recovery_checkpoint)
+    command.send_signal("actor-0", signal.SIGKILL)
 
     said = command.finish()
 
@@ -55,7 +55,7 @@ def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once
     assert "200/200" in said
     records = command.records()
     assert [(r["step"], r["version"]) for r in records] == [(step, step) for step in range(1, 201)]
-    learned = command.learned_from()
+    learned = command.trained_completions()
     assert len(learned) == 200 * 4
     assert set(learned.values()) == {2}  # its group, once
     assert not list((command.run_dir / "names" / "servers").rglob("=value"))
@@ -112,7 +112,7 @@ def test_run_whose_reward_fails_ends_with_the_counts_and_the_trace_and_is_not_st
 ) -> None:
     more = {"rollout.reward": "stuck_parts:failing_reward", "rollout.failure_min_groups": 8, "recover.every": 1}
     command = _start_with_parts(model, tmp_path / "stuck", monkeypatch, **more)
-    command.wait_for(command.has_point)
+    command.wait_for(command.has_recovery_checkpoint)
     (tmp_path / "stuck").write_text("reward")
 
     said = command.finish(code=1)
@@ -133,8 +133,8 @@ def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_b
     whole = _start("gsm8k-sft", model, tmp_path / "whole", **ranks)
     whole.finish()
     command = _start("gsm8k-sft", model, tmp_path / "run", **ranks, **{"launcher.health_timeout": 10})
-    command.wait_for(command.has_point)
-    command.send("actor-1", signal.SIGSTOP)
+    command.wait_for(command.has_recovery_checkpoint)
+    command.send_signal("actor-1", signal.SIGSTOP)
 
     said = command.finish()
 
@@ -148,7 +148,7 @@ def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_b
 def test_sft_trainer_killed_without_recover_points_ends_with_a_sentence(model: Path, tmp_path: Path) -> None:
     command = _start("gsm8k-sft", model, tmp_path / "run", **NO_POINTS, total_steps=100_000)
     command.wait_for(lambda: (command.run_dir / "metrics.jsonl").exists())
-    command.send("actor-0", signal.SIGKILL)
+    command.send_signal("actor-0", signal.SIGKILL)
     said = command.finish(60, code=1)
     assert "actor-0 was killed by SIGKILL" in said
     assert "no recovery checkpoint to resume from" in said

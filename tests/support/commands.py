@@ -41,9 +41,9 @@ class Command:
     def __init__(self, name: str, run_dir: Path, settings: dict[str, Any]) -> None:
         self.run_dir = run_dir
         self.line = [str(BIN / name), f"run_dir={run_dir}", *(f"{key}={value}" for key, value in settings.items())]
-        self.again()
+        self.restart()
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """The same command once more."""
         self._log = self.run_dir.with_suffix(f".out{len(list(self.run_dir.parent.glob('*.out*')))}")
         with self._log.open("w") as log:
@@ -56,7 +56,7 @@ class Command:
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it has said so far."""
         return self._log.read_text()
 
@@ -66,12 +66,12 @@ class Command:
         def holds() -> bool:
             if condition():
                 return True
-            assert self.process.poll() is None, self.said
+            assert self.process.poll() is None, self.output
             return False
 
-        wait_until(holds, seconds, what=lambda: f"{inspect.getsource(condition)}\n{self.said}")
+        wait_until(holds, seconds, what=lambda: f"{inspect.getsource(condition)}\n{self.output}")
 
-    def has_point(self) -> bool:
+    def has_recovery_checkpoint(self) -> bool:
         """Whether there is a recover point."""
         return bool(list((self.run_dir / "recover").glob("step_*")))
 
@@ -79,7 +79,7 @@ class Command:
         """What runs, by name: its node, host, port, process."""
         return {worker["name"]: worker for worker in read_json(names_of(self.run_dir), "workers") or []}
 
-    def send(self, worker: str, number: int) -> None:
+    def send_signal(self, worker: str, number: int) -> None:
         """A signal to a worker."""
         os.kill(self.workers()[worker]["pid"], number)
 
@@ -88,9 +88,9 @@ class Command:
         try:
             ended = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds:g} s\n{self.said}") from None
-        assert ended == code, self.said
-        return self.said
+            raise AssertionError(f"still running after {seconds:g} s\n{self.output}") from None
+        assert ended == code, self.output
+        return self.output
 
     def kill(self) -> None:
         """End it, and let it end what it started."""
@@ -110,7 +110,7 @@ class Command:
         """Those of its steps."""
         return [record for record in self.records() if "rows" in record]
 
-    def learned_from(self) -> Counter[str]:
+    def trained_completions(self) -> Counter[str]:
         """How many answers to each prompt it learned from."""
         rollouts = (self.run_dir / "rollouts").glob("step_*-*.jsonl")
         answers = (answer for path in rollouts for answer in json_lines(path))

@@ -24,12 +24,12 @@ Result = dict[str, str]
 """`status`: ok, refused or wrong; `why`, where there is something to say."""
 LENGTHS = (3, 19, 8, 9, 13, 6)
 """Of the rows: some within a window and below the length at which rope switches, some beyond."""
-ANSWERS = ((2, 5), (7, 9), (12, 16), (3, 21), (9, 2), (5, 1))
+COMPLETIONS = ((2, 5), (7, 9), (12, 16), (3, 21), (9, 2), (5, 1))
 """Tokens of prompts, and of their answers."""
 LOGPROB_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-4
 """Of a tensor's largest entry."""
-LEAST_GRADIENT = 1e-6
+MIN_GRADIENT = 1e-6
 """Of the largest entry of all: a tensor all of whose gradient is below it has rounding for a gradient (the bias of
 keys, which a softmax takes away)."""
 
@@ -66,51 +66,51 @@ def batch() -> Any:
     return result
 
 
-def loss_of(logprobs: Tensor, moved: Any) -> Tensor:
-    return -(logprobs * moved["advantages"] * moved["loss_mask"]).sum()
+def compute_loss(logprobs: Tensor, inputs: Any) -> Tensor:
+    return -(logprobs * inputs["advantages"] * inputs["loss_mask"]).sum()
 
 
-def loss_fn(outputs: Any, moved: Any) -> tuple[Tensor, dict[str, Any]]:
-    return loss_of(outputs.logprobs, moved), {}
+def loss_fn(outputs: Any, inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+    return compute_loss(outputs.logprobs, inputs), {}
 
 
-def loss_weight_fn(moved: Any) -> Tensor:
-    return moved["loss_mask"].sum()
+def loss_weight_fn(inputs: Any) -> Tensor:
+    return inputs["loss_mask"].sum()
 
 
-def plain(path: Path | str) -> Any:
+def load_reference(path: Path | str) -> Any:
     """transformers' own model, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-def plain_logprobs(model: Any, ids: Tensor, temperature: float) -> Tensor:
+def reference_logprobs(model: Any, ids: Tensor, temperature: float) -> Tensor:
     """[T] of one row alone; 0 at its first token."""
     logits = model(ids[None], use_cache=False).logits[0, :-1].float() / temperature
     return nn.functional.pad(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0], (1, 0))
 
 
-def expectation(path: Path) -> dict[str, Tensor]:
+def reference_results(path: Path) -> dict[str, Tensor]:
     """Log-probs and gradients of the rows, one alone at a time: a model for each, since those whose rope looks at
     lengths remember the longest that they met."""
-    whole = batch()
-    found = {"logprobs": torch.zeros(whole["input_ids"].shape)}
-    model = plain(path)
+    full = batch()
+    found = {"logprobs": torch.zeros(full["input_ids"].shape)}
+    model = load_reference(path)
     pristine = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for row, ids in enumerate(rows()):
         for name, buffer in model.named_buffers():
             if buffer.shape == pristine[name].shape:
                 buffer.data.copy_(pristine[name])
-        _forget_lengths(model)
-        logprobs = plain_logprobs(model, ids, float(whole["temperature"][row]))
+        _reset_rope(model)
+        logprobs = reference_logprobs(model, ids, float(full["temperature"][row]))
         found["logprobs"][row, : len(ids)] = logprobs.detach()
-        moved = {name: whole[name][row, : len(ids)] for name in ("advantages", "loss_mask")}
-        (loss_of(logprobs, moved) / loss_weight_fn(whole)).backward()
+        inputs = {name: full[name][row, : len(ids)] for name in ("advantages", "loss_mask")}
+        (compute_loss(logprobs, inputs) / loss_weight_fn(full)).backward()
     return found | {f"grad.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _forget_lengths(model: nn.Module) -> None:
+def _reset_rope(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "original_max_seq_len"):
             module.max_seq_len_cached = module.original_max_seq_len
@@ -119,7 +119,7 @@ def _forget_lengths(model: nn.Module) -> None:
 # ---- what ours say
 
 
-def attempt(check: Callable[[], str | None]) -> Result:
+def run_check(check: Callable[[], str | None]) -> Result:
     """`ok`, perhaps with a remark, or how it failed."""
     try:
         remark = check()
@@ -136,14 +136,14 @@ def attempt(check: Callable[[], str | None]) -> Result:
     return {"status": "ok"} | ({"why": remark} if remark else {})
 
 
-def try_engine(path: Path, expected: dict[str, Tensor], results: dict[str, Result], name: str = "engine") -> None:
+def check_engine(path: Path, expected: dict[str, Tensor], results: dict[str, Result], name: str = "engine") -> None:
     """On this process, or as one of several that all call this: log-probs and gradients, and then what is exported."""
-    with ExitStack() as undo:
-        results[name] = attempt(lambda: _train(path, expected, undo, results))
+    with ExitStack() as cleanup:
+        results[name] = run_check(lambda: _train(path, expected, cleanup, results))
 
 
-def _train(path: Path, expected: dict[str, Tensor], undo: ExitStack, results: dict[str, Result]) -> None:
-    from rl_contracts.batch.trajectory import select as chosen
+def _train(path: Path, expected: dict[str, Tensor], cleanup: ExitStack, results: dict[str, Result]) -> None:
+    from rl_contracts.batch.trajectory import select as select_rows
     from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
     from rl_engines_fsdp.ranks.sharding import whole
 
@@ -153,11 +153,11 @@ def _train(path: Path, expected: dict[str, Tensor], undo: ExitStack, results: di
         str(path), 10, device="cpu", micro_batch=MicroBatchConfig(64), optimizer=OptimizerConfig(max_grad_norm=1e9)
     )
     engine.initialize(spec)
-    undo.callback(engine.destroy)
-    mine = list(range(engine.parallel.rank, len(LENGTHS), ranks))
-    ours, longest = chosen(batch(), mine), max(LENGTHS[row] for row in mine)
-    logprobs = engine.forward(ours, lambda outputs, _: outputs.logprobs)
-    off = _off(logprobs[:, :longest], expected["logprobs"][mine, :longest])
+    cleanup.callback(engine.destroy)
+    local_rows = list(range(engine.parallel.rank, len(LENGTHS), ranks))
+    local_batch, longest = select_rows(batch(), local_rows), max(LENGTHS[row] for row in local_rows)
+    logprobs = engine.forward(local_batch, lambda outputs, _: outputs.logprobs)
+    error = _max_error(logprobs[:, :longest], expected["logprobs"][local_rows, :longest])
     named = engine._model.own_parameters()
     optimizer: Any = torch.optim.SGD([parameter for _, parameter in named], 1e-3)
     take, gradients = optimizer.step, {}
@@ -168,24 +168,24 @@ def _train(path: Path, expected: dict[str, Tensor], undo: ExitStack, results: di
 
     optimizer.step = step
     engine._optimizer = optimizer
-    engine.train_batch(ours, loss_fn, loss_weight_fn)
+    engine.train_batch(local_batch, loss_fn, loss_weight_fn)
     out = path.parent / f"export-{ranks}"
-    after = engine.forward(ours, lambda outputs, _: outputs.logprobs)
+    after = engine.forward(local_batch, lambda outputs, _: outputs.logprobs)
     engine.save(SaveLoadMeta(str(out)))
     weights = {name: whole(parameter.detach()).clone() for name, parameter in named}
     if ranks == 1:
         meta, _ = put_weights(path.parent / "weights", 1, engine.full_parameters(), "disk")
         (path.parent / "published.json").write_text(json.dumps(meta.to_json()))
     if engine.parallel.rank == 0:
-        exported = attempt(lambda: _reload(path, out, weights, mine, after[:, :longest]))
+        exported = run_check(lambda: _reload(path, out, weights, local_rows, after[:, :longest]))
         before = results.setdefault("export", exported)
         if before["status"] == "ok":
             results["export"] = exported
-    assert off <= LOGPROB_TOLERANCE, f"log-probs differ by {off:.2g} nats"
+    assert error <= LOGPROB_TOLERANCE, f"log-probs differ by {error:.2g} nats"
     _compare_gradients(gradients, {n.removeprefix("grad."): g for n, g in expected.items() if n.startswith("grad.")})
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
+def _max_error(found: Tensor, expected: Tensor) -> float:
     """Largest difference; infinite where either is nan."""
     return (found - expected).abs().nan_to_num(torch.inf).max().item()
 
@@ -196,29 +196,29 @@ def _compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
         if name not in found:
             assert not gradient.any(), f"{name} has no gradient"
             continue
-        size, off = gradient.abs().max().item(), _off(found[name], gradient)
-        if size > LEAST_GRADIENT * largest:
-            assert off <= GRADIENT_TOLERANCE * size, (
-                f"the gradient of {name} differs by {off / size:.2g} of its largest"
+        size, error = gradient.abs().max().item(), _max_error(found[name], gradient)
+        if size > MIN_GRADIENT * largest:
+            assert error <= GRADIENT_TOLERANCE * size, (
+                f"the gradient of {name} differs by {error / size:.2g} of its largest"
             )
         else:
-            assert off <= LEAST_GRADIENT * largest, f"the gradient of {name}, which is none, differs by {off:.2g}"
+            assert error <= MIN_GRADIENT * largest, f"the gradient of {name}, which is none, differs by {error:.2g}"
 
 
-def _reload(source: Path, out: Path, weights: dict[str, Tensor], mine: list[int], expected: Tensor) -> None:
+def _reload(source: Path, out: Path, weights: dict[str, Tensor], local_rows: list[int], expected: Tensor) -> None:
     """An export has the keys of its source, and transformers makes the same model of it."""
     keys = [_keys(directory) for directory in (source, out)]
     assert keys[0] == keys[1], f"keys differ from those of the source: {sorted(keys[0] ^ keys[1])[:3]}"
-    model = plain(out)
+    model = load_reference(out)
     for name, parameter in model.named_parameters():
         assert torch.equal(weights[name], parameter), f"{name} is reloaded differently"
-    for index, row in enumerate(mine):
-        _forget_lengths(model)
-        again = plain(out) if any(hasattr(m, "original_max_seq_len") for m in model.modules()) else model
+    for index, row in enumerate(local_rows):
+        _reset_rope(model)
+        again = load_reference(out) if any(hasattr(m, "original_max_seq_len") for m in model.modules()) else model
         with torch.no_grad():
-            alone = plain_logprobs(again, rows()[row], (0.7, 1.0, 1.3)[row % 3])
-        off = _off(alone, expected[index, : len(alone)])
-        assert off <= LOGPROB_TOLERANCE, f"log-probs of the reloaded model differ by {off:.2g} nats"
+            alone = reference_logprobs(again, rows()[row], (0.7, 1.0, 1.3)[row % 3])
+        error = _max_error(alone, expected[index, : len(alone)])
+        assert error <= LOGPROB_TOLERANCE, f"log-probs of the reloaded model differ by {error:.2g} nats"
 
 
 def _keys(directory: Path) -> set[str]:
@@ -231,10 +231,10 @@ def _keys(directory: Path) -> set[str]:
     return found
 
 
-def try_server(path: Path, results: dict[str, Result]) -> None:
+def check_server(path: Path, results: dict[str, Result]) -> None:
     """Answers that are generated beside each other in few slots, and their scores; then those at the weights that the
     engine published."""
-    results["server"] = attempt(lambda: _serve(path, results))
+    results["server"] = run_check(lambda: _serve(path, results))
 
 
 def _serve(path: Path, results: dict[str, Result]) -> str | None:
@@ -253,7 +253,7 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
     loop.start()
     jobs, room = [], model.context_length
     generator = torch.Generator().manual_seed(3)
-    for index, (prompt, answer) in enumerate(ANSWERS):
+    for index, (prompt, answer) in enumerate(COMPLETIONS):
         prompt, temperature = min(prompt, room - 1), (0.7, 1.0, 1.3)[index % 3]
         generation = GenerationConfig(max_new_tokens=min(answer, room - prompt), temperature=temperature)
         ids = torch.randint(3, VOCABULARY, (prompt,), generator=generator).tolist()
@@ -267,16 +267,16 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
             assert (job.finish_reason or {}).get("type") == "length", str(job.finish_reason)
             ids, start, temperature = torch.tensor(job.tokens), len(job.prompt), job.generation.temperature
             with torch.no_grad():
-                alone = plain_logprobs(plain(path), ids, temperature)
-            off = _off(torch.tensor(job.logprobs), alone[start:])
-            assert off <= LOGPROB_TOLERANCE, f"log-probs of an answer of {len(ids)} tokens differ by {off:.2g} nats"
+                alone = reference_logprobs(load_reference(path), ids, temperature)
+            error = _max_error(torch.tensor(job.logprobs), alone[start:])
+            assert error <= LOGPROB_TOLERANCE, f"log-probs of an answer of {len(ids)} tokens differ by {error:.2g} nats"
             score = ScoreJob(job.tokens, temperature)
             loop.submit_score(score)
             scores, _ = score.done.result(60)
-            off = _off(torch.tensor(scores), alone)
-            assert off <= LOGPROB_TOLERANCE, f"scores of {len(ids)} tokens differ by {off:.2g} nats"
+            error = _max_error(torch.tensor(scores), alone)
+            assert error <= LOGPROB_TOLERANCE, f"scores of {len(ids)} tokens differ by {error:.2g} nats"
         if (path.parent / "published.json").exists():
-            results["publish"] = attempt(lambda: _update(path.parent, loop, jobs[3].tokens))
+            results["publish"] = run_check(lambda: _update(path.parent, loop, jobs[3].tokens))
     finally:
         loop.stop()
     longest: int = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or room
@@ -294,7 +294,7 @@ def _update(directory: Path, loop: Any, ids: list[int]) -> None:
     loop.submit_score(score)
     scores, version = score.done.result(60)
     with torch.no_grad():
-        alone = plain_logprobs(plain(directory / "export-1"), torch.tensor(ids), 1.0)
+        alone = reference_logprobs(load_reference(directory / "export-1"), torch.tensor(ids), 1.0)
     assert version == 1
-    off = _off(torch.tensor(scores), alone)
-    assert off <= LOGPROB_TOLERANCE, f"scores at the published weights differ by {off:.2g} nats"
+    error = _max_error(torch.tensor(scores), alone)
+    assert error <= LOGPROB_TOLERANCE, f"scores at the published weights differ by {error:.2g} nats"

@@ -13,21 +13,21 @@ import warnings
 from pathlib import Path
 
 import torch
-from families_checks import Result, try_engine
+from families_checks import Result, check_engine
 
 from rl_contracts.testing.processes import free_port
 
-RANK_SECONDS = 120.0
+RANK_TIMEOUT = 120.0
 """How long two processes may take for a family."""
 
 
-class TwoRanks:
+class RankPair:
     """A pair of processes that try one family after another; started anew after one that they did not survive."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
 
-    def ask(self, path: Path) -> None:
+    def submit(self, path: Path) -> None:
         """Give them a family's directory, in which `expected.pt` lies."""
         if not self._processes:
             self._start()
@@ -36,9 +36,9 @@ class TwoRanks:
             process.stdin.write(f"{path}\n")
             process.stdin.flush()
 
-    def answer(self) -> dict[str, Result]:
+    def result(self) -> dict[str, Result]:
         """What rank 0 found; where the ranks differ, that they do."""
-        deadline, told = time.monotonic() + RANK_SECONDS, []
+        deadline, told = time.monotonic() + RANK_TIMEOUT, []
         for process in self._processes:
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -93,7 +93,7 @@ def rank_main() -> None:
     for line in sys.stdin:
         path, results = Path(line.strip()), {}
         expected = torch.load(path.parent / "expected.pt")
-        try_engine(path, expected, results, "engine d2")
+        check_engine(path, expected, results, "engine d2")
         print(json.dumps(results), file=answers, flush=True)
         gc.collect()
 

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from families_checks import Result, expectation, try_engine, try_server
-from families_ranks import TwoRanks
+from families_checks import Result, check_engine, check_server, reference_results
+from families_ranks import RankPair
 
 from rl_contracts.testing.families import VARIANTS, make_family
 
-PARTS = ("engine", "engine d2", "export", "server", "publish")
-LARGEST = 7_000_000
+CHECKS = ("engine", "engine d2", "export", "server", "publish")
+MAX_PARAMETERS = 7_000_000
 """Parameters of a tiny model, at most."""
 
 
@@ -41,7 +41,7 @@ def families() -> list[str]:
 
 def sweep(names: Iterable[str], scratch: Path, two: bool = True) -> Iterator[tuple[str, dict[str, Result]]]:
     """The results of each family, in turn; without `two`, of this process alone."""
-    ranks = TwoRanks() if two else None
+    ranks = RankPair() if two else None
     try:
         for name in names:
             directory = scratch / name.replace(",", "").replace(" ", "-")
@@ -53,12 +53,12 @@ def sweep(names: Iterable[str], scratch: Path, two: bool = True) -> Iterator[tup
             ranks.close()
 
 
-def _one_family(name: str, directory: Path, ranks: TwoRanks | None) -> dict[str, Result]:
+def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str, Result]:
     path = directory / "model"
     try:
         family, settings = VARIANTS.get(name, (name, {}))
-        make_family(path, family, largest=LARGEST, **settings)
-        expected = expectation(path)
+        make_family(path, family, largest=MAX_PARAMETERS, **settings)
+        expected = reference_results(path)
         if not all(tensor.isfinite().all() for tensor in expected.values()):
             raise ValueError("transformers computes nan of it")
     except Exception as error:
@@ -67,12 +67,12 @@ def _one_family(name: str, directory: Path, ranks: TwoRanks | None) -> dict[str,
     torch.save(expected, directory / "expected.pt")
     results: dict[str, Result] = {}
     if ranks is not None:
-        ranks.ask(path)
-    try_engine(path, expected, results)
-    try_server(path, results)
+        ranks.submit(path)
+    check_engine(path, expected, results)
+    check_server(path, results)
     if ranks is None:
         return results
-    both = ranks.answer()
+    both = ranks.result()
     if results.get("export", {}).get("status", "ok") == "ok" and "export" in both:
         results["export"] = both["export"]
     return results | {"engine d2": both["engine d2"]}
@@ -112,8 +112,8 @@ def page(found: dict[str, dict[str, Result]]) -> str:
     counts = {"passed": len(passed), "refused": len(made) - len(passed), "unmade": len(found) - len(made)}
     lines = [HEAD.format(version=transformers.__version__, **counts)]
     for name, results in made.items():
-        cells = [results.get(part, {}).get("status", "") for part in PARTS]
-        told = {part: results[part]["why"] for part in PARTS if results.get(part, {}).get("why")}
+        cells = [results.get(part, {}).get("status", "") for part in CHECKS]
+        told = {part: results[part]["why"] for part in CHECKS if results.get(part, {}).get("why")}
         if told.get("engine") and told["engine"] in told.get("engine d2", ""):
             del told["engine d2"]
         why = " ".join(f"*{part}:* {text}" for part, text in told.items())

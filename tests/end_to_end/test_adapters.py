@@ -50,16 +50,16 @@ def start_embedded(model: Path, directory: Path) -> tuple[ServerProcess, Inferen
 
 
 def start_other(kind: str, model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
-    """With `faulty_staging` in place of our file that runs inside."""
+    """With `faulty_adapters` in place of our file that runs inside."""
     engine, config = (VLLMEngine, VLLMEngineConfig) if kind == "vllm" else (SGLangEngine, SGLangEngineConfig)
     settings: Any = config(python=str(interpreter_of(kind)), context_length=CONTEXT)
     spec = ServeSpec(model_path=str(model), device="cpu", weights_dir=str(directory / "weights"), cpus=1)
     job = engine.server_spec(settings, spec)
     ours = {
-        "vllm_extension.WeightStage": "faulty_staging.WeightStage",
-        str(INSIDE / "sglang_server.py"): str(SUPPORT / "faulty_staging.py"),
+        "vllm_extension.WeightStage": "faulty_adapters.WeightStage",
+        str(INSIDE / "sglang_server.py"): str(SUPPORT / "faulty_adapters.py"),
     }
-    env = {**job.env, "PYTHONPATH": f"{INSIDE}:{SUPPORT}", "FAULT_INSIDE": str(INSIDE)}
+    env = {**job.env, "PYTHONPATH": f"{INSIDE}:{SUPPORT}", "FAULT_PLUGINS": str(INSIDE)}
     job = replace(job, command=tuple(ours.get(text, text) for text in job.command), env=env)
     process = JobProcess(model, directory / "server.log", key=KEY, job=job)
     return process, engine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60, rejoin_timeout=120))

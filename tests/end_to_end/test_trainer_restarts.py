@@ -66,7 +66,7 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("STUCK_FILE", str(file))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     settings = {
-        "algorithm.loss.kind": "stuck_parts:stuck_loss",
+        "algorithm.loss.kind": "stuck_components:stuck_loss",
         "rollout.group_size": 2,
         "rollout.generation.max_new_tokens": 8,
         **NO_POINTS,
@@ -96,7 +96,7 @@ def test_run_in_which_nothing_moves_ends_with_the_stage_its_age_and_its_stack(
 ) -> None:
     file = tmp_path / "stuck"
     # a run that has a point would be started again
-    more = {"rollout.workflow": "stuck_parts:StuckWorkflow", f"rollout.{timeout}": 8}
+    more = {"rollout.workflow": "stuck_components:StuckWorkflow", f"rollout.{timeout}": 8}
     command = _start_with_parts(model, file, monkeypatch, **more)
     command.wait_for(lambda: bool(command.records()))
     file.write_text(what)
@@ -110,7 +110,7 @@ def test_run_in_which_nothing_moves_ends_with_the_stage_its_age_and_its_stack(
 def test_run_whose_reward_fails_ends_with_the_counts_and_the_trace_and_is_not_started_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"rollout.reward": "stuck_parts:failing_reward", "rollout.failure_min_groups": 8, "recover.every": 1}
+    more = {"rollout.reward": "stuck_components:failing_reward", "rollout.failure_min_groups": 8, "recover.every": 1}
     command = _start_with_parts(model, tmp_path / "stuck", monkeypatch, **more)
     command.wait_for(command.has_recovery_checkpoint)
     (tmp_path / "stuck").write_text("reward")
@@ -118,7 +118,7 @@ def test_run_whose_reward_fails_ends_with_the_counts_and_the_trace_and_is_not_st
     said = command.finish(code=1)
 
     assert re.search(r"of the last \d+ groups failed.*reward", "\n".join(said.splitlines()[-3:])), said
-    assert re.search(r"ZeroDivisionError.*stuck_parts.py:\d+", said), said
+    assert re.search(r"ZeroDivisionError.*stuck_components.py:\d+", said), said
     assert "restart 1 of" not in said
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "run/groups.jsonl").read_text().splitlines()]
     assert any(reason and reason.startswith("reward: ") for reason in reasons)

@@ -1,4 +1,4 @@
-"""Faults planted in real servers (`faulty_inside.py`), between a real trainer and two of them: each is named by the
+"""Faults planted in real servers (`faulty_plugins.py`), between a real trainer and two of them: each is named by the
 server's own comparison after a load, by the canary, or by the gap gate.
 
 vLLM's in CI, SGLang's nightly; they need the environments that `infra/servers/build.py` makes, and are skipped where
@@ -126,7 +126,7 @@ def test_temperature_changed_on_the_server_is_named_by_the_gap_gate(fleet):
 
 def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
     with fleet.run(0) as run:
-        fleet.plant("cache kept", 0)
+        fleet.plant("cache not flushed", 0)
         message = alarm(run, 4)
 
     assert "Likely cause: stale prefix cache" in message
@@ -136,8 +136,8 @@ def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
 @pytest.mark.parametrize(
     ("faults", "cause"),
     [
-        ("not loaded, unseen", "weights not received: the scores match the previous version"),
-        ("stale head, unseen", "weights or architecture: no experiment explains the gap"),
+        ("not loaded, comparison off", "weights not received: the scores match the previous version"),
+        ("stale lm_head, comparison off", "weights or architecture: no experiment explains the gap"),
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
 )
@@ -163,9 +163,12 @@ def test_one_server_of_two_behind_is_named_by_the_gap_gate(fleet):
 @pytest.mark.parametrize(
     ("faults", "named"),
     [
-        ("not loaded, unseen", "match the previous version. The server does not serve the sent weights"),
-        ("stale head, unseen", "does not serve the sent weights; check that it loads every tensor, including a tied"),
-        ("cache kept", "its scores are correct, but the log-probs of its 16 generated tokens"),
+        ("not loaded, comparison off", "match the previous version. The server does not serve the sent weights"),
+        (
+            "stale lm_head, comparison off",
+            "does not serve the sent weights; check that it loads every tensor, including a tied",
+        ),
+        ("cache not flushed", "its scores are correct, but the log-probs of its 16 generated tokens"),
         ("one behind", "match the previous version. The server does not serve the sent weights"),
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept", "one_of_two_behind"],
@@ -184,7 +187,7 @@ def test_fault_of_one_server_of_two_is_named_by_the_canary(fleet, faults, named)
     ("faults", "server"),
     [
         pytest.param("not loaded", 0, id="update_acknowledged_but_not_loaded"),
-        pytest.param("stale head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),  # each ends a server
+        pytest.param("stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),  # each ends a server
     ],
 )
 def test_load_that_missed_a_parameter_is_named_by_the_servers_own_comparison_and_ends_it(fleet, faults, server):

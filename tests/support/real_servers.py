@@ -29,7 +29,7 @@ from rl_inference.client.engine import HttpEngine
 
 CONTEXT = 1024
 KEY = "the key of this run"
-FAULTY = Path(__file__).with_name("faulty_inside.py")
+FAULTY = Path(__file__).with_name("faulty_plugins.py")
 SHARED = [40 + i % 31 for i in range(400)]
 """What all prompts begin with: long enough to fill several blocks of a prefix cache."""
 
@@ -83,9 +83,9 @@ def kind_of(name: str) -> Kind:
 
 
 def faulty(job: JobSpec, faults: Path) -> JobSpec:
-    """Servers with `faulty_inside` before what runs inside them; a file names the faults that are on."""
+    """Servers with `faulty_plugins` before what runs inside them; a file names the faults that are on."""
     command = tuple(
-        str(FAULTY) if text.endswith("sglang_server.py") else text.replace("vllm_extension.", "faulty_inside.")
+        str(FAULTY) if text.endswith("sglang_server.py") else text.replace("vllm_extension.", "faulty_plugins.")
         for text in job.command
     )
     path = ":".join(filter(None, [str(FAULTY.parent), job.env.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""Parts of a run that stand still or fail once a file says so, for `test_trainer_restarts.py`."""
+"""Components that block or fail while the file STUCK_FILE names them, for `test_trainer_restarts.py`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 from rl_workflows import RLVRWorkflow
 
 
-def stuck(what: str) -> bool:
-    """Whether this part is the one."""
+def is_stuck(component: str) -> bool:
+    """Whether STUCK_FILE names this component."""
     file = Path(os.environ["STUCK_FILE"])
-    return file.exists() and file.read_text() == what
+    return file.exists() and file.read_text() == component
 
 
 class StuckWorkflow(RLVRWorkflow):
-    """Waits for what never comes."""
+    """Workflow whose episodes never end while it is stuck."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        if stuck("workflow"):
+        if is_stuck("workflow"):
             await asyncio.Event().wait()
         return await super().arun_episode(engine, data)
 
 
 def stuck_loss(terms: Any) -> Any:
-    """A policy gradient that is never computed."""
-    while stuck("trainer"):
+    """Return the policy-gradient loss, and block while the trainer is stuck."""
+    while is_stuck("trainer"):
         time.sleep(0.1)
     return -terms.ratio * terms.advantages, {}
 
 
 def failing_reward(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """A reward that has a mistake."""
-    return 1.0 / (0 if stuck("reward") else 2)
+    """Return a constant reward, or divide by zero while the reward is stuck."""
+    return 1.0 / (0 if is_stuck("reward") else 2)

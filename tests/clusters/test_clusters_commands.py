@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from commands import Command, call
-from launchers import nodes_of, settings_of, standing
+from launchers import nodes_of, running_cluster, settings_of
 from ray_cluster import ray
 from slurm_cluster import slurm
 
@@ -54,7 +54,7 @@ SOON = {
 def launcher(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """The settings of a launcher, whose cluster stands. Ray keeps the names of its runs; in test_clusters_learn.py they
     are files there, as under Slurm."""
-    with standing(request.param) as settings:
+    with running_cluster(request.param) as settings:
         yield settings | ({"launcher.options.names": "ray"} if request.param == "ray" else {})
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from commands import Command
-from launchers import CLUSTERS, nodes_of, settings_of, standing
+from launchers import CLUSTERS, nodes_of, running_cluster, settings_of
 from ray_cluster import ray
 from slurm_cluster import slurm
 
@@ -61,7 +61,7 @@ def checker() -> ModuleType:
 @pytest.fixture(scope="module", params=CLUSTERS)
 def launcher(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """The settings of each launcher, whose cluster stands."""
-    with standing(request.param) as settings:
+    with running_cluster(request.param) as settings:
         yield settings
 
 

@@ -57,7 +57,7 @@ def whole_run(tmp_path_factory, model, fault_file):
 def run(whole_run, fault_file):
     """A run in which all is well so far: two steps were taken without an alarm."""
     fault_file.write_text("")
-    whole_run.forget()
+    whole_run.reset()
     for _ in range(2):
         stats = whole_run.step()
         assert stats["gap/mean_abs"] < 1e-4
@@ -121,33 +121,33 @@ def test_gap_stale_prefix_cache_is_named(run, fault_file):
 
 def _learn_from_answers_made_a_step_before(run, clean, steps=2):
     """As an asynchronous run does; returns the last step's figures."""
-    late, stats = run.answers(), run.step(clean)
+    late, stats = run.sample_batch(), run.step(clean)
     for _ in range(steps):
-        following = run.answers()
+        following = run.sample_batch()
         stats = run.step(late)
         late = following
     return stats
 
 
 def test_gap_asynchronous_run_has_answers_made_where_its_batches_have_no_fresh_token(run):
-    run.forget(regenerate_every=2)
-    clean = run.answers()
+    run.reset(regenerate_every=2)
+    clean = run.sample_batch()
     assert _learn_from_answers_made_a_step_before(run, clean, 1)["gap/fresh_mean_abs"] is None
-    stats = _learn_from_answers_made_a_step_before(run, run.answers(), 2)
+    stats = _learn_from_answers_made_a_step_before(run, run.sample_batch(), 2)
     assert stats["gap/fresh_mean_abs"] < 1e-4
     assert stats["gap/empty"] == 0
 
 
 @pytest.mark.parametrize(("fault", "name"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
 def test_gap_fault_of_an_asynchronous_run_is_named_by_answers_made_for_it(run, fault_file, fault, name):
-    run.forget(regenerate_every=2)
-    clean = run.answers()
+    run.reset(regenerate_every=2)
+    clean = run.sample_batch()
     fault_file.write_text(fault)
     assert f"Likely cause: {name}" in _alarm(_learn_from_answers_made_a_step_before, run, clean, 4)
 
 
 def test_gap_version_stamped_late_is_named(run, fault_file):
-    clean = run.answers()
+    clean = run.sample_batch()
     fault_file.write_text("stamped late")
     message = _alarm(_learn_from_answers_made_a_step_before, run, clean)
     assert "Likely cause: version stamped late" in message

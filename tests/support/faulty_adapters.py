@@ -1,7 +1,7 @@
 """Plugins of vLLM or SGLang, with a fault that a test switches on through the file FAULT_FILE.
 
-Under `adapter not applied`, the server stages, acknowledges and serves the base weights. vLLM takes its worker extension
-from this file, and SGLang runs it as its program.
+Under `adapter not applied`, the server stages, acknowledges and serves the base weights. vLLM takes its worker
+extension from this file, and SGLang runs it as its program.
 """
 
 import os

@@ -15,7 +15,7 @@ OPTIONS = {"local": {}, "ray": {"nodes": 2}, "slurm": {"nodes": 2, "poll_seconds
 
 
 @contextmanager
-def standing(launcher: str) -> Iterator[dict[str, Any]]:
+def running_cluster(launcher: str) -> Iterator[dict[str, Any]]:
     """Its cluster, of two nodes (Ray) or four (Slurm); yields the settings by which a run takes two nodes of it."""
     with CLUSTERS[launcher]():
         yield settings_of(launcher)

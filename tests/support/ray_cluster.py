@@ -22,7 +22,7 @@ def _load():
 clusters = _load()
 
 
-def _look_for_the_token():
+def _reset_token_cache():
     """Where this process has loaded Ray, which looks once."""
     if "ray" in sys.modules:
         from ray._private.authentication_test_utils import reset_auth_token_state
@@ -38,12 +38,12 @@ def ray(**shape):
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
     with clusters.running(**shape) as cluster:
         os.environ.update(cluster.environment)
-        _look_for_the_token()
+        _reset_token_cache()
         try:
             yield cluster
         finally:
             for name in cluster.environment:
                 os.environ.pop(name)
             os.environ.update(before)
-            _look_for_the_token()
+            _reset_token_cache()
     assert not any(cluster.processes(number) for number in range(9))

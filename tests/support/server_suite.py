@@ -34,7 +34,7 @@ class UpdateSuite:
         self.models, self.weights_dir = models, weights_dir
 
     @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
-    async def test_update_over_each_route_serves_what_transformers_computes(self, engine, route):
+    async def test_update_over_route_serves_log_probs_of_transformers(self, engine, route):
         """Prompts of several hundred tokens were served before the update, so that a stale prefix would be used."""
         before = await engine.agenerate(make_request([*SHARED, 7], 1, temperature=0.7))
 
@@ -62,7 +62,7 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
         return put_weights(self.weights_dir, version, self.models.tensors(version))
 
     @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
-    async def test_many_requests_across_three_updates_lose_nothing(self, engine, interrupt):
+    async def test_requests_across_three_updates_keep_all_tokens(self, engine, interrupt):
         """64 at once. The KV cache is computed anew or drained: each token's log-prob is that of its own version."""
         await engine.stats()
         first = engine.version
@@ -82,13 +82,13 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
         assert set(later.versions) == {first + 3}
         assert max(self.models.difference(each) for each in (*responses, later)) < TOLERANCE
 
-    async def test_answer_that_is_aborted_is_resumed_with_its_tokens(self, engine):
+    async def test_aborted_completion_resumes_with_its_tokens(self, engine):
         resumed = await aborted_and_resumed(engine)
 
         assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
         assert self.models.difference(resumed) < TOLERANCE
 
-    async def test_answer_is_kept_to_a_schema_and_a_malformed_one_is_refused(self, engine):
+    async def test_schema_constrains_completion_and_malformed_schema_raises(self, engine):
         """By a model that is random otherwise."""
         asked = make_request(SHARED, 1, tokens=32, ignore_eos=False)
         free = await engine.agenerate(asked)
@@ -102,7 +102,7 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
         assert kept.output_ids != free.output_ids
         assert self.models.difference(free) < TOLERANCE
 
-    async def test_conversation_of_an_agent_is_what_was_sampled_each_token_by_its_version(self, engine):
+    async def test_agent_conversation_across_updates_records_versions_per_token(self, engine):
         """Three turns at the rollout endpoint, over this server, with an update after each."""
         endpoint, generation = HttpRolloutEndpoint(make_tiny_tokenizer()), GenerationConfig(12, temperature=0.7)
         await engine.stats()
@@ -129,7 +129,7 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
                 expected = by_version[int(row.versions[place])][place]
                 assert row.logprobs[place] == pytest.approx(expected, abs=TOLERANCE)
 
-    async def test_weights_that_it_could_not_load_are_refused_and_it_goes_on(self, engine):
+    async def test_invalid_weights_are_rejected_and_old_version_stays_served(self, engine):
         await engine.stats()
         version = engine.version + 1
         tensors = self.models.tensors(version)

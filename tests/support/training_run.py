@@ -63,16 +63,16 @@ class Run:
         self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=optimizer, device="cpu"))
         self.engine.version = version
         self.publisher = WeightPublisher(self.engine, client, loop, PublishConfig(canary=canary), str(directory))
-        self.forget()
+        self.reset()
 
-    def forget(self, regenerate_every: int = 0) -> None:
+    def reset(self, regenerate_every: int = 0) -> None:
         """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
         config = GapConfig(sequences=3, warn=0.005, stop=2.0, patience=1, regenerate_every=regenerate_every)
         self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
         self.publisher.publish(self.engine.version)
 
-    def answers(self) -> TensorDict:
+    def sample_batch(self) -> TensorDict:
         """Two answers to each prompt, as a batch whose rewards differ within each group."""
         generation = GenerationConfig(max_new_tokens=12, temperature=TEMPERATURE, ignore_eos=True)
         first = 100 * self.engine.version
@@ -95,7 +95,7 @@ class Run:
 
     def step(self, batch: TensorDict | None = None) -> dict[str, Any]:
         """What `rl_trainers.train` does with a batch."""
-        batch = self.answers() if batch is None else batch
+        batch = self.sample_batch() if batch is None else batch
         stats = self.actor.prepare(batch)
         stats |= self.gate.before_update(batch)
         stats |= self.actor.update(batch)

@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # what tests share, and with processes of their own
-sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # what they share with releases
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # helpers of several tests and their processes
+sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # helpers of tests and releases
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "rl-inference" / "tests"))  # `publishing`
-collect_ignore = ["plugin"]  # a package of its own, whose tests run where it is installed: see test_plugin.py
+collect_ignore = ["plugin"]  # a separate package; test_plugin.py installs it and runs its tests
 
 
 @pytest.fixture
 def start_command(tmp_path):
-    """Starts commands (`commands.Command`) in directories of the test, and ends those that a failed test left."""
+    """Start commands (`commands.Command`) in directories of the test, and kill them at its end."""
     from commands import Command
 
     started = []

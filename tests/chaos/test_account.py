@@ -54,18 +54,21 @@ def again(lines: list[Line], **other: object) -> None:
     [
         (lambda lines: lines.pop(4), "prompt 4 of epoch 0 was lost"),
         (lambda lines: lines.pop(11), "prompt 5 of epoch 1 was lost"),
-        (lambda lines: lines.pop(0), r"step 1: prompt 0 \(group 0\) is in its batch, and not told"),
+        (lambda lines: lines.pop(0), r"step 1: prompt 0 \(group 0\) is in its batch but not recorded"),
         (
             lambda lines: again(lines, step=3, group_id=99),
             r"prompt 0 of epoch 0 was used 2 times: trained in step 1 \(group 0\), trained in step 3 \(group 99\)",
         ),
-        (lambda lines: again(lines, step=3, group_id=9), r"step 3: prompt 0 \(group 9\) is told, and not in its batch"),
+        (
+            lambda lines: again(lines, step=3, group_id=9),
+            r"step 3: prompt 0 \(group 9\) is recorded but not in its batch",
+        ),
         (lambda lines: again(lines, ending="rejected", group_id=99), r"prompt 0 of epoch 0 was used 2 times"),
-        (lambda lines: again(lines, prompt_id=6), "prompt 6 of epoch 0 is none of the data"),
-        (lambda lines: again(lines, epoch=2), "prompt 0 of epoch 2 is none of the data"),
-        (lambda lines: lines[1].update(group_id=0), "group 0 stands for 2 prompts"),
-        (lambda lines: lines[1].update(step=4), "step 4 is said to have trained, and has no record"),
-        (lambda lines: lines[4].update(ending="dropped"), "prompt 4 of epoch 0 ended as 'dropped'"),
+        (lambda lines: again(lines, prompt_id=6), "prompt 6 of epoch 0 is not in the data"),
+        (lambda lines: again(lines, epoch=2), "prompt 0 of epoch 2 is not in the data"),
+        (lambda lines: lines[1].update(group_id=0), "group 0 has 2 prompts"),
+        (lambda lines: lines[1].update(step=4), "step 4 has trained prompts but no metrics"),
+        (lambda lines: lines[4].update(ending="dropped"), "prompt 4 of epoch 0 has the unknown outcome 'dropped'"),
     ],
 )  # fmt: skip
 def test_account_of_a_run_with_a_planted_fault_names_the_prompt(
@@ -86,5 +89,5 @@ def test_account_of_a_run_that_trained_twice_on_a_row_or_took_a_step_twice_says_
     with pytest.raises(AssertionError) as found:
         check_accounting(run, range(6), 2)
 
-    assert r"row (0, 0, 1) (group, prompt, episode) is in its batch twice" in str(found.value)
+    assert r"sequence (0, 0, 1) (group, prompt, episode) is in its batch twice" in str(found.value)
     assert "expected the steps 1 to 4, found [1, 2, 3, 3]" in str(found.value)

@@ -1,4 +1,4 @@
-"""A command of ours under way, for tests: what it says, what runs where, what it has written."""
+"""Run a command of this project in a test, and read its output, its workers and its records."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ BIN = Path(sys.executable).parent
 
 
 def call(*words: object, seconds: float = 250.0) -> str:
-    """What a command says that ends well by itself, for example `rl status RUN`."""
+    """Run a command that ends, for example `rl status RUN`, and return its output.
+
+    Raises:
+        AssertionError: its exit code is not 0.
+    """
     line = [str(BIN / str(words[0])), *map(str, words[1:])]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run(line, capture_output=True, text=True, timeout=seconds)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 class Command:
-    """A command that goes on, or has ended. Its output goes to a file beside the run directory.
+    """A training command in a process, with its output in a file next to the run directory.
 
     Args:
-        name: of the command.
-        run_dir: of the run.
-        settings: further ones.
+        name: program name, such as `gsm8k-grpo`.
+        run_dir: run directory.
+        settings: values by name of the setting.
     """
 
     def __init__(self, name: str, run_dir: Path, settings: dict[str, Any]) -> None:
@@ -44,7 +48,7 @@ class Command:
         self.restart()
 
     def restart(self) -> None:
-        """The same command once more."""
+        """Start the same command again."""
         self._log = self.run_dir.with_suffix(f".out{len(list(self.run_dir.parent.glob('*.out*')))}")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -52,16 +56,18 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+                preexec_fn=partial(
+                    signal.signal, signal.SIGINT, signal.SIG_DFL
+                ),  # a shell ignores it in background jobs
             )
 
     @property
     def output(self) -> str:
-        """All that it has said so far."""
+        """Output of the current process so far."""
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
-        """Return once the condition holds; the command must still run."""
+        """Wait until the condition holds. Fail if the command ends first."""
 
         def holds() -> bool:
             if condition():
@@ -72,28 +78,27 @@ class Command:
         wait_until(holds, seconds, what=lambda: f"{inspect.getsource(condition)}\n{self.output}")
 
     def has_recovery_checkpoint(self) -> bool:
-        """Whether there is a recover point."""
+        """Whether the run has a recovery checkpoint."""
         return bool(list((self.run_dir / "recover").glob("step_*")))
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """What runs, by name: its node, host, port, process."""
+        """Return the workers by name, with node, host, port and process id."""
         return {worker["name"]: worker for worker in read_json(names_of(self.run_dir), "workers") or []}
 
     def send_signal(self, worker: str, number: int) -> None:
-        """A signal to a worker."""
         os.kill(self.workers()[worker]["pid"], number)
 
     def finish(self, seconds: float = 250.0, code: int = 0) -> str:
-        """What it said; fails where it did not end in time, or in another way."""
+        """Wait for the end of the command and return its output. Fail after `seconds`, or on another exit code."""
         try:
-            ended = self.process.wait(timeout=seconds)
+            exit_code = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:g} s\n{self.output}") from None
-        assert ended == code, self.output
+        assert exit_code == code, self.output
         return self.output
 
     def kill(self) -> None:
-        """End it, and let it end what it started."""
+        """Terminate the command, and kill it if it does not stop its workers within 60 s."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -102,16 +107,16 @@ class Command:
                 self.process.kill()
 
     def records(self) -> list[dict[str, Any]]:
-        """What it has written of its steps and evaluations so far."""
+        """Return the records of `metrics.jsonl` so far."""
         file = self.run_dir / "metrics.jsonl"
         return list(json_lines(file)) if file.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
-        """Those of its steps."""
+        """Return the records of training steps."""
         return [record for record in self.records() if "rows" in record]
 
     def trained_completions(self) -> Counter[str]:
-        """How many answers to each prompt it learned from."""
+        """Return the number of trained completions per prompt."""
         rollouts = (self.run_dir / "rollouts").glob("step_*-*.jsonl")
-        answers = (answer for path in rollouts for answer in json_lines(path))
-        return Counter(answer["prompt_id"] for answer in answers if answer["rejected"] is None)
+        completions = (record for path in rollouts for record in json_lines(path))
+        return Counter(record["prompt_id"] for record in completions if record["rejected"] is None)

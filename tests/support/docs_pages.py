@@ -1,4 +1,4 @@
-"""The pages of the documentation, as paths from the root of the repository."""
+"""Documentation pages, as paths relative to the root of the repository."""
 
 from pathlib import Path
 

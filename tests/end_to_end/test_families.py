@@ -24,7 +24,7 @@ def swept(tmp_path_factory):
 
 
 def test_a_family_goes_through_engine_export_server_and_publishing(tmp_path):
-    ((_, results),) = sweep(["gemma3_text"], tmp_path, two=False)
+    ((_, results),) = sweep(["gemma3_text"], tmp_path, two_ranks=False)
 
     assert {part: result["status"] for part, result in results.items()} == dict.fromkeys(
         ("engine", "export", "server", "publish"), "ok"
@@ -42,7 +42,7 @@ def test_a_family_gives_what_transformers_gives_on_each_row_alone(family, swept)
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_would_be_wrong_is_refused_by_both_in_a_sentence(family, swept):
     results = swept[family]
-    assert {result["status"] for result in results.values()} == {"refused"}, results
+    assert {result["status"] for result in results.values()} == {"rejected"}, results
     assert "'rl_" not in str(results)
 
 
@@ -52,7 +52,7 @@ def test_every_family_is_right_or_refused(tmp_path, record_property):
     found = dict(sweep(families(), tmp_path))
 
     PAGE.write_text(page(found))
-    tried = {name: results for name, results in found.items() if "made" not in results}
+    tried = {name: results for name, results in found.items() if "build" not in results}
     wrong = {
         name: results for name, results in tried.items() if "wrong" in str([r["status"] for r in results.values()])
     }

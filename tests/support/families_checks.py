@@ -1,4 +1,4 @@
-"""One tiny model of a family: what transformers says of rows alone, and whether engine and server say the same."""
+"""Compare the train engine and the embedded server with transformers on a tiny model of one family."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import VOCABULARY
 
 Result = dict[str, str]
-"""`status`: ok, refused or wrong; `why`, where there is something to say."""
+"""`status`: ok, rejected or wrong; `why`: the reason or a remark, if there is one."""
 LENGTHS = (3, 19, 8, 9, 13, 6)
-"""Of the rows: some within a window and below the length at which rope switches, some beyond."""
+"""Tokens per sequence: below and above the attention window and the length at which RoPE changes."""
 COMPLETIONS = ((2, 5), (7, 9), (12, 16), (3, 21), (9, 2), (5, 1))
-"""Tokens of prompts, and of their answers."""
+"""Number of prompt tokens and of completion tokens, per request."""
+TEMPERATURES = (0.7, 1.0, 1.3)
+"""Temperatures of the sequences, in turn."""
 LOGPROB_TOLERANCE = 2e-5
+"""Maximum difference of a log-prob, in nats."""
 GRADIENT_TOLERANCE = 1e-4
-"""Of a tensor's largest entry."""
+"""Maximum difference of a gradient, relative to the largest entry of the tensor."""
 MIN_GRADIENT = 1e-6
-"""Of the largest entry of all: a tensor all of whose gradient is below it has rounding for a gradient (the bias of
-keys, which a softmax takes away)."""
+"""Gradients below this fraction of the largest entry of all tensors are rounding errors.
+
+The bias of the keys has such a gradient, since the softmax cancels it."""
 
 
 def rows() -> list[Tensor]:
-    """Token ids of each row."""
+    """Return the token ids of each sequence."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
 def batch() -> Any:
-    """The rows as engines take them, with advantages and temperatures of their own."""
+    """Return the sequences as a batch with random advantages and different temperatures."""
     from tensordict import TensorDict
 
     from rl_contracts.batch.trajectory import Trajectory, stack
@@ -53,7 +57,7 @@ def batch() -> Any:
                 loss_mask=(torch.arange(len(ids)) >= len(ids) // 2).numpy(),
                 logprobs=torch.zeros(len(ids)).numpy(),
                 versions=torch.zeros(len(ids), dtype=torch.int32).numpy(),
-                temperature=(0.7, 1.0, 1.3)[row % 3],
+                temperature=TEMPERATURES[row % 3],
                 prompt_id=row,
                 group_id=row // 2,
                 episode_id=row,
@@ -79,23 +83,25 @@ def loss_weight_fn(inputs: Any) -> Tensor:
 
 
 def load_reference(path: Path | str) -> Any:
-    """transformers' own model, in evaluation mode."""
+    """Load a model of transformers in evaluation mode, in float32 and with eager attention."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def reference_logprobs(model: Any, ids: Tensor, temperature: float) -> Tensor:
-    """[T] of one row alone; 0 at its first token."""
+    """Return the log-probs [T] of one sequence; the first is 0."""
     logits = model(ids[None], use_cache=False).logits[0, :-1].float() / temperature
     return nn.functional.pad(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0], (1, 0))
 
 
 def reference_results(path: Path) -> dict[str, Tensor]:
-    """Log-probs and gradients of the rows, one alone at a time: a model for each, since those whose rope looks at
-    lengths remember the longest that they met."""
+    """Return log-probs and gradients of transformers, with one forward pass per sequence.
+
+    RoPE types that change at a length remember the longest sequence so far, so the buffers are restored before each.
+    """
     full = batch()
-    found = {"logprobs": torch.zeros(full["input_ids"].shape)}
+    results = {"logprobs": torch.zeros(full["input_ids"].shape)}
     model = load_reference(path)
     pristine = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for row, ids in enumerate(rows()):
@@ -104,10 +110,10 @@ def reference_results(path: Path) -> dict[str, Tensor]:
                 buffer.data.copy_(pristine[name])
         _reset_rope(model)
         logprobs = reference_logprobs(model, ids, float(full["temperature"][row]))
-        found["logprobs"][row, : len(ids)] = logprobs.detach()
+        results["logprobs"][row, : len(ids)] = logprobs.detach()
         inputs = {name: full[name][row, : len(ids)] for name in ("advantages", "loss_mask")}
         (compute_loss(logprobs, inputs) / loss_weight_fn(full)).backward()
-    return found | {f"grad.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return results | {f"grad.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _reset_rope(model: nn.Module) -> None:
@@ -116,15 +122,12 @@ def _reset_rope(model: nn.Module) -> None:
             module.max_seq_len_cached = module.original_max_seq_len
 
 
-# ---- what ours say
-
-
 def run_check(check: Callable[[], str | None]) -> Result:
-    """`ok`, perhaps with a remark, or how it failed."""
+    """Run a check and return its result; an error of this project counts as a rejection."""
     try:
         remark = check()
     except RLError as error:
-        return {"status": "refused", "why": str(error)}
+        return {"status": "rejected", "why": str(error)}
     except AssertionError as error:
         return {"status": "wrong", "why": str(error)}
     except Exception as error:
@@ -137,7 +140,7 @@ def run_check(check: Callable[[], str | None]) -> Result:
 
 
 def check_engine(path: Path, expected: dict[str, Tensor], results: dict[str, Result], name: str = "engine") -> None:
-    """On this process, or as one of several that all call this: log-probs and gradients, and then what is exported."""
+    """Compare log-probs, gradients and the exported model of the train engine. All ranks call this together."""
     with ExitStack() as cleanup:
         results[name] = run_check(lambda: _train(path, expected, cleanup, results))
 
@@ -157,14 +160,14 @@ def _train(path: Path, expected: dict[str, Tensor], cleanup: ExitStack, results:
     local_rows = list(range(engine.parallel.rank, len(LENGTHS), ranks))
     local_batch, longest = select_rows(batch(), local_rows), max(LENGTHS[row] for row in local_rows)
     logprobs = engine.forward(local_batch, lambda outputs, _: outputs.logprobs)
-    error = _max_error(logprobs[:, :longest], expected["logprobs"][local_rows, :longest])
+    logprob_error = _max_error(logprobs[:, :longest], expected["logprobs"][local_rows, :longest])
     named = engine._model.own_parameters()
     optimizer: Any = torch.optim.SGD([parameter for _, parameter in named], 1e-3)
-    take, gradients = optimizer.step, {}
+    original_step, gradients = optimizer.step, {}
 
     def step() -> None:
         gradients.update({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
-        take()
+        original_step()
 
     optimizer.step = step
     engine._optimizer = optimizer
@@ -178,62 +181,62 @@ def _train(path: Path, expected: dict[str, Tensor], cleanup: ExitStack, results:
         (path.parent / "published.json").write_text(json.dumps(meta.to_json()))
     if engine.parallel.rank == 0:
         exported = run_check(lambda: _reload(path, out, weights, local_rows, after[:, :longest]))
-        before = results.setdefault("export", exported)
-        if before["status"] == "ok":
+        previous = results.setdefault("export", exported)
+        if previous["status"] == "ok":
             results["export"] = exported
-    assert error <= LOGPROB_TOLERANCE, f"log-probs differ by {error:.2g} nats"
+    assert logprob_error <= LOGPROB_TOLERANCE, f"log-probs differ by {logprob_error:.2g} nats"
     _compare_gradients(gradients, {n.removeprefix("grad."): g for n, g in expected.items() if n.startswith("grad.")})
 
 
-def _max_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference; infinite where either is nan."""
-    return (found - expected).abs().nan_to_num(torch.inf).max().item()
+def _max_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference, infinite if one value is NaN."""
+    return (actual - expected).abs().nan_to_num(torch.inf).max().item()
 
 
-def _compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _compare_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
-        if name not in found:
+        if name not in actual:
             assert not gradient.any(), f"{name} has no gradient"
             continue
-        size, error = gradient.abs().max().item(), _max_error(found[name], gradient)
+        size, error = gradient.abs().max().item(), _max_error(actual[name], gradient)
         if size > MIN_GRADIENT * largest:
             assert error <= GRADIENT_TOLERANCE * size, (
-                f"the gradient of {name} differs by {error / size:.2g} of its largest"
+                f"the gradient of {name} differs by {error / size:.2g} of its largest entry"
             )
         else:
-            assert error <= MIN_GRADIENT * largest, f"the gradient of {name}, which is none, differs by {error:.2g}"
+            assert error <= MIN_GRADIENT * largest, f"the gradient of {name}, expected to be 0, differs by {error:.2g}"
 
 
 def _reload(source: Path, out: Path, weights: dict[str, Tensor], local_rows: list[int], expected: Tensor) -> None:
-    """An export has the keys of its source, and transformers makes the same model of it."""
+    """Check that an export has the keys of its source and that transformers loads the same model from it."""
     keys = [_keys(directory) for directory in (source, out)]
     assert keys[0] == keys[1], f"keys differ from those of the source: {sorted(keys[0] ^ keys[1])[:3]}"
     model = load_reference(out)
     for name, parameter in model.named_parameters():
-        assert torch.equal(weights[name], parameter), f"{name} is reloaded differently"
+        assert torch.equal(weights[name], parameter), f"{name} differs after a reload"
     for index, row in enumerate(local_rows):
         _reset_rope(model)
-        again = load_reference(out) if any(hasattr(m, "original_max_seq_len") for m in model.modules()) else model
+        stateful = any(hasattr(module, "original_max_seq_len") for module in model.modules())
+        fresh = load_reference(out) if stateful else model
         with torch.no_grad():
-            alone = reference_logprobs(again, rows()[row], (0.7, 1.0, 1.3)[row % 3])
-        error = _max_error(alone, expected[index, : len(alone)])
+            reference = reference_logprobs(fresh, rows()[row], TEMPERATURES[row % 3])
+        error = _max_error(reference, expected[index, : len(reference)])
         assert error <= LOGPROB_TOLERANCE, f"log-probs of the reloaded model differ by {error:.2g} nats"
 
 
 def _keys(directory: Path) -> set[str]:
     from safetensors import safe_open
 
-    found: set[str] = set()
+    keys: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            found |= set(tensors.keys())
-    return found
+            keys |= set(tensors.keys())
+    return keys
 
 
 def check_server(path: Path, results: dict[str, Result]) -> None:
-    """Answers that are generated beside each other in few slots, and their scores; then those at the weights that the
-    engine published."""
+    """Compare log-probs and scores of the embedded server, at the initial weights and at the published ones."""
     results["server"] = run_check(lambda: _serve(path, results))
 
 
@@ -247,44 +250,48 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
 
     config = EmbeddedEngineConfig(slots=4, prefill_tokens=16)
     model = load_model(config, ServeSpec(str(path), device="cpu"))
-    deaths: list[BaseException] = []
+    errors: list[BaseException] = []
     weights = ServedWeights(model.model, str(path.parent), "sweep", version=0)
-    loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, deaths.append)
+    loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, errors.append)
     loop.start()
-    jobs, room = [], model.context_length
+    jobs, context_length = [], model.context_length
     generator = torch.Generator().manual_seed(3)
-    for index, (prompt, answer) in enumerate(COMPLETIONS):
-        prompt, temperature = min(prompt, room - 1), (0.7, 1.0, 1.3)[index % 3]
-        generation = GenerationConfig(max_new_tokens=min(answer, room - prompt), temperature=temperature)
-        ids = torch.randint(3, VOCABULARY, (prompt,), generator=generator).tolist()
+    for index, (prompt_tokens, completion_tokens) in enumerate(COMPLETIONS):
+        prompt_length = min(prompt_tokens, context_length - 1)
+        max_new_tokens = min(completion_tokens, context_length - prompt_length)
+        generation = GenerationConfig(max_new_tokens=max_new_tokens, temperature=TEMPERATURES[index % 3])
+        ids = torch.randint(3, VOCABULARY, (prompt_length,), generator=generator).tolist()
         jobs.append(GenerationJob(f"job-{index}", ids, generation, index, frozenset()))
         loop.submit(jobs[-1])
     try:
         for job in jobs:
             job.ended.result(60)
-        assert not deaths, f"the decode thread died: {deaths[0]!r}"
+        assert not errors, f"the decode thread failed: {errors[0]!r}"
         for job in jobs:
             assert (job.finish_reason or {}).get("type") == "length", str(job.finish_reason)
             ids, start, temperature = torch.tensor(job.tokens), len(job.prompt), job.generation.temperature
             with torch.no_grad():
-                alone = reference_logprobs(load_reference(path), ids, temperature)
-            error = _max_error(torch.tensor(job.logprobs), alone[start:])
-            assert error <= LOGPROB_TOLERANCE, f"log-probs of an answer of {len(ids)} tokens differ by {error:.2g} nats"
+                reference = reference_logprobs(load_reference(path), ids, temperature)
+            error = _max_error(torch.tensor(job.logprobs), reference[start:])
+            assert error <= LOGPROB_TOLERANCE, (
+                f"log-probs of a sequence of {len(ids)} tokens differ by {error:.2g} nats"
+            )
             score = ScoreJob(job.tokens, temperature)
             loop.submit_score(score)
             scores, _ = score.done.result(60)
-            error = _max_error(torch.tensor(scores), alone)
+            error = _max_error(torch.tensor(scores), reference)
             assert error <= LOGPROB_TOLERANCE, f"scores of {len(ids)} tokens differ by {error:.2g} nats"
         if (path.parent / "published.json").exists():
             results["publish"] = run_check(lambda: _update(path.parent, loop, jobs[3].tokens))
     finally:
         loop.stop()
-    longest: int = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or room
-    return f"up to {room} of {longest} tokens" if room < longest else None
+    text_config = model.model.config.get_text_config()
+    longest: int = getattr(text_config, "max_position_embeddings", None) or context_length
+    return f"up to {context_length} of {longest} tokens" if context_length < longest else None
 
 
 def _update(directory: Path, loop: Any, ids: list[int]) -> None:
-    """Serve what the engine published after its step."""
+    """Compare the scores of the weights that the engine published after its step."""
     from rl_inference.embedded_server.scoring import ScoreJob
 
     meta = WeightUpdateMeta.from_json(json.loads((directory / "published.json").read_text()))
@@ -294,7 +301,7 @@ def _update(directory: Path, loop: Any, ids: list[int]) -> None:
     loop.submit_score(score)
     scores, version = score.done.result(60)
     with torch.no_grad():
-        alone = reference_logprobs(load_reference(directory / "export-1"), torch.tensor(ids), 1.0)
+        reference = reference_logprobs(load_reference(directory / "export-1"), torch.tensor(ids), 1.0)
     assert version == 1
-    error = _max_error(torch.tensor(scores), alone)
+    error = _max_error(torch.tensor(scores), reference)
     assert error <= LOGPROB_TOLERANCE, f"scores at the published weights differ by {error:.2g} nats"

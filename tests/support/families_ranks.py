@@ -1,4 +1,4 @@
-"""Two processes that try one family after another together; run as a script, one of the two."""
+"""Check model families on two ranks. As a script, this file is one rank."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from families_checks import Result, check_engine
 from rl_contracts.testing.processes import free_port
 
 RANK_TIMEOUT = 120.0
-"""How long two processes may take for a family."""
+"""Seconds that the two ranks may take for a family."""
 
 
 class RankPair:
-    """A pair of processes that try one family after another; started anew after one that they did not survive."""
+    """Two processes that check one family after another. They are restarted after a failed family."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
 
     def submit(self, path: Path) -> None:
-        """Give them a family's directory, in which `expected.pt` lies."""
+        """Send the path of a model, next to which `expected.pt` lies, to both ranks."""
         if not self._processes:
             self._start()
         for process in self._processes:
@@ -37,17 +37,17 @@ class RankPair:
             process.stdin.flush()
 
     def result(self) -> dict[str, Result]:
-        """What rank 0 found; where the ranks differ, that they do."""
-        deadline, told = time.monotonic() + RANK_TIMEOUT, []
+        """Return the results of rank 0, or a failure if a rank hung, died or has another status."""
+        deadline, results = time.monotonic() + RANK_TIMEOUT, []
         for process in self._processes:
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             line = process.stdout.readline() if ready else ""
-            told.append(json.loads(line) if line else None)
-        if None in told:
+            results.append(json.loads(line) if line else None)
+        if None in results:
             self.close()
-            return {"engine d2": {"status": "wrong", "why": f"rank {told.index(None)} hung or died; {told}"}}
-        first, second = told
+            return {"engine d2": {"status": "wrong", "why": f"rank {results.index(None)} hung or died; {results}"}}
+        first, second = results
         result: dict[str, Result] = first
         if first["engine d2"]["status"] != second["engine d2"]["status"]:
             result["engine d2"] = {
@@ -87,14 +87,14 @@ class RankPair:
 
 
 def rank_main() -> None:
-    """One of the two: a directory per line of stdin, a line of results each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever models print is not an answer
+    """Read the path of a model per line of stdin, and write a line of results for each."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # models may print to stdout
     for line in sys.stdin:
         path, results = Path(line.strip()), {}
         expected = torch.load(path.parent / "expected.pt")
         check_engine(path, expected, results, "engine d2")
-        print(json.dumps(results), file=answers, flush=True)
+        print(json.dumps(results), file=replies, flush=True)
         gc.collect()
 
 

@@ -1,11 +1,11 @@
-"""Every causal family of the installed transformers, tiny: through the train engine on one process and on two, and
-through the embedded server, against transformers' own forward of each row alone.
+"""Compare engine and server with transformers on a tiny model of every causal family.
 
-    python tests/support/families_sweep.py llama qwen3       # some families; without names all of them
-    python tests/support/families_sweep.py --log sweep.jsonl # a line per family, as they are done
+    python tests/support/families_sweep.py llama qwen3        # some families; all families without names
+    python tests/support/families_sweep.py --log sweep.jsonl  # one line per family
 
-Each comparison ends `ok`, `refused` (by an error of this project, which says why) or `wrong` (other numbers, or any
-other error). A family that no tiny configuration is known for is `not made`, and says why.
+The train engine runs on one process and on two, and the embedded server serves the model. The reference is the forward
+pass of transformers for each sequence alone. A check is `ok`, `rejected` (an error of this project states the reason)
+or `wrong` (different numbers or another error). A family without a known tiny configuration is `not built`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rl_contracts.testing.families import VARIANTS, make_family
 
 CHECKS = ("engine", "engine d2", "export", "server", "publish")
 MAX_PARAMETERS = 7_000_000
-"""Parameters of a tiny model, at most."""
+"""Maximum number of parameters of a tiny model."""
 
 
 def families() -> list[str]:
-    """All causal families, by `model_type`, and the variants."""
+    """Return the `model_type` of all causal families, and the variants of this project."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
-def sweep(names: Iterable[str], scratch: Path, two: bool = True) -> Iterator[tuple[str, dict[str, Result]]]:
-    """The results of each family, in turn; without `two`, of this process alone."""
-    ranks = RankPair() if two else None
+def sweep(names: Iterable[str], scratch: Path, two_ranks: bool = True) -> Iterator[tuple[str, dict[str, Result]]]:
+    """Yield the results of each family. Without `two_ranks`, the engine runs only in this process."""
+    ranks = RankPair() if two_ranks else None
     try:
         for name in names:
             directory = scratch / name.replace(",", "").replace(" ", "-")
@@ -60,10 +60,10 @@ def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str,
         make_family(path, family, largest=MAX_PARAMETERS, **settings)
         expected = reference_results(path)
         if not all(tensor.isfinite().all() for tensor in expected.values()):
-            raise ValueError("transformers computes nan of it")
+            raise ValueError("transformers computes NaN")
     except Exception as error:
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        return {"made": {"status": "not made", "why": why}}
+        return {"build": {"status": "not built", "why": why}}
     torch.save(expected, directory / "expected.pt")
     results: dict[str, Result] = {}
     if ranks is not None:
@@ -72,10 +72,10 @@ def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str,
     check_server(path, results)
     if ranks is None:
         return results
-    both = ranks.result()
-    if results.get("export", {}).get("status", "ok") == "ok" and "export" in both:
-        results["export"] = both["export"]
-    return results | {"engine d2": both["engine d2"]}
+    rank_results = ranks.result()
+    if results.get("export", {}).get("status", "ok") == "ok" and "export" in rank_results:
+        results["export"] = rank_results["export"]
+    return results | {"engine d2": rank_results["engine d2"]}
 
 
 def _without_paths(results: dict[str, Result], directory: Path) -> dict[str, Result]:
@@ -86,40 +86,53 @@ def _without_paths(results: dict[str, Result], directory: Path) -> dict[str, Res
     return results
 
 
-HEAD = """# Families of models
+HEADER = """# Model families
 
-What engine and embedded server make of every causal family of transformers {version}, each as a tiny random model
-with the windows, rope and dropout of its default configuration, and of some further configurations. `ok`: in
-float32, log-probs of each row are within 2e-5 nats, and gradients within 1e-4 of a tensor's largest entry, of what
-transformers gives on that row alone in evaluation mode. *Engine d2* is two processes. *Export*: a saved directory
-has the keys of its source, and transformers reloads it equal. *Publish*: with what the engine published after a
-step, the server scores as transformers does with the export. What is refused is refused when the model is loaded,
-for the reason below. `pytest --nightly tests/end_to_end/test_families.py` writes this page.
+This page lists which causal families of transformers {version} the train engine and the embedded server support. Each
+family is tested as a tiny random model with the attention windows, RoPE and dropout of its default configuration. Some
+families are also tested with other configurations.
 
-{passed} families pass engine and server, {refused} are refused by one or both, {unmade} could not be made so small.
+| column | `ok` means |
+|---|---|
+| engine | Log-probs and gradients match those of transformers on each sequence alone. |
+| engine d2 | The same on two processes. |
+| export | The saved directory has the keys of its source, and transformers loads the same weights from it. |
+| server | Log-probs of completions and scores match those of transformers. |
+| publish | After a training step, the server's scores with the published weights match transformers on the export. |
 
-| family | engine | engine d2 | export | server | publish | remarks, and why refused |
+In float32, log-probs match if they differ by at most 2e-5 nats, and gradients if they differ by at most 1e-4 of the
+tensor's largest entry. Engine and server reject a model while they load it; the last column has the reason.
+`pytest --nightly tests/end_to_end/test_families.py` writes this page.
+
+{passed} families pass all checks, the engine or the server rejects {rejected}, and {unbuilt} have no tiny model.
+
+| family | engine | engine d2 | export | server | publish | remark or reason |
 |---|---|---|---|---|---|---|
 """
 
 
-def page(found: dict[str, dict[str, Result]]) -> str:
-    """The results as docs/families.md has them."""
+def page(results_by_family: dict[str, dict[str, Result]]) -> str:
+    """Return the text of docs/families.md."""
     import transformers
 
-    made = {name: results for name, results in found.items() if "made" not in results}
-    passed = [name for name, results in made.items() if all(result["status"] == "ok" for result in results.values())]
-    counts = {"passed": len(passed), "refused": len(made) - len(passed), "unmade": len(found) - len(made)}
-    lines = [HEAD.format(version=transformers.__version__, **counts)]
-    for name, results in made.items():
-        cells = [results.get(part, {}).get("status", "") for part in CHECKS]
-        told = {part: results[part]["why"] for part in CHECKS if results.get(part, {}).get("why")}
-        if told.get("engine") and told["engine"] in told.get("engine d2", ""):
-            del told["engine d2"]
-        why = " ".join(f"*{part}:* {text}" for part, text in told.items())
+    built = {name: results for name, results in results_by_family.items() if "build" not in results}
+    passed = [name for name, results in built.items() if all(result["status"] == "ok" for result in results.values())]
+    unbuilt = {name: results["build"]["why"] for name, results in results_by_family.items() if "build" in results}
+    counts = {"passed": len(passed), "rejected": len(built) - len(passed), "unbuilt": len(unbuilt)}
+    lines = [HEADER.format(version=transformers.__version__, **counts)]
+    for name, results in built.items():
+        cells = [results.get(check, {}).get("status", "") for check in CHECKS]
+        reasons = {check: results[check]["why"] for check in CHECKS if results.get(check, {}).get("why")}
+        if reasons.get("engine") and reasons["engine"] in reasons.get("engine d2", ""):
+            del reasons["engine d2"]
+        why = " ".join(f"*{check}:* {text}" for check, text in reasons.items())
         lines.append(f"| {name} | {' | '.join(cells)} | {_cell(why)} |\n")
-    unmade = [f"- {name}: {_cell(results['made']['why'])}\n" for name, results in found.items() if "made" in results]
-    return "".join([*lines, "\n## Not made\n\n" if unmade else "", *unmade])
+    if unbuilt:
+        lines += [
+            "\n## Families without a tiny model\n\n",
+            *(f"- {name}: {_cell(why)}\n" for name, why in unbuilt.items()),
+        ]
+    return "".join(lines)
 
 
 def _cell(text: str) -> str:
@@ -137,11 +150,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         for name, results in sweep(arguments.families or families(), Path(scratch)):
-            line = json.dumps({"family": name} | results)
-            print(line, flush=True)
+            record = json.dumps({"family": name} | results)
+            print(record, flush=True)
             if arguments.log:
                 with arguments.log.open("a") as log:
-                    log.write(line + "\n")
+                    log.write(record + "\n")
 
 
 if __name__ == "__main__":

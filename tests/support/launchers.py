@@ -1,4 +1,4 @@
-"""The launchers, each with the cluster that it needs, for tests of whole commands."""
+"""Clusters and settings per launcher, for tests of complete commands."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ OPTIONS = {"local": {}, "ray": {"nodes": 2}, "slurm": {"nodes": 2, "poll_seconds
 
 @contextmanager
 def running_cluster(launcher: str) -> Iterator[dict[str, Any]]:
-    """Its cluster, of two nodes (Ray) or four (Slurm); yields the settings by which a run takes two nodes of it."""
+    """Start the cluster of a launcher, and yield the settings of a run that uses two of its nodes."""
     with CLUSTERS[launcher]():
         yield settings_of(launcher)
 
 
 def settings_of(launcher: str, **options: object) -> dict[str, Any]:
-    """The settings by which a run takes two nodes of a cluster, with further `launcher.options`."""
+    """Return the settings of a run on two nodes of a cluster, with further `launcher.options`."""
     return {"launcher": launcher} | {f"launcher.options.{k}": v for k, v in (OPTIONS[launcher] | options).items()}
 
 
 def nodes_of(command: Command) -> dict[str, str]:
-    """The nodes of server and trainer, once both are there."""
+    """Wait until server and trainer run, and return their nodes by worker name."""
     command.wait_for(lambda: {"rollout-0", "actor-0"} <= set(command.workers()))
     return {name: command.workers()[name]["node"] for name in ("rollout-0", "actor-0")}

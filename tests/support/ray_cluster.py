@@ -1,4 +1,4 @@
-"""The real Ray of `infra/clusters/ray.py` for tests: skipped, with the reason, where Ray is not installed."""
+"""Real Ray clusters of `infra/clusters/ray.py` for tests, which are skipped if Ray is not installed."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ clusters = _load()
 
 
 def _reset_token_cache():
-    """Where this process has loaded Ray, which looks once."""
+    """Clear Ray's cached authentication token, if this process has loaded Ray."""
     if "ray" in sys.modules:
         from ray._private.authentication_test_utils import reset_auth_token_state
 
@@ -32,9 +32,9 @@ def _reset_token_cache():
 
 @contextmanager
 def ray(**shape):
-    """A cluster of its own, which commands that are started from this process find meanwhile."""
+    """Run a cluster, which commands started by this process use until it ends."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: uv sync installs it, for it is among the workspace's extras")
+        pytest.skip("Ray is not installed; run `uv sync`")
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
     with clusters.running(**shape) as cluster:
         os.environ.update(cluster.environment)

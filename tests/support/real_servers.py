@@ -1,4 +1,4 @@
-"""What tests of real inference servers share: their interpreters, models, updates as a trainer makes them."""
+"""Interpreters, models and weight updates for tests of real inference servers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from rl_inference import SGLangEngine, VLLMEngine
 from rl_inference.client.engine import HttpEngine
 
 CONTEXT = 1024
-KEY = "the key of this run"
+KEY = "the run key of this test"
 FAULTY = Path(__file__).with_name("faulty_plugins.py")
 SHARED = [40 + i % 31 for i in range(400)]
-"""What all prompts begin with: long enough to fill several blocks of a prefix cache."""
+"""Common prefix of all prompts, which fills several blocks of a prefix cache."""
 
 
 def environment_of(server: str) -> tuple[Path, bool]:
-    """Where `infra/servers/build.py` makes the environment of a server, and whether it is there."""
+    """Return the environment directory of `infra/servers/build.py` for a server, and whether it is complete."""
     path = Path(__file__).parents[2] / "infra" / "servers" / "build.py"
     spec = importlib.util.spec_from_file_location("servers_build_for_tests", path)
     builder = importlib.util.module_from_spec(spec)
@@ -46,7 +46,7 @@ def environment_of(server: str) -> tuple[Path, bool]:
 
 
 def interpreter_of(server: str) -> Path:
-    """The Python of that environment; the test is skipped where there is none."""
+    """Return the Python of the environment of a server, or skip the test if there is none."""
     directory, complete = environment_of(server)
     if not complete:
         pytest.skip(f"no environment with {server} at {directory}: python infra/servers/build.py {server}")
@@ -55,35 +55,35 @@ def interpreter_of(server: str) -> Path:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of real server."""
+    """Real inference server: vLLM or SGLang."""
 
     engine: type[HttpEngine]
-    """Its client."""
+    """Class of the client."""
     python: Path
-    """Interpreter that has it."""
+    """Interpreter of the environment with the server."""
 
     def config(self, **settings: Any) -> Any:
-        """Its settings, with a context of `CONTEXT` tokens."""
+        """Return the settings of the server, with a context of `CONTEXT` tokens."""
         return self.engine.config_class(python=str(self.python), context_length=CONTEXT, **settings)
 
     def job(self, spec: ServeSpec, **settings: Any) -> JobSpec:
-        """How such a server is started."""
+        """Return the job that starts a server."""
         return self.engine.server_spec(self.config(**settings), spec)
 
     def client(self, spec: ServeSpec, addresses: list[str], client: ClientConfig, key: str = KEY) -> HttpEngine:
-        """A client of servers that run."""
-        made = self.engine(self.config(), spec, client)
-        made.initialize(addresses, key)
-        return made
+        """Return a client of running servers."""
+        engine = self.engine(self.config(), spec, client)
+        engine.initialize(addresses, key)
+        return engine
 
 
 def kind_of(name: str) -> Kind:
-    """`vllm` or `sglang`; the test is skipped where there is no environment with it."""
+    """Return the server named `vllm` or `sglang`, or skip the test without its environment."""
     return Kind({"vllm": VLLMEngine, "sglang": SGLangEngine}[name], interpreter_of(name))
 
 
 def faulty(job: JobSpec, faults: Path) -> JobSpec:
-    """Servers with `faulty_plugins` before what runs inside them; a file names the faults that are on."""
+    """Return the job with `faulty_plugins` as the plugins; the file `faults` lists the active faults."""
     command = tuple(
         str(FAULTY) if text.endswith("sglang_server.py") else text.replace("vllm_extension.", "faulty_plugins.")
         for text in job.command
@@ -93,7 +93,7 @@ def faulty(job: JobSpec, faults: Path) -> JobSpec:
 
 
 class Models:
-    """Two random models of one shape: the first is served at first, and even versions are its weights."""
+    """Two random models of the same shape: even versions are the first model, odd versions the second."""
 
     def __init__(self, directory: Path, tied: bool) -> None:
         self.paths = [make_tiny_model(directory / str(seed), seed=seed, tied=tied) for seed in range(2)]
@@ -101,26 +101,26 @@ class Models:
         self._models = [load(path, dtype=torch.float32).eval() for path in self.paths]
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of a version by name."""
+        """Return names and parameters of a version."""
         return [(name, p.detach()) for name, p in self._models[version % 2].named_parameters()]
 
     @torch.no_grad()
     def logprobs(self, version: int, ids: list[int], temperature: float = 1.0) -> list[float]:
-        """What transformers says of each token; entry 0 is 0."""
+        """Return the log-prob of each token according to transformers; the first is 0."""
         logits = self._models[version % 2](torch.tensor([ids])).logits[0].float() / temperature
         chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
         return [0.0, *chosen.tolist()]
 
     def difference(self, response: ModelResponse, temperature: float = 1.0) -> float:
-        """Largest one between an answer's log-probs and those of each token's own version."""
+        """Return the largest difference from the log-probs of each token's recorded version."""
         ids, begin = response.input_ids + response.output_ids, len(response.input_ids)
         by_version = {v: self.logprobs(v, ids, temperature)[begin:] for v in set(response.versions)}
         pairs = zip(response.versions, response.logprobs, strict=True)
-        return max(abs(by_version[version][place] - found) for place, (version, found) in enumerate(pairs))
+        return max(abs(by_version[version][index] - logprob) for index, (version, logprob) in enumerate(pairs))
 
 
 def make_request(prompt: list[int], seed: int, tokens: int = 16, **generation: Any) -> ModelRequest:
-    """One that no end token cuts short."""
+    """Return a request for exactly `tokens` tokens by default: end tokens are ignored."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, **generation}
     return ModelRequest(prompt, GenerationConfig(**options), seed=seed)
 
@@ -128,7 +128,7 @@ def make_request(prompt: list[int], seed: int, tokens: int = 16, **generation: A
 async def publish(
     engine: InferenceEngine, models: Models, weights_dir: Path, route: str, interrupt: str = "keep"
 ) -> int:
-    """Put the next version on the servers as a trainer does; its number."""
+    """Publish the next version to the servers as a trainer does, and return its number."""
     await engine.stats()
     version = engine.version + 1
     if route == "broadcast":
@@ -160,7 +160,7 @@ async def _broadcast(
 
 
 async def until_stats(engine: InferenceEngine, condition: Callable[[dict[str, float]], bool]) -> None:
-    """Return once the servers' metrics fulfill the condition."""
+    """Wait until the metrics of the servers fulfill the condition."""
 
     async def holds() -> bool:
         return condition(await engine.stats())
@@ -169,16 +169,16 @@ async def until_stats(engine: InferenceEngine, condition: Callable[[dict[str, fl
 
 
 async def aborted_and_resumed(engine: Any) -> ModelResponse:
-    """An answer of 300 tokens that was aborted by its id, and carried on; asked for anew where it ended before that."""
+    """Return a completion of 300 tokens that was aborted and resumed; retry if it ended before the abort."""
     [server] = engine._router.servers
     async with asyncio.timeout(120):
         while True:
-            long = make_request(SHARED, 2, tokens=300)
-            long.request_id = "mine"
-            task = asyncio.create_task(engine.agenerate(long))
-            while not task.done() and (await engine.stats())["running"] < 1:  # noqa: ASYNC110 - as above
+            request = make_request(SHARED, 2, tokens=300)
+            request.request_id = "aborted"
+            task = asyncio.create_task(engine.agenerate(request))
+            while not task.done() and (await engine.stats())["running"] < 1:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.002)
-            await engine._transport.call_until_evicted(server, engine._protocol.abort("mine/"))
+            await engine._transport.call_until_evicted(server, engine._protocol.abort("aborted/"))
             response = await task
             if response.resubmissions:
                 return response

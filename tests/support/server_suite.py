@@ -1,7 +1,7 @@
-"""What every real server must pass: the contract of inference engines, and what it serves after updates.
+"""Tests for every real server: conformance of its inference engine, and log-probs across weight updates.
 
-`test_servers_vllm.py` and `test_servers_sglang.py` bring the fixtures: `models`, `weights_dir` and an `engine` of one
-server; `test_servers_split.py` asks a server in two parts for the updates alone.
+`test_servers_vllm.py` and `test_servers_sglang.py` define the fixtures `models`, `weights_dir` and `engine` (one
+server). `test_servers_split.py` runs only the tests of updates, on a server with two tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 class UpdateSuite:
-    """Log-probs are those of transformers at the weights of each token's own version, whatever way they came."""
+    """Tests that log-probs match transformers at the version of each token, for each route of the weights."""
 
     @pytest.fixture(autouse=True)
     def _inputs(self, models: Models, weights_dir: Path) -> None:
@@ -35,7 +35,7 @@ class UpdateSuite:
 
     @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
     async def test_update_over_route_serves_log_probs_of_transformers(self, engine, route):
-        """Prompts of several hundred tokens were served before the update, so that a stale prefix would be used."""
+        """A long prompt is served before the update, so that a stale prefix cache would be noticed."""
         before = await engine.agenerate(make_request([*SHARED, 7], 1, temperature=0.7))
 
         for _ in range(2):
@@ -51,30 +51,30 @@ class UpdateSuite:
 
 
 class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
-    """And all that the contract asks of an engine."""
+    """Conformance suite of inference engines, with tests of updates during generation."""
 
     logprob_tolerance = TOLERANCE
     context_length = CONTEXT
     drains = True
-    """Whether `wait` lets every answer end with the version that it began with, also those that wait inside."""
+    """Whether `interrupt=wait` completes queued requests too, before the version changes."""
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
         return put_weights(self.weights_dir, version, self.models.tensors(version))
 
     @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
     async def test_requests_across_three_updates_keep_all_tokens(self, engine, interrupt):
-        """64 at once. The KV cache is computed anew or drained: each token's log-prob is that of its own version."""
+        """Each token has the log-prob of its recorded version, for 64 concurrent requests."""
         await engine.stats()
         first = engine.version
-        asked = [make_request([*SHARED[: 300 + i], 9], i, tokens=48 + i % 32) for i in range(64)]
-        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
+        requests = [make_request([*SHARED[: 300 + i], 9], i, tokens=48 + i % 32) for i in range(64)]
+        running = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
         for _ in range(3):
             await until_stats(engine, lambda stats: stats["running"] >= 1 or all(task.done() for task in running))
             await publish(engine, self.models, self.weights_dir, "shm", interrupt)
         responses = await asyncio.gather(*running)
         later = await engine.agenerate(make_request([*SHARED, 9], 0))
 
-        assert [len(each.output_ids) for each in responses] == [each.generation.max_new_tokens for each in asked]
+        assert [len(each.output_ids) for each in responses] == [each.generation.max_new_tokens for each in requests]
         assert all(each.versions == sorted(each.versions) for each in responses)
         assert {v for each in responses for v in each.versions} <= set(range(first, first + 4))
         if interrupt == "wait" and self.drains:
@@ -89,21 +89,20 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
         assert self.models.difference(resumed) < TOLERANCE
 
     async def test_schema_constrains_completion_and_malformed_schema_raises(self, engine):
-        """By a model that is random otherwise."""
-        asked = make_request(SHARED, 1, tokens=32, ignore_eos=False)
-        free = await engine.agenerate(asked)
-        kept = await engine.agenerate(replace(asked, schema={"type": "string", "enum": ["yes", "no"]}))
+        request = make_request(SHARED, 1, tokens=32, ignore_eos=False)
+        unconstrained = await engine.agenerate(request)
+        constrained = await engine.agenerate(replace(request, schema={"type": "string", "enum": ["yes", "no"]}))
         with pytest.raises(InferenceError, match="nonsense"):
-            await engine.agenerate(replace(asked, schema={"type": "nonsense"}))
+            await engine.agenerate(replace(request, schema={"type": "nonsense"}))
 
         tokenizer = make_tiny_tokenizer()
-        assert json.loads(tokenizer.decode(kept.output_ids, skip_special_tokens=True)) in ("yes", "no")
-        assert kept.stop_reason == "stop"
-        assert kept.output_ids != free.output_ids
-        assert self.models.difference(free) < TOLERANCE
+        assert json.loads(tokenizer.decode(constrained.output_ids, skip_special_tokens=True)) in ("yes", "no")
+        assert constrained.stop_reason == "stop"
+        assert constrained.output_ids != unconstrained.output_ids
+        assert self.models.difference(unconstrained) < TOLERANCE
 
     async def test_agent_conversation_across_updates_records_versions_per_token(self, engine):
-        """Three turns at the rollout endpoint, over this server, with an update after each."""
+        """Three turns at the endpoint, with an update after each."""
         endpoint, generation = HttpRolloutEndpoint(make_tiny_tokenizer()), GenerationConfig(12, temperature=0.7)
         await engine.stats()
         first = engine.version
@@ -112,30 +111,34 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
             async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent:
                 messages = [{"role": "user", "content": "what is it?"}]
                 for turn in range(3):
-                    made = await agent.chat.completions.create(model="policy", messages=messages)
-                    messages.append(made.choices[0].message.model_dump(exclude_none=True))
+                    completion = await agent.chat.completions.create(model="policy", messages=messages)
+                    messages.append(completion.choices[0].message.model_dump(exclude_none=True))
                     messages.append({"role": "user", "content": f"and {turn}?"})
                     await publish(engine, self.models, self.weights_dir, "shm")
             await session.close()
-            rows = session.trajectories(1.0)
+            trajectories = session.trajectories(1.0)
         finally:
             await endpoint.destroy()
 
-        assert {int(v) for row in rows for v in row.versions[row.loss_mask]} == {first, first + 1, first + 2}
-        for row in rows:
-            ids = row.input_ids.tolist()
+        assert {int(v) for trajectory in trajectories for v in trajectory.versions[trajectory.loss_mask]} == {
+            first,
+            first + 1,
+            first + 2,
+        }
+        for trajectory in trajectories:
+            ids = trajectory.input_ids.tolist()
             by_version = {v: self.models.logprobs(v, ids, 0.7) for v in range(first, first + 3)}
-            for place in row.loss_mask.nonzero()[0].tolist():
-                expected = by_version[int(row.versions[place])][place]
-                assert row.logprobs[place] == pytest.approx(expected, abs=TOLERANCE)
+            for index in trajectory.loss_mask.nonzero()[0].tolist():
+                expected = by_version[int(trajectory.versions[index])][index]
+                assert trajectory.logprobs[index] == pytest.approx(expected, abs=TOLERANCE)
 
     async def test_invalid_weights_are_rejected_and_old_version_stays_served(self, engine):
         await engine.stats()
         version = engine.version + 1
         tensors = self.models.tensors(version)
-        fewer, _ = put_weights(self.weights_dir, version, tensors[1:])
+        incomplete, _ = put_weights(self.weights_dir, version, tensors[1:])
         with pytest.raises(WeightUpdateError, match="1 parameters were not sent"):
-            await engine.stage_weights(fewer)
+            await engine.stage_weights(incomplete)
         nan, _ = put_weights(self.weights_dir, version, [(name, t * torch.nan) for name, t in tensors])
         with pytest.raises(WeightUpdateError, match="expected finite numbers"):
             await engine.stage_weights(nan)

@@ -1,4 +1,4 @@
-"""The real Slurm of `infra/clusters/slurm.py` for tests: skipped, with the reason, where it cannot be had."""
+"""Real Slurm clusters of `infra/clusters/slurm.py` for tests, which are skipped if Slurm cannot run here."""
 
 import importlib.util
 import os
@@ -25,15 +25,15 @@ clusters = _load()
 
 @contextmanager
 def slurm(**shape):
-    """A cluster of its own, to which Slurm's commands of this process speak meanwhile."""
+    """Run a cluster, which the Slurm commands of this process use until it ends."""
     if os.geteuid() != 0:
-        pytest.skip("a Slurm of one's own needs root")
+        pytest.skip("starting Slurm daemons requires root")
     try:
         clusters.install()
     except RuntimeError as error:
         pytest.skip(f"Slurm cannot be installed: {error}")
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("SLURM")}
-    with tempfile.TemporaryDirectory(prefix="slurm-") as directory:  # short: sockets are in it
+    with tempfile.TemporaryDirectory(prefix="slurm-") as directory:  # a short path, since socket paths are limited
         with clusters.running(Path(directory), clusters.Shape(**shape)) as cluster:
             os.environ.update(cluster.environment)
             try:

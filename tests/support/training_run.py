@@ -1,4 +1,4 @@
-"""A trainer and its servers without a runtime between the two, for tests that plant faults."""
+"""A training loop without a rollout runtime, for tests with fault injection."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPu
 from rl_trainers.algorithms.config import AlgorithmConfig
 
 TEMPERATURE = 1.3
-"""At which answers are asked for."""
+"""Sampling temperature of all completions."""
 
 
 def prompts(tokens: int = 40) -> list[list[int]]:
-    """Three that are alike in nothing."""
+    """Return three different prompts without a common prefix."""
     return [[(7 * i + 3 * j) % 200 + 5 for j in range(tokens)] for i in range(3)]
 
 
 class Run:
-    """A trainer and the client of its servers; `step` is one training step.
+    """Trainer with an inference engine; `step` is one training step.
 
     Args:
-        directory: of the weights.
-        model: that the servers were started with.
-        client: of the servers, initialised; closed with the run.
-        loop: on which it runs.
-        serve_dtype: in which the servers compute.
-        lr: of the trainer.
-        version: which the run begins with.
-        canary: as `PublishConfig` has it.
-        prompt_tokens: of each prompt.
-        lora: adapters that are trained alone.
+        directory: directory of the published weights.
+        model: model with which the servers were started.
+        client: initialized inference engine; `close` destroys it.
+        loop: event loop of the inference engine.
+        serve_dtype: dtype in which the servers compute.
+        lr: learning rate.
+        version: initial version.
+        canary: value of `PublishConfig.canary`.
+        prompt_tokens: length of each prompt.
+        lora: settings of the trained adapters; None to train all weights.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Run:
         self.reset()
 
     def reset(self, regenerate_every: int = 0) -> None:
-        """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
+        """Publish the current weights, and replace actor and log-prob gap gate by new ones."""
         config = GapConfig(sequences=3, warn=0.005, stop=2.0, patience=1, regenerate_every=regenerate_every)
         self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
         self.publisher.publish(self.engine.version)
 
     def sample_batch(self) -> TensorDict:
-        """Two answers to each prompt, as a batch whose rewards differ within each group."""
+        """Return a batch with two completions per prompt, whose rewards differ within each group."""
         generation = GenerationConfig(max_new_tokens=12, temperature=TEMPERATURE, ignore_eos=True)
         first = 100 * self.engine.version
 
-        async def ask() -> list[Any]:
+        async def generate() -> list[Any]:
             requests = [
                 ModelRequest(prompt, generation, seed=first + 10 * group + sample, group=str(group))
                 for group, prompt in enumerate(self.prompts)
@@ -86,7 +86,7 @@ class Run:
             return await asyncio.gather(*(self.client.agenerate(request) for request in requests))
 
         rows = []
-        for index, response in enumerate(self.loop.run(ask(), 60)):
+        for index, response in enumerate(self.loop.run(generate(), 60)):
             row = from_response(response, reward=index % 2, temperature=TEMPERATURE)
             row.prompt_id = row.group_id = index // 2
             row.episode_id = index % 2
@@ -94,7 +94,7 @@ class Run:
         return shard_batch(stack(rows), self.engine.parallel)
 
     def step(self, batch: TensorDict | None = None) -> dict[str, Any]:
-        """What `rl_trainers.train` does with a batch."""
+        """Take a training step in the order of `rl_trainers.train`, and return its metrics."""
         batch = self.sample_batch() if batch is None else batch
         stats = self.actor.prepare(batch)
         stats |= self.gate.before_update(batch)
@@ -103,7 +103,6 @@ class Run:
         return stats | self.gate.after_commit(self.publisher.receipt)
 
     def close(self) -> None:
-        """Free what it holds."""
         self.loop.run(self.client.destroy(), 10)
         self.publisher.destroy()
         self.engine.destroy()

@@ -547,7 +547,7 @@ ELSEWHERE = [
         Elsewhere(
             f"rollout.endpoint.{name}",
             "needs an agent",
-            "tests/end_to_end/test_agents.py::test_agent_rewards_of_calls_are_its_episodes_or_its_turns",
+            "tests/end_to_end/test_agents.py::test_agent_rewards_per_call_become_episode_or_turn_rewards",
             apps,
             value=value,
             also=also,
@@ -561,7 +561,7 @@ ELSEWHERE = [
     Elsewhere(
         "rollout.endpoint.sequences_per",
         "needs an agent",
-        "tests/end_to_end/test_agents.py::test_agent_rows_per_call",
+        "tests/end_to_end/test_agents.py::test_agent_per_call_makes_one_trajectory_per_call",
         (GRPO, SFT),
         value="call",
     ),

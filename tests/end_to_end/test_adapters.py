@@ -1,5 +1,4 @@
-"""Adapters alone, from a real trainer to real servers of each kind: what is served, how much was sent, what a server
-that starts again holds, and the alarm where one does not add them to its weights."""
+"""Publish LoRA adapters from a real trainer to each kind of server: log-probs, bytes sent, restarts and faults."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from rl_trainers import PublishConfig, WeightPublisher
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CONTEXT = 1024
-KEY = "a key of this run"
+KEY = "the run key of this test"
 TOLERANCE = 1e-4
 
 pytestmark = [
@@ -42,49 +41,51 @@ pytestmark = [
 ]
 
 
-def start_embedded(model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
+def make_embedded(model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
     options = {"weights_dir": directory / "weights", "slots": 16, "context_length": CONTEXT}
     command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
     process = ServerProcess(model, directory / "server.log", key=KEY, options=options, command=command)
     return process, EmbeddedEngine(client=ClientConfig(progress_timeout=60, rejoin_timeout=60))
 
 
-def start_other(kind: str, model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
-    """With `faulty_adapters` in place of our file that runs inside."""
+def make_backend(kind: str, model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
+    """Return a vLLM or SGLang server that runs `faulty_adapters` instead of this project's plugin, and its client."""
     engine, config = (VLLMEngine, VLLMEngineConfig) if kind == "vllm" else (SGLangEngine, SGLangEngineConfig)
     settings: Any = config(python=str(interpreter_of(kind)), context_length=CONTEXT)
     spec = ServeSpec(model_path=str(model), device="cpu", weights_dir=str(directory / "weights"), cpus=1)
     job = engine.server_spec(settings, spec)
-    ours = {
+    replacements = {
         "vllm_extension.WeightStage": "faulty_adapters.WeightStage",
         str(INSIDE / "sglang_server.py"): str(SUPPORT / "faulty_adapters.py"),
     }
     env = {**job.env, "PYTHONPATH": f"{INSIDE}:{SUPPORT}", "FAULT_PLUGINS": str(INSIDE)}
-    job = replace(job, command=tuple(ours.get(text, text) for text in job.command), env=env)
+    job = replace(job, command=tuple(replacements.get(text, text) for text in job.command), env=env)
     process = JobProcess(model, directory / "server.log", key=KEY, job=job)
     return process, engine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60, rejoin_timeout=120))
 
 
 class Run:
-    """A trainer of adapters, and a server of one kind."""
+    """Trainer of adapters with one server."""
 
     def __init__(self, kind: str, directory: Path, loop: LoopThread) -> None:
-        self.directory, self.loop, self.fault = directory, loop, directory / "fault"
-        self.fault.write_text("")
-        os.environ["FAULT_FILE"] = str(self.fault)
+        self.directory, self.loop, self.fault_file = directory, loop, directory / "fault"
+        self.fault_file.write_text("")
+        os.environ["FAULT_FILE"] = str(self.fault_file)
         self.model = make_tiny_model(directory / "model", layers=2)
-        start = start_embedded if kind == "embedded" else lambda *where: start_other(kind, *where)
-        self.server, self.client = start(self.model, directory)
+        if kind == "embedded":
+            self.server, self.client = make_embedded(self.model, directory)
+        else:
+            self.server, self.client = make_backend(kind, self.model, directory)
         self.engine = FSDPEngine(FSDPEngineConfig(lora=LoRAConfig(rank=4, alpha=8.0)))
         self.engine.initialize(FinetuneSpec(str(self.model), 1000, optimizer=OptimizerConfig(lr=1e-2), device="cpu"))
         self.batch = shard_batch(make_batch(8, 0, lengths=(16, 24)), self.engine.parallel)
 
-    def publisher(self, route: str = "shm", **settings: Any) -> WeightPublisher:
+    def make_publisher(self, route: str = "shm", **settings: Any) -> WeightPublisher:
         config = PublishConfig(route=route, canary="always", **settings)
         return WeightPublisher(self.engine, self.client, self.loop, config, str(self.directory / "weights"))
 
     def update(self, publisher: WeightPublisher) -> int:
-        """A step of training, and the update of the server; its version."""
+        """Take a training step, publish the weights, and return their version."""
 
         def loss(outputs: Any, packed: Any) -> Any:
             return -(outputs.logprobs * packed["advantages"]).sum(), {}
@@ -94,12 +95,12 @@ class Run:
         publisher.publish(self.engine.version)
         return self.engine.version
 
-    def answer(self, seed: int) -> Any:
+    def generate(self, seed: int) -> Any:
         return self.loop.run(self.client.agenerate(make_request([*SHARED, 7], seed, temperature=1.0)), 200)
 
     @torch.no_grad()
-    def by_peft(self, ids: list[int]) -> list[float]:
-        """Log-probs of all tokens but the first, by the base model with the adapter in peft's layers."""
+    def peft_logprobs(self, ids: list[int]) -> list[float]:
+        """Return the log-probs of all tokens but the first, from the base model with the adapter in peft."""
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
@@ -111,12 +112,12 @@ class Run:
         return torch.log_softmax(logits[:-1].float(), -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
 
     def check(self, version: int) -> None:
-        """The server says this version of its tokens, and gives them the log-probs that peft gives them."""
+        """Check that the server records this version and the log-probs of peft for its tokens."""
         for seed in range(2):
-            found = self.answer(seed)
-            expected = self.by_peft(found.input_ids + found.output_ids)[-len(found.output_ids) :]
-            assert found.versions == [version] * len(found.output_ids)
-            assert found.logprobs == pytest.approx(expected, abs=TOLERANCE)
+            response = self.generate(seed)
+            expected = self.peft_logprobs(response.input_ids + response.output_ids)[-len(response.output_ids) :]
+            assert response.versions == [version] * len(response.output_ids)
+            assert response.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.fixture(
@@ -135,32 +136,32 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
-def test_server_computes_what_peft_computes_and_the_adapters_alone_were_sent(run, route, monkeypatch, record_property):
-    put, pieces = broadcast._Group.put, list[int]()
+def test_publish_adapter_sends_only_matrices_and_matches_peft(run, route, monkeypatch, record_property):
+    put, sizes = broadcast._Group.put, list[int]()
     monkeypatch.setattr(
-        broadcast._Group, "put", lambda self, piece, at: pieces.append(piece.nbytes) or put(self, piece, at)
+        broadcast._Group, "put", lambda self, piece, at: sizes.append(piece.nbytes) or put(self, piece, at)
     )
-    publisher = run.publisher(route)
+    publisher = run.make_publisher(route)
     for _ in range(2):
-        pieces.clear()
+        sizes.clear()
         version = run.update(publisher)
         run.check(version)
 
-    matrices = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.adapter_specs())
-    whole = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.param_specs())
+    adapter_bytes = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.adapter_specs())
+    full_bytes = sum(4 * torch.Size(spec.shape).numel() for spec in run.engine.param_specs())
     slots = run.directory / "weights" / f"slot-{version % 2}-rank-0"
     stored = {"shm": slots.with_suffix(".weights"), "disk": slots / "model.safetensors"}
-    sent = stored[route].stat().st_size if route in stored else sum(pieces)
+    sent = stored[route].stat().st_size if route in stored else sum(sizes)
     publisher.destroy()
     record_property("bytes sent", sent)
-    record_property("bytes of all weights", whole)
-    assert matrices <= sent < matrices + 8192 < whole / 2
+    record_property("bytes of all weights", full_bytes)
+    assert adapter_bytes <= sent < adapter_bytes + 8192 < full_bytes / 2
     assert publisher.receipt.checksums.keys() == {spec.name for spec in run.engine.adapter_specs()}
 
 
-def test_whole_weights_are_sent_where_that_is_asked_for_and_adapters_go_on_from_there(run):
+def test_publish_full_weights_then_adapter_serves_each_version(run):
     for adapter in ("never", "always"):
-        publisher = run.publisher(adapter=adapter)
+        publisher = run.make_publisher(adapter=adapter)
         run.check(run.update(publisher))
         assert (len(publisher.receipt.checksums) == len(run.engine.param_specs())) == (adapter == "never")
     publisher.destroy()
@@ -168,8 +169,8 @@ def test_whole_weights_are_sent_where_that_is_asked_for_and_adapters_go_on_from_
 
 @pytest.mark.nightly
 def test_restarted_server_has_base_and_adapter_of_committed_version(run):
-    """It loads them itself, or its client brings it up."""
-    publisher = run.publisher("disk")
+    """The server loads them itself, or its client restores them."""
+    publisher = run.make_publisher("disk")
     version = run.update(publisher)
 
     run.server.stop()
@@ -179,11 +180,11 @@ def test_restarted_server_has_base_and_adapter_of_committed_version(run):
     run.check(run.update(publisher))
 
 
-def test_adapter_that_is_acknowledged_and_not_applied_is_named(run):
-    publisher = run.publisher()
+def test_publish_adapter_not_applied_raises(run):
+    publisher = run.make_publisher()
     run.check(run.update(publisher))
 
-    run.fault.write_text("adapter not applied")
+    run.fault_file.write_text("adapter not applied")
 
     with pytest.raises(WeightUpdateError, match="the adapter is not applied"):
         run.update(publisher)

@@ -1,4 +1,4 @@
-"""Agents that are programs of their own, and what becomes of those that misbehave: the run goes on."""
+"""Agents in separate processes and containers, including misbehaving ones, which must not stop the run."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ TOKENIZER = make_chat_tokenizer("llama3")
 PROGRAM = """
 import json, os, subprocess, sys, time, urllib.request
 
-def ask(given, url=None, key=None):
-    body = json.dumps({"model": "policy", "messages": given["data"]["messages"]}).encode()
-    request = urllib.request.Request((url or given["base_url"]) + "/chat/completions", body, {
-        "content-type": "application/json", "authorization": "Bearer " + (key or given["api_key"])})
+def ask(episode, url=None, key=None):
+    body = json.dumps({"model": "policy", "messages": episode["data"]["messages"]}).encode()
+    request = urllib.request.Request((url or episode["base_url"]) + "/chat/completions", body, {
+        "content-type": "application/json", "authorization": "Bearer " + (key or episode["api_key"])})
     return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
 
-for taken, line in enumerate(sys.stdin, 1):
-    given = json.loads(line)
+for number, line in enumerate(sys.stdin, 1):
+    episode = json.loads(line)
 """
-GOOD = "print(json.dumps({'answer': ask(given), 'taken': taken}), flush=True)"
+GOOD = "print(json.dumps({'answer': ask(episode), 'number': number}), flush=True)"
 
 
 @pytest.fixture
@@ -55,19 +55,19 @@ async def endpoint() -> AsyncIterator[HttpRolloutEndpoint]:
     await endpoint.destroy()
 
 
-def right(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str) -> float:
+def contains_answer(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str) -> float:
     return float(answer in completions)
 
 
-def program(directory: Path, body: str, **settings: Any) -> AgentCommand:
-    """An agent that does this for each line of stdin."""
+def make_program(directory: Path, body: str, **settings: Any) -> AgentCommand:
+    """Return an agent that runs the code for each line of stdin."""
     path = directory / f"agent{len(list(directory.iterdir()))}.py"
     path.write_text(PROGRAM + textwrap.indent(textwrap.dedent(body), "    "))
     command = (sys.executable, "-ISu", str(path))
-    return type("Program", (AgentCommand,), {"command": command} | settings)(right)
+    return type("Program", (AgentCommand,), {"command": command} | settings)(contains_answer)
 
 
-async def group_of(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: int = 1, deadline: float = 60.0) -> Any:
+async def run_agent(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: int = 1, deadline: float = 60.0) -> Any:
     ids = TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False)
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     engine = NullInferenceEngine(config, answer=lambda request: ids)
@@ -78,91 +78,88 @@ async def group_of(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: in
         await agent.close()
 
 
-def lives(mark: str) -> list[str]:
-    """Processes with a mark on their command line."""
-    found = []
+def pids_with(text: str) -> list[str]:
+    """Return the ids of the processes with a text in their command line."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += [path.parent.name] if mark in path.read_text() else []
+            pids += [path.parent.name] if text in path.read_text() else []
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return pids
 
 
-async def test_command_of_one_episode_has_url_and_key_in_its_environment(
-    endpoint: HttpRolloutEndpoint, tmp_path: Path
-) -> None:
+async def test_command_gets_url_and_key_in_environment(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
     body = """
-        assert not any(given["api_key"] in part for part in sys.argv)
-        assert os.environ["ANTHROPIC_API_KEY"] == given["api_key"] and "A_SECRET" not in os.environ
-        open("mine", "w").write("kept")
-        said = ask(given, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
-        print(json.dumps({"answer": said, "own": os.environ["OWN"] == "1"}))
+        assert not any(episode["api_key"] in part for part in sys.argv)
+        assert os.environ["ANTHROPIC_API_KEY"] == episode["api_key"] and "A_SECRET" not in os.environ
+        open("file", "w").write("text")
+        reply = ask(episode, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+        print(json.dumps({"answer": reply, "own": os.environ["OWN"] == "1"}))
         time.sleep(600)
     """
     os.environ["A_SECRET"] = "1"
     try:
-        group = await group_of(program(tmp_path, body, environment={"OWN": "1"}), endpoint, size=2)
+        group = await run_agent(make_program(tmp_path, body, environment={"OWN": "1"}), endpoint, size=2)
     finally:
         del os.environ["A_SECRET"]
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0, 1.0]
     assert group.metrics.results()["agent/own"] == 1.0
-    assert not lives(str(tmp_path))
+    assert not pids_with(str(tmp_path))
 
 
-async def test_command_that_is_long_lived_takes_many_episodes(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
-    group = await group_of(program(tmp_path, GOOD, long_lived=True, processes=1), endpoint, size=6)
+async def test_long_lived_command_runs_many_episodes(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    group = await run_agent(make_program(tmp_path, GOOD, long_lived=True, processes=1), endpoint, size=6)
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0] * 6
-    assert group.metrics.results()["agent/taken"] == 3.5  # the mean of 1 to 6
-    assert not lives(str(tmp_path))
+    assert group.metrics.results()["agent/number"] == 3.5  # the mean of 1 to 6
+    assert not pids_with(str(tmp_path))
 
 
-async def test_command_that_is_long_lived_and_dies_is_started_anew(
-    endpoint: HttpRolloutEndpoint, tmp_path: Path
-) -> None:
-    seen = f"/dev/shm/test-{uuid4().hex}"
-    dies = f"if not os.path.exists({seen!r}):\n    open({seen!r}, 'w').close()\n    os._exit(3)\n{GOOD}"
-    agent = program(tmp_path, dies, long_lived=True, processes=1, shared_memory=True)
+async def test_long_lived_command_that_dies_is_restarted(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    marker = f"/dev/shm/test-{uuid4().hex}"
+    body = f"if not os.path.exists({marker!r}):\n    open({marker!r}, 'w').close()\n    os._exit(3)\n{GOOD}"
+    agent = make_program(tmp_path, body, long_lived=True, processes=1, shared_memory=True)
     try:
-        first = await group_of(agent, endpoint)
-        then = await group_of(agent, endpoint, size=2)
+        first = await run_agent(agent, endpoint)
+        second = await run_agent(agent, endpoint, size=2)
     finally:
-        os.remove(seen)
+        os.remove(marker)
 
     assert isinstance(first.error, AgentError)
-    assert then.error is None
+    assert second.error is None
 
 
-async def test_command_that_is_long_lived_and_says_more_than_its_result_gives_no_result_to_the_next_episode(
+async def test_long_lived_command_with_extra_output_is_not_reused(
     endpoint: HttpRolloutEndpoint, tmp_path: Path
 ) -> None:
-    twice = (
-        'print(json.dumps({"answer": ask(given), "taken": taken}) + "\\n" + json.dumps({"answer": "none"}), flush=True)'
+    body = (
+        "result = {'answer': ask(episode), 'number': number}\n"
+        "print(json.dumps(result) + '\\n' + json.dumps({'answer': 'none'}), flush=True)"
     )
-    group = await group_of(program(tmp_path, twice, long_lived=True, processes=1), endpoint, size=4)
+    group = await run_agent(make_program(tmp_path, body, long_lived=True, processes=1), endpoint, size=4)
 
     assert group.error is None
     assert [row.reward for row in group.trajectories] == [1.0] * 4
-    assert group.metrics.results()["agent/taken"] == 1.0
-    assert not lives(str(tmp_path))
+    assert group.metrics.results()["agent/number"] == 1.0
+    assert not pids_with(str(tmp_path))
 
 
-async def test_command_that_is_long_lived_and_ended_while_nobody_asked_is_started_anew(tmp_path: Path) -> None:
-    ends = "print(json.dumps({'reward': 1.0, 'pid': os.getpid()}), flush=True)\nos._exit(0)"
-    agent = program(tmp_path, ends, long_lived=True, processes=1)
+async def test_long_lived_command_that_exits_while_idle_is_restarted(tmp_path: Path) -> None:
+    body = "print(json.dumps({'reward': 1.0, 'pid': os.getpid()}), flush=True)\nos._exit(0)"
+    agent = make_program(tmp_path, body, long_lived=True, processes=1)
     try:
         pids = set()
         for _ in range(3):
-            found = await agent.run(ROW, base_url="http://127.0.0.1:1/v1", api_key="none")
-            pids.add(found["pid"])  # type: ignore[index, call-overload]
+            result = await agent.run(ROW, base_url="http://127.0.0.1:1/v1", api_key="none")
+            pids.add(result["pid"])  # type: ignore[index, call-overload]
             async with asyncio.timeout(30):
-                while lives(str(tmp_path)):  # noqa: ASYNC110
+                while pids_with(str(tmp_path)):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)  # what ended is seen by the loop
+            await asyncio.sleep(0.05)  # until the event loop notices the exit
     finally:
         await agent.close()
     assert len(pids) == 3
@@ -170,22 +167,24 @@ async def test_command_that_is_long_lived_and_ended_while_nobody_asked_is_starte
 
 class Exits(AgentWorkflow):
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
-        sys.exit("planted")
+        sys.exit("injected")
 
 
 class Cancels(AgentWorkflow):
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
-        raise asyncio.CancelledError("planted")
+        raise asyncio.CancelledError("injected")
 
 
-@pytest.mark.parametrize(("agent", "told"), [(Exits(), "SystemExit: planted"), (Cancels(), "CancelledError: planted")])
-async def test_agent_that_would_end_the_process_or_the_loop_ends_its_episode(
-    agent: AgentWorkflow, told: str, endpoint: HttpRolloutEndpoint
+@pytest.mark.parametrize(
+    ("agent", "message"), [(Exits(), "SystemExit: injected"), (Cancels(), "CancelledError: injected")]
+)
+async def test_agent_raising_exit_or_cancellation_fails_only_its_episode(
+    agent: AgentWorkflow, message: str, endpoint: HttpRolloutEndpoint
 ) -> None:
-    group = await group_of(agent, endpoint)
+    group = await run_agent(agent, endpoint)
 
     assert isinstance(group.error, AgentError)
-    assert told in str(group.error)
+    assert message in str(group.error)
 
 
 MISBEHAVING = {
@@ -194,19 +193,19 @@ MISBEHAVING = {
         """
         while True:
             try:
-                ask(given)
-            except OSError:  # refused, from some turn on
+                ask(episode)
+            except OSError:  # rejected after the maximum number of calls
                 time.sleep(0.01)
         """,
         "did not end within 2 s",
     ),
-    "crashes": ("raise KeyError('planted')", "ended with exit code 1 before its result. Last lines"),
+    "crashes": ("raise KeyError('injected')", "ended with exit code 1 before its result. Last lines"),
     "is killed": ("os.kill(os.getpid(), 11)", "ended with exit code 139 before its result. It wrote nothing"),
-    "ends": ("sys.exit(0)", "ended with exit code 0 before its result"),
-    "talks": ("print('so far so good')", "found b'so far so good"),
-    "talks much": ("print('x' * 3_000_000)", "at most 1,048,576 bytes"),
-    "knows no reward": ("print('{\"score\": 1}')", "expected `reward` among them"),
-    "closes its result": ("os.close(1); time.sleep(600)", "did not end within 2 s"),
+    "exits": ("sys.exit(0)", "ended with exit code 0 before its result"),
+    "prints text": ("print('so far so good')", "found b'so far so good"),
+    "prints too much": ("print('x' * 3_000_000)", "at most 1,048,576 bytes"),
+    "has no reward": ("print('{\"score\": 1}')", "expected `reward` among them"),
+    "closes stdout": ("os.close(1); time.sleep(600)", "did not end within 2 s"),
     "forks": (
         """
         for number in range(20):
@@ -221,62 +220,62 @@ MISBEHAVING = {
     ),
     "is a fork bomb": ("n = 0\nwhile n < 60 or time.sleep(600):\n    os.fork()\n    n += 10", "did not end within 2 s"),
 }
-IN_CI = {"talks", "talks much", "is a fork bomb"}
+IN_CI = {"prints text", "prints too much", "is a fork bomb"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.nightly) for name in MISBEHAVING]
 )
-async def test_command_that_misbehaves_is_ended_and_counted_and_the_run_goes_on(
+async def test_misbehaving_command_is_killed_and_counted_as_agent_failure(
     endpoint: HttpRolloutEndpoint, tmp_path: Path, name: str
 ) -> None:
     body, message = MISBEHAVING[name]
-    bad, good = program(tmp_path, body), program(tmp_path, GOOD)
+    bad, good = make_program(tmp_path, body), make_program(tmp_path, GOOD)
 
-    failed = await group_of(bad, endpoint, deadline=2.0 if "2 s" in message else 60.0)
-    then = await group_of(good, endpoint)
+    failed = await run_agent(bad, endpoint, deadline=2.0 if "2 s" in message else 60.0)
+    succeeded = await run_agent(good, endpoint)
 
     assert isinstance(failed.error, AgentError)
     assert failed.error.boundary == "agent"
     assert message in str(failed.error)
     assert failed.trajectories == []
-    assert then.error is None
-    assert not lives(str(tmp_path))
+    assert succeeded.error is None
+    assert not pids_with(str(tmp_path))
 
 
-async def test_command_writes_nothing_outside_its_directory(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "kept").write_text("kept")
+async def test_command_cannot_write_outside_its_directory(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
     body = f"""
         import shutil
-        os.makedirs("deep/er"); open("deep/er/mine", "w").write("1"); os.rename("deep/er/mine", "mine")
-        refused = 0
+        os.makedirs("deep/er"); open("deep/er/file", "w").write("1"); os.rename("deep/er/file", "file")
+        denied = 0
         for attempt in (
-            lambda: open({str(there / "new")!r}, "w"),
-            lambda: open({str(there / "kept")!r}, "w"),
-            lambda: os.remove({str(there / "kept")!r}),
-            lambda: os.mkdir({str(there / "new")!r}),
-            lambda: subprocess.run(["touch", {str(there / "new")!r}], check=True, capture_output=True),
+            lambda: open({str(outside / "new")!r}, "w"),
+            lambda: open({str(outside / "kept")!r}, "w"),
+            lambda: os.remove({str(outside / "kept")!r}),
+            lambda: os.mkdir({str(outside / "new")!r}),
+            lambda: subprocess.run(["touch", {str(outside / "new")!r}], check=True, capture_output=True),
             lambda: open("/dev/shm/{tmp_path.name}", "w"),
         ):
             try:
                 attempt()
             except (PermissionError, subprocess.CalledProcessError):
-                refused += 1
-        ask(given)
-        print(json.dumps({{"reward": 0.5, "refused": refused}}))
+                denied += 1
+        ask(episode)
+        print(json.dumps({{"reward": 0.5, "denied": denied}}))
     """
-    group = await group_of(program(tmp_path, body), endpoint)
+    group = await run_agent(make_program(tmp_path, body), endpoint)
 
     assert group.error is None
-    assert group.metrics.results()["agent/refused"] == 6.0
-    assert [(path.name, path.read_text()) for path in there.iterdir()] == [("kept", "kept")]
+    assert group.metrics.results()["agent/denied"] == 6.0
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("kept", "kept")]
 
 
 class Floods(AgentWorkflow):
-    """Calls without end, many at a time, whatever it is answered."""
+    """Agent that makes `calls` calls on 16 connections, whatever the responses are."""
 
     def __init__(self, calls: int) -> None:
         self.calls, self.statuses = calls, Counter[bytes]()
@@ -304,28 +303,28 @@ class Floods(AgentWorkflow):
 
 
 @pytest.mark.slow
-async def test_agent_that_floods_is_refused_and_ended_and_others_go_on(
+async def test_agent_above_call_limit_is_rejected_and_others_succeed(
     endpoint: HttpRolloutEndpoint, tmp_path: Path
 ) -> None:
     flood = Floods(10_000)
-    failed, then = await asyncio.gather(
-        group_of(flood, endpoint, deadline=200.0), group_of(program(tmp_path, GOOD), endpoint)
+    failed, succeeded = await asyncio.gather(
+        run_agent(flood, endpoint, deadline=200.0), run_agent(make_program(tmp_path, GOOD), endpoint)
     )
 
     assert isinstance(failed.error, AgentError)
     assert flood.statuses == {b"200": 256, b"429": 10_000 - 256}  # EndpointConfig.max_calls
-    assert then.error is None
+    assert succeeded.error is None
 
 
-async def test_agent_command_has_its_endpoint_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_command_excludes_endpoint_from_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "corp.example")
     code = "import json, os; print(json.dumps({'hosts': os.environ['no_proxy'].split(',')}))"
-    made: Any = type("Looks", (AgentCommand,), {"command": (sys.executable, "-IS", "-c", code)})
-    result = await made(right).run({}, base_url="http://agents.example:1/v1", api_key="k")
+    agent_class: Any = type("ProxyReader", (AgentCommand,), {"command": (sys.executable, "-IS", "-c", code)})
+    result = await agent_class(contains_answer).run({}, base_url="http://agents.example:1/v1", api_key="k")
     assert {"corp.example", "127.0.0.1", "agents.example"} <= set(result["hosts"])
 
 
-async def test_command_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+async def test_command_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys
 from rl_workflows import AgentCommand
@@ -335,19 +334,19 @@ asyncio.run(Sleeps(print).run({{}}, base_url="", api_key=""))
 """
     owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
     mark, deadline = f"98{os.getpid()}", time.monotonic() + 60
-    while len(lives(mark)) < 3:  # owner, reaper, sleep
+    while len(pids_with(mark)) < 3:  # owner, reaper, sleep
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
     owner.kill()
     owner.wait()
 
-    while lives(mark):
+    while pids_with(mark):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
 
-async def test_container_gets_its_key_by_name_and_is_removed(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
-    """With a stand-in for the engine's command line, which notes how it is called and runs the command here."""
+async def test_container_gets_key_by_name_and_is_removed(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    """The container engine is a script that records its arguments and runs the command without a container."""
     engine, calls = tmp_path / "engine", tmp_path / "calls"
     engine.write_text(
         f"#!{sys.executable} -IS\nimport os, sys, json\n"
@@ -357,7 +356,7 @@ async def test_container_gets_its_key_by_name_and_is_removed(endpoint: HttpRollo
     )
     engine.chmod(0o755)
     (tmp_path / "agent.py").write_text(PROGRAM + "    " + GOOD)
-    made: Any = type(
+    agent_class: Any = type(
         "Contained",
         (AgentContainer,),
         {
@@ -367,7 +366,7 @@ async def test_container_gets_its_key_by_name_and_is_removed(endpoint: HttpRollo
             "options": ("--memory=1g",),
         },
     )
-    group = await group_of(made(right), endpoint)
+    group = await run_agent(agent_class(contains_answer), endpoint)
 
     assert group.error is None
     run, removed = (json.loads(line) for line in calls.read_text().splitlines())
@@ -377,13 +376,13 @@ async def test_container_gets_its_key_by_name_and_is_removed(endpoint: HttpRollo
     assert removed == ["rm", "-f", name]
 
 
-def test_command_that_cannot_be_kept_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_command_with_invalid_settings_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"AgentCommand.command: expected a program"):
-        AgentCommand(right)
+        AgentCommand(contains_answer)
     with pytest.raises(ConfigError, match=r"AgentContainer.image: expected the name"):
-        AgentContainer(right)
+        AgentContainer(contains_answer)
     monkeypatch.setattr(confine, "missing_kernel_features", lambda: ["Landlock"])
-    made = type("Mine", (AgentCommand,), {"command": ("true",)})
-    with pytest.raises(ConfigError, match=r"Mine: .*expected Landlock.*`confined = False`"):
-        made(right)
-    assert type("Free", (made,), {"confined": False})(right)
+    confined = type("Confined", (AgentCommand,), {"command": ("true",)})
+    with pytest.raises(ConfigError, match=r"Confined: .*expected Landlock.*`confined = False`"):
+        confined(contains_answer)
+    assert type("Unconfined", (confined,), {"confined": False})(contains_answer)

@@ -1,4 +1,4 @@
-"""Agents whose calls become episodes: endpoint, workflow and runtime together."""
+"""Episodes of agents, from the calls at the endpoint to the trained trajectories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER = make_chat_tokenizer("llama3")
 
 
 class TwoTurns(AgentWorkflow):
-    """Asks twice, and returns what `result` is."""
+    """Agent that makes two calls and returns `result`."""
 
     def __init__(self, result: Any = 1.0) -> None:
         self.result = result
@@ -40,13 +40,13 @@ class TwoTurns(AgentWorkflow):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             messages: list[Any] = list(data["messages"])
             for _ in range(2):
-                made = await client.chat.completions.create(model="policy", messages=messages)
-                messages += [made.choices[0].message, {"role": "user", "content": "sure?"}]
+                completion = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [completion.choices[0].message, {"role": "user", "content": "sure?"}]
         return self.result
 
 
 class Reports(AgentWorkflow):
-    """Says at the endpoint what its two answers and its episode earned, and returns what `result` is."""
+    """Agent that reports a reward per call and per episode at the endpoint, and returns `result`."""
 
     def __init__(self, outcome: float | None = None, result: Any = None) -> None:
         self.outcome, self.result = outcome, result
@@ -54,31 +54,31 @@ class Reports(AgentWorkflow):
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> Any:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             messages: list[Any] = list(data["messages"])
-            for earned in (0.25, 0.5):
-                made = await client.chat.completions.create(model="policy", messages=messages)
-                messages += [made.choices[0].message, {"role": "user", "content": "sure?"}]
-                said = {"call_id": made.id, "reward": earned}
-                await client.post("/rewards", body=said, cast_to=object)
+            for reward in (0.25, 0.5):
+                completion = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [completion.choices[0].message, {"role": "user", "content": "sure?"}]
+                report: dict[str, Any] = {"call_id": completion.id, "reward": reward}
+                await client.post("/rewards", body=report, cast_to=object)
             if self.outcome is not None:
-                said = {"reward": self.outcome, "metrics": {"tools": 3}}
-                await client.post("/rewards", body=said, cast_to=object)
+                report = {"reward": self.outcome, "metrics": {"tools": 3}}
+                await client.post("/rewards", body=report, cast_to=object)
         return self.result
 
 
 class Hangs(TwoTurns):
-    async def run(self, data: dict[str, Any], **given: Any) -> Any:
-        await super().run(data, **given)
+    async def run(self, data: dict[str, Any], **options: Any) -> Any:
+        await super().run(data, **options)
         await asyncio.Event().wait()
 
 
 class Raises(TwoTurns):
-    async def run(self, data: dict[str, Any], **given: Any) -> Any:
-        await super().run(data, **given)
-        raise KeyError("planted")
+    async def run(self, data: dict[str, Any], **options: Any) -> Any:
+        await super().run(data, **options)
+        raise KeyError("injected")
 
 
-class NeverAsks(TwoTurns):
-    async def run(self, data: dict[str, Any], **given: Any) -> Any:
+class MakesNoCall(TwoTurns):
+    async def run(self, data: dict[str, Any], **options: Any) -> Any:
         return 1.0
 
 
@@ -89,13 +89,13 @@ async def endpoint() -> AsyncIterator[HttpRolloutEndpoint]:
     await endpoint.destroy()
 
 
-def answering() -> NullInferenceEngine:
+def make_engine() -> NullInferenceEngine:
     ids = TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False)
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
     return NullInferenceEngine(config, answer=lambda request: ids)
 
 
-async def group_of(
+async def run_agent(
     agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, engine: NullInferenceEngine, **more: Any
 ) -> Any:
     workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=32, temperature=0.7), 400, **more)
@@ -120,10 +120,10 @@ class TestConformance(WorkflowConformance):
         return [ROW, {**ROW, "prompt_id": 1}]
 
 
-async def test_agent_group_has_rows_with_its_ids_seeds_of_their_own_and_figures(endpoint: HttpRolloutEndpoint) -> None:
-    engine, seeds = answering(), []
+async def test_agent_group_records_ids_seeds_and_metrics(endpoint: HttpRolloutEndpoint) -> None:
+    engine, seeds = make_engine(), []
     engine.faults.generate = lambda request: seeds.append(request.seed)
-    group = await group_of(TwoTurns({"reward": 0.5, "tools": 3}), endpoint, engine)
+    group = await run_agent(TwoTurns({"reward": 0.5, "tools": 3}), endpoint, engine)
 
     assert group.error is None
     assert [(row.group_id, row.episode_id, row.reward) for row in group.trajectories] == [
@@ -144,42 +144,42 @@ async def test_agent_group_has_rows_with_its_ids_seeds_of_their_own_and_figures(
         ("turn", 0.5, [1.5, 2.5]),
     ],
 )
-async def test_agent_rewards_of_calls_are_its_episodes_or_its_turns(
+async def test_agent_rewards_per_call_become_episode_or_turn_rewards(
     credit: str, discount: float, expected: list[float]
 ) -> None:
     endpoint = HttpRolloutEndpoint(TOKENIZER, EndpointConfig(credit=credit, discount=discount))
-    group = await group_of(Reports(2.0), endpoint, answering())
+    group = await run_agent(Reports(2.0), endpoint, make_engine())
     await endpoint.destroy()
 
     assert group.error is None
     assert group.metrics.results() == {"agent/tools": 3.0, "agent/turn_rewards": 0.75, "agent/rows": 1.0}
     batch, config = stack(group.trajectories), AlgorithmConfig(advantage=AdvantageConfig(kind="return"))
     assign_credit(batch, config, ParallelContext())
-    learn = batch["loss_mask"]
-    turn = (learn & ~learn.roll(1, 1)).cumsum(1)
+    mask = batch["loss_mask"]
+    turn = (mask & ~mask.roll(1, 1)).cumsum(1)
     for i, value in enumerate(expected):
-        assert batch["advantages"][learn & (turn == i + 1)].unique().tolist() == [value]
+        assert batch["advantages"][mask & (turn == i + 1)].unique().tolist() == [value]
 
 
-async def test_agent_with_rewards_of_calls_alone_needs_no_outcome(endpoint: HttpRolloutEndpoint) -> None:
-    group = await group_of(Reports(), endpoint, answering())
+async def test_agent_without_outcome_sums_rewards_of_calls(endpoint: HttpRolloutEndpoint) -> None:
+    group = await run_agent(Reports(), endpoint, make_engine())
 
     assert [row.reward for row in group.trajectories] == [0.75] * 4
 
 
-async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
-    group = await group_of(TwoTurns(), endpoint, answering(), per="call")
+async def test_agent_per_call_makes_one_trajectory_per_call(endpoint: HttpRolloutEndpoint) -> None:
+    group = await run_agent(TwoTurns(), endpoint, make_engine(), per="call")
 
-    answer = len(TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False))
-    assert [int(row.loss_mask.sum()) for row in group.trajectories] == [answer] * 8
+    tokens = len(TOKENIZER.encode(format_completion("llama3", "it is 5"), add_special_tokens=False))
+    assert [int(row.loss_mask.sum()) for row in group.trajectories] == [tokens] * 8
 
 
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        (Raises(), "Raises.run raised KeyError: 'planted'"),
+        (Raises(), "Raises.run raised KeyError: 'injected'"),
         (Hangs(), "Hangs.run did not end within 0.5 s"),
-        (NeverAsks(), "without a completion to train on"),
+        (MakesNoCall(), "without a completion to train on"),
         (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),
@@ -187,21 +187,21 @@ async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
         (Reports(1.0, 0.5), "returned the reward 0.5 and reported the reward 1.0"),
     ],
 )
-async def test_agent_that_fails_is_counted_under_its_boundary(
+async def test_agent_failure_becomes_agent_error(
     endpoint: HttpRolloutEndpoint, agent: AgentWorkflow, message: str
 ) -> None:
-    group = await group_of(agent, endpoint, answering(), deadline=0.5 if isinstance(agent, Hangs) else 30.0)
+    group = await run_agent(agent, endpoint, make_engine(), deadline=0.5 if isinstance(agent, Hangs) else 30.0)
 
     assert isinstance(group.error, AgentError)
     assert message in str(group.error)
     assert group.trajectories == []
 
 
-async def test_agent_whose_engine_fails_is_not_blamed(endpoint: HttpRolloutEndpoint) -> None:
-    engine = answering()
-    engine.faults.generate = lambda request: InferenceError("planted failure")
+async def test_agent_with_failing_engine_records_inference_error(endpoint: HttpRolloutEndpoint) -> None:
+    engine = make_engine()
+    engine.faults.generate = lambda request: InferenceError("injected failure")
 
-    group = await group_of(TwoTurns(), endpoint, engine)
+    group = await run_agent(TwoTurns(), endpoint, engine)
 
     assert isinstance(group.error, InferenceError)
-    assert str(group.error) == "planted failure"
+    assert str(group.error) == "injected failure"

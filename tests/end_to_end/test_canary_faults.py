@@ -1,5 +1,4 @@
-"""The canary between a real trainer and a real server process: each planted fault that checksums cannot see is named
-before the server gets a request again."""
+"""Inject faults that checksums miss into real servers, and check that the canary stops the commit."""
 
 import os
 import sys
@@ -34,7 +33,7 @@ def fault_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, fault_file):
-    """`update(version)`: one step of training, and the update of the servers."""
+    """Function that takes one training step and publishes the weights to two servers."""
     directory = tmp_path_factory.mktemp("run")
     model = make_tiny_model(directory / "model", layers=2, hidden=32)
     engine = FSDPEngine(FSDPEngineConfig())
@@ -62,7 +61,7 @@ def run(tmp_path_factory, fault_file):
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "message"),
     [
         ("one behind", "its scores of 383 tokens .* match the previous version"),
         ("weights not sent", "its scores of 383 tokens .* does not serve the sent weights"),
@@ -70,11 +69,11 @@ def run(tmp_path_factory, fault_file):
         ("stale prefix", "its scores are correct, but .* its prefix cache"),
     ],
 )
-def test_publish_fault_of_a_real_server_is_named_by_the_canary(run, fault_file, fault, named):
+def test_publish_to_faulty_server_raises_canary_error(run, fault_file, fault, message):
     fault_file.write_text("")
     for _ in range(2):
         run()
     fault_file.write_text(fault)
 
-    with pytest.raises(WeightUpdateError, match=rf"route shm, version \d+, http\S+: {named}"):
+    with pytest.raises(WeightUpdateError, match=rf"route shm, version \d+, http\S+: {message}"):
         run()

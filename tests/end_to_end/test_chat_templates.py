@@ -1,4 +1,4 @@
-"""Conversations with tools, roles and text parts in the chat templates that TRL ships."""
+"""Conversations with tools, roles and text parts in the chat templates of TRL."""
 
 import re
 from functools import cache
@@ -14,10 +14,10 @@ from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.errors import DataError
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-ASKED = [{"role": "user", "content": "How is it in Ulm?"}]
-ANSWERED = [{"role": "assistant", "content": "It rains 12 drops."}]
+QUESTION = [{"role": "user", "content": "How is it in Ulm?"}]
+ANSWER = [{"role": "assistant", "content": "It rains 12 drops."}]
 FUNCTION = {"name": "weather", "arguments": {"town": "Ulm", "days": 3}}
-CALLED = [
+TOOL_CALL = [
     {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": FUNCTION}]},
     {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "12"},
 ]
@@ -25,15 +25,17 @@ CALLED = [
 
 @cache
 def renderer(name: str) -> ChatRenderer:
-    """A renderer whose tokens are bytes and the marks of the template."""
+    """Return a renderer with a tokenizer of bytes and of the template's special tokens."""
     template = (TEMPLATES / f"{name}.jinja").read_text()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    marks = sorted({*re.findall(r"<[|\uff5c][^<>\s{}]*[|\uff5c]>|<(?:start|end)_of_turn>|<\|?turn\|?>", template)})
+    special_tokens = sorted(
+        {*re.findall(r"<[|\uff5c][^<>\s{}]*[|\uff5c]>|<(?:start|end)_of_turn>|<\|?turn\|?>", template)}
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<|endoftext|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.add_special_tokens({"additional_special_tokens": special_tokens})
     tokenizer.chat_template = template
     return ChatRenderer(tokenizer)
 
@@ -42,33 +44,33 @@ def renderer(name: str) -> ChatRenderer:
     "name",
     ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gemma4", "glm4moe", "gptoss", "deepseekv3"],
 )
-def test_conversation_with_a_call_that_the_template_knows_passes(name: str) -> None:
-    renderer(name).require_rendered([*ASKED, *CALLED, *ANSWERED])
+def test_template_with_tool_calls_accepts_conversation(name: str) -> None:
+    renderer(name).require_rendered([*QUESTION, *TOOL_CALL, *ANSWER])
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "lfm2", "deepseek_r1_distill", "smolvlm"])
-def test_call_that_the_template_does_not_show_is_rejected(name: str) -> None:
+def test_template_that_drops_tool_calls_rejects_conversation(name: str) -> None:
     with pytest.raises(DataError, match="message 1"):
-        renderer(name).require_rendered([*ASKED, *CALLED, *ANSWERED])
+        renderer(name).require_rendered([*QUESTION, *TOOL_CALL, *ANSWER])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "phi3", "glm4moe", "deepseekv3", "cohere2"])
-def test_role_developer_that_the_template_drops_is_rejected(name: str) -> None:
+def test_template_that_drops_developer_role_rejects_conversation(name: str) -> None:
     with pytest.raises(DataError, match="message 0"):
-        renderer(name).require_rendered([{"role": "developer", "content": "Be brief."}, *ASKED, *ANSWERED])
+        renderer(name).require_rendered([{"role": "developer", "content": "Be brief."}, *QUESTION, *ANSWER])
 
 
 @pytest.mark.parametrize("name", ["gemma", "deepseekv3", "llama3", "phi3"])
-def test_tools_that_the_template_does_not_show_are_rejected(name: str) -> None:
+def test_template_that_drops_tools_rejects_conversation(name: str) -> None:
     tools = [{"type": "function", "function": {"name": "Ulm", "description": "", "parameters": {"type": "object"}}}]
     with pytest.raises(DataError, match="tools"):
-        renderer(name).require_rendered([*ASKED, *ANSWERED], tools)
+        renderer(name).require_rendered([*QUESTION, *ANSWER], tools)
 
 
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama3", "llama3_1", "gemma", "cohere2", "phi3", "gptoss", "smolvlm", "gemma3"]
 )
-def test_text_parts_are_rendered_as_their_text_is(name: str) -> None:
+def test_text_parts_render_as_joined_text(name: str) -> None:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "How is it "}, {"type": "text", "text": "in Ulm?"}]
 
-    assert renderer(name).text([{"role": "user", "content": parts}]) == renderer(name).text(ASKED)
+    assert renderer(name).text([{"role": "user", "content": parts}]) == renderer(name).text(QUESTION)

@@ -1,5 +1,7 @@
-"""Many conversations at once over one server that is killed and comes back, while the weights change: nothing is lost,
-and each token has the version of the weights that made it."""
+"""Concurrent conversations while the single server is killed and restarted and the weights change.
+
+No token is lost, and each token has the version of the weights that sampled it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import Session
 
 TURNS, UPDATES, TOKENS = 6, 10, 16
-START = [{"role": "user", "content": "what is it?"}]
+FIRST_MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 
-class Counted:
-    """How many calls were answered, to wait for."""
+class CallCounter:
+    """Number of completed calls, with a method that waits for a number."""
 
     def __init__(self) -> None:
         self.count, self._changed = 0, asyncio.Condition()
@@ -43,8 +45,8 @@ class Counted:
             await self._changed.wait_for(lambda: self.count >= count)
 
 
-async def converse(session: Session, http: aiohttp.ClientSession, done: Counted) -> None:
-    messages: list[Any] = list(START)
+async def converse(session: Session, http: aiohttp.ClientSession, completed: CallCounter) -> None:
+    messages: list[Any] = list(FIRST_MESSAGES)
     headers = {"Authorization": f"Bearer {session.api_key}"}
     for turn in range(TURNS):
         body = {"messages": messages, "model": "policy"}
@@ -52,13 +54,15 @@ async def converse(session: Session, http: aiohttp.ClientSession, done: Counted)
             text = await response.text()
             assert response.status == 200, text
         messages += [json.loads(text)["choices"][0]["message"], {"role": "user", "content": f"and {turn}?"}]
-        await done.add()
+        await completed.add()
 
 
-async def disturb(engine: EmbeddedEngine, server: ServerProcess, trainer: Trainer, calls: int, done: Counted) -> None:
-    """Ten updates spread over the calls, and in the midst of them the end of the server and its return."""
+async def update_and_restart(
+    engine: EmbeddedEngine, server: ServerProcess, trainer: Trainer, calls: int, completed: CallCounter
+) -> None:
+    """Publish ten updates spread over the calls, and restart the server before the fifth."""
     for number in range(1, UPDATES + 1):
-        await done.reach(calls * number / (UPDATES + 2))
+        await completed.reach(calls * number / (UPDATES + 2))
         if number == UPDATES // 2:
             await until_running([server])
             server.stop()
@@ -66,29 +70,29 @@ async def disturb(engine: EmbeddedEngine, server: ServerProcess, trainer: Traine
         await trainer.publish(engine, "recompute")
 
 
-def gaps(path: Path, rows: list[Trajectory], shift: int = 0) -> np.ndarray:
-    """|recorded log-prob - that of the weights of the token's version plus `shift`| of every sampled token."""
-    found = []
+def gaps(path: Path, trajectories: list[Trajectory], shift: int = 0) -> np.ndarray:
+    """Return |recorded log-prob - log-prob at the token's version plus `shift`| of each sampled token."""
+    result = []
     models: dict[int, Any] = {}
-    for row in rows:
-        ids = torch.from_numpy(row.input_ids)[None]
-        for version in set(row.versions.tolist()) - {-1}:
+    for trajectory in trajectories:
+        ids = torch.from_numpy(trajectory.input_ids)[None]
+        for version in set(trajectory.versions.tolist()) - {-1}:
             if version + shift not in models:
                 models[version + shift] = reference_model(path)
                 for parameter in models[version + shift].parameters():
                     parameter.data *= 1 + (version + shift) / 500
             with torch.no_grad():
                 logprobs = torch.log_softmax(models[version + shift](input_ids=ids).logits[0].float(), -1)
-            own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
-            found.append(np.abs(own - row.logprobs[1:])[row.versions[1:] == version])
-    return np.concatenate(found)
+            expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+            result.append(np.abs(expected - trajectory.logprobs[1:])[trajectory.versions[1:] == version])
+    return np.concatenate(result)
 
 
-class Recorded(EmbeddedEngine):
-    """Remembers its answers."""
+class RecordingEngine(EmbeddedEngine):
+    """Engine that keeps its responses."""
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.responses: list[ModelResponse] = []
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -97,55 +101,57 @@ class Recorded(EmbeddedEngine):
         return response
 
 
-async def _survive(sessions: int, tmp_path: Path, record: Any) -> None:
+async def _check_sessions(sessions: int, tmp_path: Path, record: Any) -> None:
     tokenizer = make_chat_tokenizer("llama3")
     model = tiny_model(tmp_path / "model", vocab_size=347, eos_token_id=346, max_position_embeddings=1024)
-    trainer, done = Trainer(reference_model(model), tmp_path / "weights"), Counted()
+    trainer, completed = Trainer(reference_model(model), tmp_path / "weights"), CallCounter()
     options = {"slots": 32, "weights_dir": tmp_path / "weights"}
     generation = GenerationConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     endpoint = HttpRolloutEndpoint(tokenizer)
     with ServerProcess(model, tmp_path / "server.log", options=options) as server:
-        async with client([server], progress_timeout=30.0, probe_timeout=10.0, kind=Recorded) as engine:
-            opened = [await endpoint.open(engine, generation, 1024) for _ in range(sessions)]
+        async with client([server], progress_timeout=30.0, probe_timeout=10.0, kind=RecordingEngine) as engine:
+            open_sessions = [await endpoint.open(engine, generation, 1024) for _ in range(sessions)]
             async with (
                 aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
                 asyncio.TaskGroup() as group,
             ):
-                for session in opened:
-                    group.create_task(converse(session, http, done))
-                group.create_task(disturb(engine, server, trainer, sessions * TURNS, done))
+                for session in open_sessions:
+                    group.create_task(converse(session, http, completed))
+                group.create_task(update_and_restart(engine, server, trainer, sessions * TURNS, completed))
             assert trainer.version == engine.version == UPDATES
-            assert sum(response.resubmissions for response in engine.responses) > 0, "the kill hit no answer"
+            assert sum(response.resubmissions for response in engine.responses) > 0, (
+                "no request was running at the kill"
+            )
     await endpoint.destroy()
 
-    rows = [row for session in opened for row in session.trajectories(1.0)]
-    asked = {tuple(response.input_ids + response.output_ids): response for response in engine.responses}
+    trajectories = [trajectory for session in open_sessions for trajectory in session.trajectories(1.0)]
+    responses = {tuple(response.input_ids + response.output_ids): response for response in engine.responses}
     assert len(engine.responses) == sessions * TURNS
-    assert sum(row.info["turns"] for row in rows) >= sessions * TURNS
-    assert sum(int(row.loss_mask.sum()) for row in rows) == sessions * TURNS * TOKENS
-    for row in rows:
-        versions = row.versions[row.versions >= 0]
-        assert (np.diff(versions) >= 0).all(), "a version went down"
-        assert row.versions[-TOKENS:].tolist() == asked[tuple(row.input_ids.tolist())].versions
-    seen = {int(version) for row in rows for version in row.versions} - {-1}
-    gap = gaps(model, rows)
-    record("versions", sorted(seen))
+    assert sum(trajectory.info["turns"] for trajectory in trajectories) >= sessions * TURNS
+    assert sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories) == sessions * TURNS * TOKENS
+    for trajectory in trajectories:
+        versions = trajectory.versions[trajectory.versions >= 0]
+        assert (np.diff(versions) >= 0).all(), "versions decrease within a trajectory"
+        assert trajectory.versions[-TOKENS:].tolist() == responses[tuple(trajectory.input_ids.tolist())].versions
+    versions_seen = {int(version) for trajectory in trajectories for version in trajectory.versions} - {-1}
+    gap = gaps(model, trajectories)
+    record("versions", sorted(versions_seen))
     record("gap_max", float(gap.max()))
-    assert len(seen) > UPDATES // 2
+    assert len(versions_seen) > UPDATES // 2
     assert gap.max() <= 1e-4
-    assert np.median(gaps(model, rows[:4], shift=1)) > 1e-4, "this model does not tell versions apart"
+    assert np.median(gaps(model, trajectories[:4], shift=1)) > 1e-4, "the log-probs of two versions must differ"
 
 
 @pytest.mark.slow
-async def test_20_sessions_lose_nothing_through_the_kill_of_the_only_server_and_ten_updates(
+async def test_20_sessions_lose_no_token_across_server_kill_and_ten_updates(
     tmp_path: Path, record_property: Any
 ) -> None:
-    await _survive(20, tmp_path, record_property)
+    await _check_sessions(20, tmp_path, record_property)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-async def test_200_sessions_lose_nothing_through_the_kill_of_the_only_server_and_ten_updates(
+async def test_200_sessions_lose_no_token_across_server_kill_and_ten_updates(
     tmp_path: Path, record_property: Any
 ) -> None:
-    await _survive(200, tmp_path, record_property)
+    await _check_sessions(200, tmp_path, record_property)

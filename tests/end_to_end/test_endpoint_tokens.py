@@ -1,5 +1,7 @@
-"""Through client, endpoint and a real server: the rows that are trained have the tokens and log-probs that the model
-itself gives, over several turns with tools, parallel calls and a branch."""
+"""Trained trajectories have the tokens and log-probs of the model, through client, endpoint and a real server.
+
+The conversations have several turns, tools, parallel calls and a branch.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ from rl_inference.testing import ServerProcess, reference_model, tiny_model
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 VOCABULARY = 347
-"""The largest of the formats' tokenizers; of the others some ids have no text."""
-LONGEST = {"llama3": 8, "gemma3": 8, "qwen3": 4, "qwen3_coder": 4, "mistral": 3}
-"""Answers of the longest branch, of 8 turns: Qwen 3's template drops the reasoning of answers once a question follows,
-and Mistral's shows the tools before the last question, so that a further one rewrites what was before it."""
+"""Size of the largest tokenizer of the chat formats. The ids above the size of a smaller one have no text."""
+LONGEST_TRAJECTORY = {"llama3": 8, "gemma3": 8, "qwen3": 4, "qwen3_coder": 4, "mistral": 3}
+"""Turns in the longest trajectory, out of 8.
+
+The template of Qwen 3 drops the reasoning of earlier turns, and that of Mistral renders the tools before the last
+question. Both change the tokens of earlier turns, so that a new trajectory begins."""
 TEMPERATURE = 0.8
 ADD: Any = {
     "type": "function",
@@ -39,9 +43,11 @@ ADD: Any = {
 }
 
 
-class HalfScripted(EmbeddedEngine):
-    """Samples from the server, but for the calls of tools, which no random model writes: those are given, in tokens of
-    single letters here and there, with the log-probs that the server says they have."""
+class PartlyScriptedEngine(EmbeddedEngine):
+    """Engine that samples from the server, or returns a scripted text with the log-probs of the server.
+
+    A random model writes no tool calls, so the script has them, partly in unusual tokens of single letters.
+    """
 
     script: list[str | None]
     encode: Callable[[str], list[int]]
@@ -72,25 +78,25 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-def gaps(path: Path, rows: list[Trajectory]) -> np.ndarray:
-    """|recorded log-prob - the model's own| of every trained token."""
-    model, found = reference_model(path), []
-    for row in rows:
-        ids = torch.from_numpy(row.input_ids)[None]
+def gaps(path: Path, trajectories: list[Trajectory]) -> np.ndarray:
+    """Return |recorded log-prob - log-prob of the model| of each trained token."""
+    model, result = reference_model(path), []
+    for trajectory in trajectories:
+        ids = torch.from_numpy(trajectory.input_ids)[None]
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / TEMPERATURE, -1)
-        own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
-        found.append(np.abs(own - row.logprobs[1:])[row.loss_mask[1:]])
-    return np.concatenate(found)
+        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        result.append(np.abs(expected - trajectory.logprobs[1:])[trajectory.loss_mask[1:]])
+    return np.concatenate(result)
 
 
-async def _streamed(agent: openai.AsyncOpenAI, options: Any) -> tuple[dict[str, Any], list[float]]:
-    """The message of a stream and its log-probs, put together as agents do."""
+async def _stream(agent: openai.AsyncOpenAI, options: Any) -> tuple[dict[str, Any], list[float]]:
+    """Assemble the message and the log-probs of a streamed completion, as agents do."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     logprobs: list[float] = []
     async for chunk in await agent.chat.completions.create(**options, stream=True):
-        if (told := chunk.choices[0].logprobs) is not None:
-            logprobs += [entry.logprob for entry in told.content or ()]
+        if (chunk_logprobs := chunk.choices[0].logprobs) is not None:
+            logprobs += [entry.logprob for entry in chunk_logprobs.content or ()]
         for name, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
             if name in ("content", "reasoning_content"):
                 message[name] = message.get(name, "") + value
@@ -103,19 +109,21 @@ async def _streamed(agent: openai.AsyncOpenAI, options: Any) -> tuple[dict[str, 
     return message, logprobs
 
 
-async def _agent(agent: openai.AsyncOpenAI, messages: list[Any], turns: int, told: list[list[float]]) -> None:
-    """Answers calls of the tool with sums, and everything else with a question; every other turn is a stream. What it
-    was told of log-probs is put to `told`."""
+async def _converse(agent: openai.AsyncOpenAI, messages: list[Any], turns: int, received: list[list[float]]) -> None:
+    """Reply to tool calls with sums and to other completions with a question; every other turn is streamed.
+
+    The log-probs of each completion are appended to `received`.
+    """
     for turn in range(turns):
         options: Any = {"model": "m", "messages": messages, "tools": [ADD], "logprobs": True}
         if turn % 2:
-            message, logprobs = await _streamed(agent, options)
+            message, logprobs = await _stream(agent, options)
         else:
             (choice,) = (await agent.chat.completions.create(**options)).choices
             message = choice.message.model_dump(exclude_none=True)
             assert choice.logprobs is not None
             logprobs = [entry.logprob for entry in choice.logprobs.content or ()]
-        told.append(logprobs)
+        received.append(logprobs)
         messages.append(message)
         for call in message.get("tool_calls", ()):
             result = str(sum(json.loads(call["function"]["arguments"]).values()))
@@ -126,50 +134,53 @@ async def _agent(agent: openai.AsyncOpenAI, messages: list[Any], turns: int, tol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAT_FORMATS)
-async def test_eight_turns_with_tools_and_a_branch_are_trained_as_sampled(
+async def test_conversation_with_tools_and_branch_is_trained_as_sampled(
     name: str, model: Path, server: ServerProcess, record_property: Callable[[str, object], None]
 ) -> None:
-    tokenizer, chance = make_chat_tokenizer(name), random.Random(5)
-    whole = set(tokenizer.added_tokens_decoder)
+    tokenizer, rng = make_chat_tokenizer(name), random.Random(5)
+    special_ids = set(tokenizer.added_tokens_decoder)
 
-    def odd(text: str) -> list[int]:
+    def encode_partly_as_letters(text: str) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        pieces = tokenizer.convert_ids_to_tokens(ids)
-        cut = [[i] if i in whole or chance.random() < 0.5 else list(p) for i, p in zip(ids, pieces, strict=True)]
-        return [i if isinstance(i, int) else tokenizer.convert_tokens_to_ids(i) for part in cut for i in part]
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        pieces = [[i] if i in special_ids or rng.random() < 0.5 else list(t) for i, t in zip(ids, tokens, strict=True)]
+        return [i if isinstance(i, int) else tokenizer.convert_tokens_to_ids(i) for piece in pieces for i in piece]
 
     def calls(*numbers: int) -> str:
         return format_completion(
             name, calls=[{"name": "add", "arguments": {"a": n, "b": 2}} for n in numbers], reasoning="hm"
         )
 
-    engine = HalfScripted()
+    engine = PartlyScriptedEngine()
     engine.initialize([server.address], "key")
     engine.script = [None, calls(1), calls(2, 3, 4), None, calls(5), calls(6, 7), None, None, calls(8, 9), None]
     engine.script += [None] * 4
-    engine.encode, engine.responses = odd, []
-    told: list[list[float]] = []
+    engine.encode, engine.responses = encode_partly_as_letters, []
+    received: list[list[float]] = []
     endpoint = HttpRolloutEndpoint(tokenizer)
     session = await endpoint.open(engine, GenerationConfig(max_new_tokens=24, temperature=TEMPERATURE), 4096)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent:
         messages: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
-        await _agent(agent, messages, 8, told)
-        branch = messages[:4]  # the first answer stays, the question after it is another
+        await _converse(agent, messages, 8, received)
+        branch = messages[:4]  # the same first completion, followed by another question
         branch[3] = {"role": "user", "content": "what else?"}
-        await _agent(agent, branch, 2, told)
-        # two agents at the same time, one of which goes on from the first answer
+        await _converse(agent, branch, 2, received)
+        # two concurrent agents, of which one continues from the first completion
         other = [{"role": "user", "content": "what?"}]
-        await asyncio.gather(*(_agent(agent, begin, 2, told) for begin in (other, [*messages[:3], *branch[3:4]])))
+        starts = (other, [*messages[:3], *branch[3:4]])
+        await asyncio.gather(*(_converse(agent, start, 2, received) for start in starts))
     await session.close()
-    rows = session.trajectories(1.0)
+    trajectories = session.trajectories(1.0)
 
-    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(r.output_ids) for r in engine.responses)
-    assert sorted(told) == sorted(response.logprobs for response in engine.responses)
-    asked = [(r.input_ids + r.output_ids, r.versions) for r in engine.responses]
-    for row in rows:  # a row ends with an answer to exactly the prompt before it
-        assert any(row.input_ids.tolist() == ids for ids, _ in asked)
-    turns = [row.info["turns"] for row in rows]
-    assert max(turns) == LONGEST[name]
+    assert sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories) == sum(
+        len(r.output_ids) for r in engine.responses
+    )
+    assert sorted(received) == sorted(response.logprobs for response in engine.responses)
+    sampled = [response.input_ids + response.output_ids for response in engine.responses]
+    for trajectory in trajectories:  # each trajectory ends with a completion of exactly the prompt before it
+        assert trajectory.input_ids.tolist() in sampled
+    turns = [trajectory.info["turns"] for trajectory in trajectories]
+    assert max(turns) == LONGEST_TRAJECTORY[name]
     if name in ("llama3", "gemma3"):
         assert turns == [8, 3, *turns[2:]]
         assert sorted(turns[2:]) == [2, 3]

@@ -83,12 +83,12 @@ def _check_steps(run_dir: Path, records: list[dict[str, Any]]) -> Iterable[str]:
             continue
         with safe_open(files[0], "pt") as batch:
             ids = [batch.get_tensor(name).tolist() for name in ("group_ids", "prompt_ids", "episode_ids")]
-        rows = Counter(zip(*ids, strict=True))
+        sequences = Counter(zip(*ids, strict=True))
         yield from (
-            f"step {step}: sequence {row} (group, prompt, episode) is in its batch twice"
-            for row in rows - Counter({*rows})
+            f"step {step}: sequence {sequence} (group, prompt, episode) is in its batch twice"
+            for sequence in sequences - Counter({*sequences})
         )
-        groups = {(group, prompt) for group, prompt, _ in rows}
+        groups = {(group, prompt) for group, prompt, _ in sequences}
         for problem, pairs in (
             ("in its batch but not recorded", groups - {*trained[step]}),
             ("recorded but not in its batch", {*trained[step]} - groups),

@@ -85,13 +85,13 @@ class Run:
             ]
             return await asyncio.gather(*(self.client.agenerate(request) for request in requests))
 
-        rows = []
+        trajectories = []
         for index, response in enumerate(self.loop.run(generate(), 60)):
-            row = from_response(response, reward=index % 2, temperature=TEMPERATURE)
-            row.prompt_id = row.group_id = index // 2
-            row.episode_id = index % 2
-            rows.append(row)
-        return shard_batch(stack(rows), self.engine.parallel)
+            trajectory = from_response(response, reward=index % 2, temperature=TEMPERATURE)
+            trajectory.prompt_id = trajectory.group_id = index // 2
+            trajectory.episode_id = index % 2
+            trajectories.append(trajectory)
+        return shard_batch(stack(trajectories), self.engine.parallel)
 
     def step(self, batch: TensorDict | None = None) -> dict[str, Any]:
         """Take a training step in the order of `rl_trainers.train`, and return its metrics."""

@@ -1,4 +1,4 @@
-"""The promises of the contracts, by somebody else's parts."""
+"""Conformance suites of the contracts, run on the components of the sample plugin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from theirs.client import TheirInferenceEngine, TheirInferenceEngineConfig
-from theirs.data import Letters
-from theirs.engine import TheirTrainEngine, TheirTrainEngineConfig
-from theirs.scheduler import TheirScheduler
-from theirs.workflow import OneTry
+from acme_rl.client import AcmeInferenceEngine, AcmeInferenceEngineConfig
+from acme_rl.data import Letters
+from acme_rl.engine import AcmeTrainEngine, AcmeTrainEngineConfig
+from acme_rl.scheduler import AcmeScheduler
+from acme_rl.workflow import SingleTurnWorkflow
 from transformers import AutoModelForCausalLM
 
 from rl_contracts.allocation import ParallelStrategy
@@ -28,13 +28,13 @@ CONTEXT, KEY = 512, "secret"
 
 
 class TestTrainEngine(train_engine.TrainEngineConformance):
-    def make_engine(self) -> TheirTrainEngine:
-        return TheirTrainEngine()
+    def make_engine(self) -> AcmeTrainEngine:
+        return AcmeTrainEngine()
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("theirs")
+    return tmp_path_factory.mktemp("acme")
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +44,15 @@ def model_path(scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(model_path: Path, scratch: Path) -> Iterator[list[str]]:
-    """Two servers, started as a launcher would: with a key in their environment."""
+    """Two servers, started as a launcher does, with a run key in their environment."""
     spec = ServeSpec(str(model_path), ParallelStrategy(data=2), weights_dir=str(scratch / "weights"))
-    job = TheirInferenceEngine.server_spec(TheirInferenceEngineConfig(context_length=CONTEXT, slots=32), spec)
-    started = TheirScheduler(scratch / "logs")
-    started.create_workers(replace(job, env={RUN_KEY_VARIABLE: KEY}))
+    job = AcmeInferenceEngine.server_spec(AcmeInferenceEngineConfig(context_length=CONTEXT, slots=32), spec)
+    acme_scheduler = AcmeScheduler(scratch / "logs")
+    acme_scheduler.create_workers(replace(job, env={RUN_KEY_VARIABLE: KEY}))
     try:
-        yield [worker.address for worker in started.wait_ready("rollout")]
+        yield [worker.address for worker in acme_scheduler.wait_ready("rollout")]
     finally:
-        started.delete_workers()
+        acme_scheduler.delete_workers()
 
 
 class TestInferenceEngine(inference_engine.InferenceEngineConformance):
@@ -63,8 +63,8 @@ class TestInferenceEngine(inference_engine.InferenceEngineConformance):
         self.model_path, self.directory = model_path, scratch / "weights"
 
     @pytest.fixture
-    async def engine(self, servers: list[str]) -> AsyncIterator[TheirInferenceEngine]:
-        engine = TheirInferenceEngine(client=ClientConfig(progress_timeout=20))
+    async def engine(self, servers: list[str]) -> AsyncIterator[AcmeInferenceEngine]:
+        engine = AcmeInferenceEngine(client=ClientConfig(progress_timeout=20))
         engine.initialize(servers, KEY)
         yield engine
         await engine.destroy()
@@ -79,18 +79,18 @@ class TestScheduler(scheduler.SchedulerConformance):
     resizes_roles = False
 
     @pytest.fixture
-    def scheduler(self, tmp_path: Path) -> Iterator[TheirScheduler]:
-        made = TheirScheduler(tmp_path / "logs")
-        yield made
-        made.delete_workers(grace=0)
+    def scheduler(self, tmp_path: Path) -> Iterator[AcmeScheduler]:
+        instance = AcmeScheduler(tmp_path / "logs")
+        yield instance
+        instance.delete_workers(grace=0)
 
 
 class TestWorkflow(workflow.WorkflowConformance):
-    def make_workflow(self) -> OneTry:
+    def make_workflow(self) -> SingleTurnWorkflow:
         async def short(prompt: str, text: str, *_: Any, answer: str) -> float:
             return 1.0 / (1 + len(text))
 
-        return OneTry(make_tiny_tokenizer(), GenerationConfig(max_new_tokens=64), short, 512)
+        return SingleTurnWorkflow(make_tiny_tokenizer(), GenerationConfig(max_new_tokens=64), short, 512)
 
     def rows(self) -> list[dict[str, Any]]:
         return list(Letters(rows=3))
@@ -103,16 +103,16 @@ class TestReward(reward.RewardConformance):
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
-async def test_request_without_the_key_is_refused(servers: list[str], key: str) -> None:
-    engine = TheirInferenceEngine()
+async def test_request_without_valid_key_is_rejected(servers: list[str], key: str) -> None:
+    engine = AcmeInferenceEngine()
     engine.initialize(servers, key)
     with pytest.raises(InferenceError, match="no valid key"):
         await engine.score([1, 2])
     await engine.destroy()
 
 
-def test_frozen_parameters_stay_as_they_are(model_path: Path) -> None:
-    engine = TheirTrainEngine(TheirTrainEngineConfig(freeze=["norm"]))
+def test_train_step_leaves_frozen_parameters_unchanged(model_path: Path) -> None:
+    engine = AcmeTrainEngine(AcmeTrainEngineConfig(freeze=["norm"]))
     engine.initialize(FinetuneSpec(str(model_path), 3))
     before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 

@@ -1,4 +1,4 @@
-"""An app: GRPO with these parts, and a setting of its own."""
+"""An app: GRPO with the components of this package and one more setting."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from rl_contracts.config import require
 
 
 @dataclass
-class TheirConfig(GRPOConfig):
-    """The settings of GRPO, and one more."""
+class AcmeConfig(GRPOConfig):
+    """Settings of GRPO and a motto."""
 
     motto: str = "less is more"
-    """Written into the run directory."""
+    """Text to write to `motto.txt` in the run directory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.motto), "motto", "words", self.motto)
+        require(bool(self.motto), "motto", "a non-empty text", self.motto)
 
 
-def check(run: Run[TheirConfig]) -> list[str]:
-    """What GRPO checks, and a line of one's own."""
+def check(run: Run[AcmeConfig]) -> list[str]:
+    """Run the checks of GRPO, and add a line to the report."""
     return [*grpo.check(run), f"motto: {run.config.motto}"]
 
 
-def train(run: Run[TheirConfig]) -> None:
-    """The work of one trainer process."""
+def train(run: Run[AcmeConfig]) -> None:
+    """Write the motto and train, in each trainer process."""
     (run.directory / "motto.txt").write_text(run.config.motto)
     grpo.train(run)
 
 
 APP = App(
-    name="their-app",
-    title="Somebody else's app.",
-    schema=TheirConfig,
+    name="acme-grpo",
+    title="Third-party app.",
+    schema=AcmeConfig,
     train=train,
     check=check,
     defaults=Path(__file__).with_name("defaults.yaml"),

@@ -1,4 +1,4 @@
-"""A workflow: one question, one answer, one score."""
+"""A workflow with one completion per episode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
 
 
-class OneTry(RolloutWorkflow):
-    """Asks once and scores the answer. Rows have `messages`, and what the reward asks for.
+class SingleTurnWorkflow(RolloutWorkflow):
+    """Generate one completion and reward it. Examples have `messages` and the field `answer` for the reward.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        generation: how answers are sampled.
-        reward: an `rl_contracts.reward.RewardFunction` that is awaited.
-        max_length: tokens that the model holds.
+        generation: sampling settings.
+        reward: an asynchronous `rl_contracts.reward.RewardFunction`.
+        max_length: context length of the model, which this workflow does not use.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class OneTry(RolloutWorkflow):
         ids = self._renderer.render(data["messages"])
         response = await engine.agenerate(ModelRequest(ids, self._generation))
         text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
-        record("theirs/characters", len(text))
+        record("acme/characters", len(text))
         question = data["messages"][-1]["content"]
         reward = await self._reward(question, text, ids, response.output_ids, answer=data["answer"])
         return [from_response(response, reward=reward, temperature=self._generation.temperature)]

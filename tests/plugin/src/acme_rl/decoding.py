@@ -1,4 +1,4 @@
-"""The server's model: one thread that writes a token of each running answer in turn, and swaps weights in between."""
+"""The model of the server: one thread that decodes a token per running completion and swaps weights in between."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from rl_contracts.weights import WeightReceiver
 
 
 @dataclass(eq=False)
-class Answer:
-    """One answer that is being written."""
+class Completion:
+    """A request and its tokens so far."""
 
     prompt: list[int]
     generation: GenerationConfig
     generator: torch.Generator | None
-    """None: greedy."""
-    wake: Callable[[], object]
-    """Called once it has ended, from the decoding thread."""
-    ends: frozenset[int]
+    """Source of random numbers, or None for greedy decoding."""
+    on_finish: Callable[[], object]
+    """Called from the decoding thread after the last token."""
+    end_ids: frozenset[int]
+    """Token ids that end the completion."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cache: DynamicCache | None = None
     stop_reason: str = ""
-    """`stop`, `length`, or empty while it goes on."""
+    """`stop`, `length`, or empty before the last token."""
 
 
 class Decoder:
-    """A causal language model and its thread.
+    """A causal language model and its decoding thread.
 
     Args:
         path: Hugging Face model directory.
-        context_length: tokens of prompt and answer at most.
-        slots: answers that are written at the same time.
+        context_length: maximum number of tokens in prompt and completion together.
+        slots: number of completions decoded at the same time.
+        version: version of the weights in `path`.
     """
 
     def __init__(self, path: str, context_length: int, slots: int, version: int = 0) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.context_length, self.slots, self.version = context_length, slots, version
         end = self.model.config.eos_token_id
-        self._ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
+        self._end_ids = frozenset(end if isinstance(end, list) else [] if end is None else [end])
         self._spare = {name: torch.empty_like(p) for name, p in self.model.named_parameters()}
         self._receiver, self._staged = WeightReceiver(), -1
-        self._waiting: deque[Answer] = deque()
-        self._running: list[Answer] = []
+        self._waiting: deque[Completion] = deque()
+        self._running: list[Completion] = []
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._paused_at: float | None = None
@@ -63,20 +65,20 @@ class Decoder:
         self._generated, self._busy = 0, 0.0
         threading.Thread(target=self._main, name="decode", daemon=True).start()
 
-    # ---- for the HTTP side
+    # ---- called by the HTTP server
 
     def submit(
-        self, prompt: list[int], generation: GenerationConfig, seed: int | None, wake: Callable[[], object]
-    ) -> Answer:
-        """Queue an answer.
+        self, prompt: list[int], generation: GenerationConfig, seed: int | None, on_finish: Callable[[], object]
+    ) -> Completion:
+        """Queue a request.
 
         Raises:
-            InferenceError: it cannot be written as it is asked for.
+            InferenceError: the prompt is empty or too long, or a sampling setting is not supported.
         """
         if not prompt or len(prompt) >= self.context_length:
             raise InferenceError(f"expected a prompt of 1 to {self.context_length - 1} tokens, found {len(prompt)}.")
         if generation.truncates or generation.penalizes or generation.stop:
-            raise InferenceError("this server samples without top_p, top_k, min_p, penalties and stop strings.")
+            raise InferenceError("this server does not support top_p, top_k, min_p, penalties and stop strings.")
         generator = None
         if not generation.greedy:
             generator = torch.Generator()
@@ -84,25 +86,25 @@ class Decoder:
                 generator.seed()
             else:
                 generator.manual_seed(seed)
-        ends = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else self._ends)
-        answer = Answer(prompt, generation, generator, wake, ends)
+        end_ids = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else self._end_ids)
+        completion = Completion(prompt, generation, generator, on_finish, end_ids)
         with self._changed:
-            self._waiting.append(answer)
+            self._waiting.append(completion)
             self._changed.notify()
-        return answer
+        return completion
 
-    def drop(self, answer: Answer) -> None:
-        """Nobody waits for it any more."""
+    def cancel(self, completion: Completion) -> None:
+        """Remove a request whose client has disconnected."""
 
         def remove() -> None:
-            for answers in (self._waiting, self._running):
-                if answer in answers:
-                    answers.remove(answer)
+            for completions in (self._waiting, self._running):
+                if completion in completions:
+                    completions.remove(completion)
 
         self.call(remove)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have the decoding thread do something between two tokens."""
+        """Run a function on the decoding thread, between two tokens."""
         future: Future[Any] = Future()
         with self._changed:
             self._commands.append((function, future))
@@ -110,7 +112,7 @@ class Decoder:
         return future
 
     def score(self, ids: list[int], temperature: float) -> list[float]:
-        """See `InferenceEngine.score`; for `call`."""
+        """Return the log-probs as `InferenceEngine.score` does; run through `call`."""
         if not ids or len(ids) > self.context_length:
             raise InferenceError(f"expected 1 to {self.context_length} tokens, found {len(ids)}.")
         with torch.no_grad():
@@ -119,14 +121,14 @@ class Decoder:
         return [0.0, *chosen[:, 0].tolist()]
 
     def stage(self, meta: WeightUpdateMeta) -> dict[str, int]:
-        """Read a version beside the served one, in the caller's thread; the checksums of what was read."""
+        """Read a version next to the served one, in the caller's thread, and return its checksums."""
         self._staged = -1
-        sums = self._receiver.receive(meta, self._spare)
+        checksums = self._receiver.receive(meta, self._spare)
         self._staged = meta.version
-        return sums
+        return checksums
 
     def pause(self, drain: bool) -> Future[None]:
-        """Write no more tokens; with `drain`, once the running answers have ended, and let no other begin."""
+        """Stop decoding: immediately, or with `drain` after the running completions, without starting others."""
         paused: Future[None] = Future()
 
         def begin() -> None:
@@ -138,10 +140,10 @@ class Decoder:
         return paused
 
     def commit(self, version: int, recompute: bool) -> None:
-        """Serve what was staged; for `call`.
+        """Serve the staged version; run through `call`.
 
         Raises:
-            WeightUpdateError: another version, or none, was staged.
+            WeightUpdateError: the staged version is another one, or there is none.
         """
         if version != self._staged:
             raise WeightUpdateError(f"expected the staged version {self._staged}, found {version}.")
@@ -150,17 +152,16 @@ class Decoder:
                 parameter.copy_(self._spare[name])
         self.version, self._staged = version, -1
         if recompute:
-            for answer in self._running:
-                answer.cache = None
+            for completion in self._running:
+                completion.cache = None
 
     def resume(self) -> float:
-        """Go on; how long nothing was written. For `call`."""
+        """Resume decoding and return the length of the pause in seconds; run through `call`."""
         paused = time.monotonic() - self._paused_at if self._paused_at is not None else 0.0
         self._paused_at = None
         return paused
 
     def stats(self) -> dict[str, float]:
-        """Counters."""
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
@@ -168,24 +169,24 @@ class Decoder:
             "busy_seconds": self._busy,
         }
 
-    # ---- the thread
+    # ---- the decoding thread
 
     def _main(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._commands or self._may_write())
+                self._changed.wait_for(lambda: self._commands or self._may_decode())
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]
             for function, future in commands:
                 try:
                     future.set_result(function())
                 except (InferenceError, WeightUpdateError) as error:
                     future.set_exception(error)
-            if self._may_write():
+            if self._may_decode():
                 begin = time.monotonic()
                 while self._waiting and len(self._running) < self.slots and not self._drains:
                     self._running.append(self._waiting.popleft())
-                for answer in list(self._running):
-                    self._write_token(answer)
+                for completion in list(self._running):
+                    self._decode_token(completion)
                 self._busy += time.monotonic() - begin
             if self._drains and not self._running:
                 self._enter_pause()
@@ -196,30 +197,30 @@ class Decoder:
             paused.set_result(None)
         self._drains.clear()
 
-    def _may_write(self) -> bool:
+    def _may_decode(self) -> bool:
         return self._paused_at is None and bool(self._running or (self._waiting and not self._drains))
 
     @torch.no_grad()
-    def _write_token(self, answer: Answer) -> None:
-        whole = answer.prompt + answer.output
-        new = whole if answer.cache is None else whole[-1:]
-        answer.cache = answer.cache or DynamicCache()
-        out = self.model(torch.tensor([new]), past_key_values=answer.cache, use_cache=True)
-        config = answer.generation
+    def _decode_token(self, completion: Completion) -> None:
+        whole = completion.prompt + completion.output
+        new = whole if completion.cache is None else whole[-1:]
+        completion.cache = completion.cache or DynamicCache()
+        out = self.model(torch.tensor([new]), past_key_values=completion.cache, use_cache=True)
+        config = completion.generation
         logprobs = torch.log_softmax(out.logits[0, -1].float() / (config.temperature or 1.0), -1)
         allowed = logprobs.clone()
-        if len(answer.output) < config.min_new_tokens and answer.ends:
-            allowed[list(answer.ends)] = -torch.inf
-        if answer.generator is None:
+        if len(completion.output) < config.min_new_tokens and completion.end_ids:
+            allowed[list(completion.end_ids)] = -torch.inf
+        if completion.generator is None:
             token = int(allowed.argmax())
         else:
-            token = int(torch.multinomial(allowed.exp(), 1, generator=answer.generator))
-        answer.output.append(token)
-        answer.logprobs.append(float(logprobs[token]))
-        answer.versions.append(self.version)
+            token = int(torch.multinomial(allowed.exp(), 1, generator=completion.generator))
+        completion.output.append(token)
+        completion.logprobs.append(float(logprobs[token]))
+        completion.versions.append(self.version)
         self._generated += 1
-        full = len(answer.output) >= config.max_new_tokens or len(whole) + 1 >= self.context_length
-        if token in answer.ends or full:
-            answer.stop_reason = "stop" if token in answer.ends else "length"
-            self._running.remove(answer)
-            answer.wake()
+        full = len(completion.output) >= config.max_new_tokens or len(whole) + 1 >= self.context_length
+        if token in completion.end_ids or full:
+            completion.stop_reason = "stop" if token in completion.end_ids else "length"
+            self._running.remove(completion)
+            completion.on_finish()

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def halved_loss(terms: PolicyTerms, *, factor: float = 0.5) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-factor rho A, per token [N]; the share of tokens that are to become likelier is reported."""
-    return -factor * terms.ratio * terms.advantages, {"theirs/praised": terms.advantages > 0}
+    """Return -factor rho A per token [N], and report the fraction of tokens with a positive advantage."""
+    return -factor * terms.ratio * terms.advantages, {"acme/positive_advantage": terms.advantages > 0}

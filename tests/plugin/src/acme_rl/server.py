@@ -1,4 +1,4 @@
-"""`python -m theirs.server`: the decoder over HTTP, as JSON lines."""
+"""`python -m acme_rl.server`: HTTP server of the decoder, with bodies in JSON."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from acme_rl.decoding import Decoder
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import STORED_ROUTES, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
-from theirs.decoding import Decoder
 
 HEARTBEAT_SECONDS = 0.5
-"""Longest silence of a stream."""
+"""Seconds between two empty lines that show the client that its request is running."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """The routes.
+    """HTTP routes of the server.
 
     Args:
-        decoder: what writes answers.
-        weights_dir: the directory that published weights must lie in.
-        name: of this server, in answers and receipts.
-        key: what requests must carry; empty: nothing.
+        decoder: the model.
+        weights_dir: directory that must contain all published weights.
+        name: name of this server in responses and receipts.
+        key: run key that requests must carry, or empty to accept all.
     """
 
     def __init__(self, decoder: Decoder, weights_dir: str, name: str, key: str) -> None:
@@ -47,9 +47,9 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._key and request.path != "/health":
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
-                return web.json_response({"error": "the request carries no valid key."}, status=401)
+            header = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(header, f"Bearer {self._key}".encode()):
+                return web.json_response({"error": "the request has no valid key; send the run key."}, status=401)
         try:
             return await handler(request)
         except InferenceError as error:
@@ -64,29 +64,29 @@ class Server:
         return web.json_response({**self.decoder.stats(), "name": self.name, "version": self.decoder.version})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """One answer: an empty line now and then while it is written, then one line of JSON."""
+        """Stream an empty line per `HEARTBEAT_SECONDS` during decoding, then the completion as one line of JSON."""
         body = await request.json()
-        done, loop = asyncio.Event(), asyncio.get_running_loop()
+        finished, loop = asyncio.Event(), asyncio.get_running_loop()
         generation = GenerationConfig(**body["generation"])
-        answer = self.decoder.submit(
-            body["input_ids"], generation, body["seed"], lambda: loop.call_soon_threadsafe(done.set)
+        completion = self.decoder.submit(
+            body["input_ids"], generation, body["seed"], lambda: loop.call_soon_threadsafe(finished.set)
         )
         response = web.StreamResponse()
         try:
             await response.prepare(request)
-            while not done.is_set():
+            while not finished.is_set():
                 try:
-                    await asyncio.wait_for(done.wait(), HEARTBEAT_SECONDS)
+                    await asyncio.wait_for(finished.wait(), HEARTBEAT_SECONDS)
                 except TimeoutError:
                     await response.write(b"\n")
         finally:
-            if not done.is_set():  # the client went away
-                self.decoder.drop(answer)
+            if not finished.is_set():  # the client disconnected
+                self.decoder.cancel(completion)
         value = {
-            "output_ids": answer.output,
-            "logprobs": answer.logprobs,
-            "versions": answer.versions,
-            "stop_reason": answer.stop_reason,
+            "output_ids": completion.output,
+            "logprobs": completion.logprobs,
+            "versions": completion.versions,
+            "stop_reason": completion.stop_reason,
         }
         await response.write(json.dumps(value).encode() + b"\n")
         await response.write_eof()
@@ -94,22 +94,22 @@ class Server:
 
     async def score(self, request: web.Request) -> web.Response:
         body = await request.json()
-        found = self.decoder.call(lambda: self.decoder.score(body["input_ids"], body["temperature"]))
-        return web.json_response({"logprobs": await asyncio.wrap_future(found)})
+        logprobs = self.decoder.call(lambda: self.decoder.score(body["input_ids"], body["temperature"]))
+        return web.json_response({"logprobs": await asyncio.wrap_future(logprobs)})
 
     async def stage(self, request: web.Request) -> web.Response:
         meta = WeightUpdateMeta.from_json(await request.json())
         if meta.route not in STORED_ROUTES:
-            raise WeightUpdateError(f"route {meta.route}: this server reads {' and '.join(STORED_ROUTES)} only.")
+            raise WeightUpdateError(f"route {meta.route}: this server supports only {' and '.join(STORED_ROUTES)}.")
         for part in meta.parts:
             if not Path(part.location).resolve().is_relative_to(self._weights_dir):
-                raise WeightUpdateError(f"{part.location} lies outside of {self._weights_dir}.")
+                raise WeightUpdateError(f"{part.location} is outside {self._weights_dir}; publish to that directory.")
         try:
-            sums = await asyncio.to_thread(self.decoder.stage, meta)
+            checksums = await asyncio.to_thread(self.decoder.stage, meta)
         except OSError as error:
             raise WeightUpdateError(f"version {meta.version} cannot be read: {error}") from error
         receipt: dict[str, Any] = {"holder": self.name, "version": meta.version}
-        return web.json_response({**receipt, "checksums": {name: str(value) for name, value in sums.items()}})
+        return web.json_response({**receipt, "checksums": {name: str(value) for name, value in checksums.items()}})
 
     async def pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.decoder.pause((await request.json())["drain"]))
@@ -117,8 +117,8 @@ class Server:
 
     async def commit(self, request: web.Request) -> web.Response:
         body = await request.json()
-        done = self.decoder.call(lambda: self.decoder.commit(body["version"], body["recompute"]))
-        await asyncio.wrap_future(done)
+        committed = self.decoder.call(lambda: self.decoder.commit(body["version"], body["recompute"]))
+        await asyncio.wrap_future(committed)
         return web.json_response({"version": self.decoder.version})
 
     async def resume(self, _: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""A scheduler: the workers are processes of this machine, started with a niceness of one's choice."""
+"""A scheduler that runs the workers as local processes with a configurable niceness."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HOST = "127.0.0.1"
 
 
 @dataclass
-class TheirSchedulerConfig(SchedulerConfig):
-    """What may be set about it."""
+class AcmeSchedulerConfig(SchedulerConfig):
+    """Settings of the scheduler."""
 
     setting: ClassVar[str] = "launcher.options"
     niceness: int = bounded(0, "0 to 19", lambda niceness: 0 <= niceness <= 19)
-    """Added to the niceness of this process, 0 to 19."""
+    """Increment to the niceness of this process, 0 to 19."""
 
     def resources(self) -> Resources:
         return Resources(gpus=0, cores=os.cpu_count() or 1)
@@ -43,18 +43,18 @@ class _Started:
     since: float
 
 
-class TheirScheduler(Scheduler):
-    """Starts processes and asks them whether they are ready. It cannot restart a single one."""
+class AcmeScheduler(Scheduler):
+    """Start local processes and poll them until they are ready. It cannot restart a single worker."""
 
-    def __init__(self, log_dir: Path, config: TheirSchedulerConfig | None = None) -> None:
-        self._log_dir, self._config = Path(log_dir), config or TheirSchedulerConfig()
+    def __init__(self, log_dir: Path, config: AcmeSchedulerConfig | None = None) -> None:
+        self._log_dir, self._config = Path(log_dir), config or AcmeSchedulerConfig()
         self._roles: dict[str, list[_Started]] = {}
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         if spec.role in self._roles:
-            raise LaunchError(f"role {spec.role!r} exists already.")
+            raise LaunchError(f"role {spec.role!r} exists already; delete its workers first.")
         if shutil.which(spec.command[0]) is None:
-            raise LaunchError(f"role {spec.role!r}: there is no program {spec.command[0]!r}.")
+            raise LaunchError(f"role {spec.role!r}: program {spec.command[0]!r} not found; install it.")
         ports = [_free_port(spec.port + i if spec.port else 0) for i in range(spec.count)]
         torchrun = {"WORLD_SIZE": str(spec.count), "MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port())}
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class TheirScheduler(Scheduler):
 
     def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
         if role not in self._roles:
-            raise LaunchError(f"there is no role {role!r}.")
+            raise LaunchError(f"no role {role!r}; create its workers first.")
         while True:
             if tick is not None:
                 tick()
@@ -75,12 +75,12 @@ class TheirScheduler(Scheduler):
                 name, worker = each.worker.name, each.worker
                 if worker.exit_code is not None:
                     raise LaunchError(f"{name} ended with exit code {worker.exit_code}:\n{self.logs(worker)}")
-                answer = _health(each)
-                if answer == "200":
+                health = _health(each)
+                if health == "200":
                     worker.status = WorkerStatus.RUNNING
                 elif time.monotonic() > each.since + each.spec.ready_timeout:
                     raise LaunchError(
-                        f"{name} was not ready within {each.spec.ready_timeout:g} s: {answer}\n{self.logs(worker)}"
+                        f"{name} was not ready within {each.spec.ready_timeout:g} s: {health}\n{self.logs(worker)}"
                     )
             if all(each.worker.status is WorkerStatus.RUNNING for each in self._roles[role]):
                 return [each.worker for each in self._roles[role]]
@@ -120,18 +120,18 @@ class TheirScheduler(Scheduler):
             shutil.rmtree(directory, ignore_errors=True)
 
     def _start(self, spec: JobSpec, index: int, port: int, torchrun: dict[str, str]) -> _Started:
-        def own(text: str) -> str:
+        def substitute(text: str) -> str:
             for name, value in (("index", index), ("host", HOST), ("port", port)):
                 text = text.replace(f"{{{name}}}", str(value))
             return text
 
         ranks = {"RANK": str(index), "LOCAL_RANK": str(index)} if torchrun else {}
-        given = {name: own(value) for name, value in spec.env.items()}
-        environment = {**os.environ, "OMP_NUM_THREADS": str(spec.cpus), **torchrun, **ranks, **given}
+        job_env = {name: substitute(value) for name, value in spec.env.items()}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(spec.cpus), **torchrun, **ranks, **job_env}
         log = self._log_dir / f"{spec.role}-{index}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                ["nice", "-n", str(self._config.niceness), *map(own, spec.command)],
+                ["nice", "-n", str(self._config.niceness), *map(substitute, spec.command)],
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -143,27 +143,27 @@ class TheirScheduler(Scheduler):
 
 
 def _free_port(port: int = 0) -> int:
-    """That port, or any that is free.
+    """Return the given port, or with 0 any free port.
 
     Raises:
-        LaunchError: somebody listens there.
+        LaunchError: another process uses the port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise LaunchError(f"port {port} is in use.") from error
+            raise LaunchError(f"port {port} is in use; choose another one.") from error
         return int(probe.getsockname()[1])
 
 
 def _health(started: _Started) -> str:
-    """`200` where it is ready, else what it says."""
+    """Return `200` if the worker is ready, else another status code or the error."""
     if started.spec.ready_path is None:
         return "200"
     try:
-        with urllib.request.urlopen(started.worker.address + started.spec.ready_path, timeout=1.0) as answer:
-            return str(answer.status)
+        with urllib.request.urlopen(started.worker.address + started.spec.ready_path, timeout=1.0) as response:
+            return str(response.status)
     except urllib.error.HTTPError as error:
         return str(error.code)
     except OSError as error:
@@ -179,6 +179,6 @@ def _refresh(started: _Started) -> Worker:
 
 
 def _signal(started: _Started, number: int) -> None:
-    """To its whole process group, which also holds what it started."""
+    """Send a signal to the process group of a worker, which includes its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(started.process.pid, number)

@@ -1,4 +1,4 @@
-"""A data set: questions for letters."""
+"""A data set whose prompts ask for vowels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rl_contracts.config import require, require_choice
 
 
 class Letters(Sequence[dict[str, Any]]):
-    """Rows that ask for vowels, one way or another.
+    """Prompts that ask for a number of vowels.
 
     Args:
         split: `train` or `test`.
-        form: `rl`; there are no worked answers.
-        seed: the first number in the questions.
-        rows: how many.
+        form: must be `rl`; the data set has no reference solutions.
+        seed: number in the first prompt.
+        rows: number of examples.
     """
 
     def __init__(self, split: str = "train", form: str = "rl", seed: int = 0, rows: int = 64) -> None:

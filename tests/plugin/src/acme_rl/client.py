@@ -1,4 +1,4 @@
-"""The client of the servers, and their settings."""
+"""Client and settings of the servers."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TheirInferenceEngineConfig(ServerConfig):
-    """What may be set about the servers."""
+class AcmeInferenceEngineConfig(ServerConfig):
+    """Settings of the servers."""
 
     setting: ClassVar[str] = "rollout.server"
     context_length: int = bounded(512, "at least 2", lambda tokens: tokens >= 2)
-    """Tokens of prompt and answer at most."""
+    """Maximum number of tokens in prompt and completion together."""
     slots: int = bounded(8, "at least 1", lambda number: number >= 1)
-    """Answers that are written at the same time; others wait."""
+    """Number of completions decoded at the same time; more requests wait."""
 
     def check(self, spec: ServeSpec) -> None:
-        require(spec.strategy.model_size == 1, "allocation", "servers of one part each (d alone)", str(spec.strategy))
-        require(spec.device != "cuda", "cluster.device", "cpu or auto (theirserver runs on the CPU)", spec.device)
+        require(spec.strategy.model_size == 1, "allocation", "one process per server (d only)", str(spec.strategy))
+        require(spec.device != "cuda", "cluster.device", "cpu or auto (acmeserver runs on the CPU)", spec.device)
 
 
-class TheirInferenceEngine(InferenceEngine):
-    """Asks each time the server that has the least to do. What a lost server was writing is lost: the episode fails."""
+class AcmeInferenceEngine(InferenceEngine):
+    """Send each request to the server with the fewest open requests.
+
+    Requests to a lost server raise `InferenceError`, which fails their episodes.
+    """
 
     def __init__(
         self,
-        config: TheirInferenceEngineConfig | None = None,
+        config: AcmeInferenceEngineConfig | None = None,
         spec: ServeSpec | None = None,
         client: ClientConfig | None = None,
     ) -> None:
-        self.config, self._client = config or TheirInferenceEngineConfig(), client or ClientConfig()
+        self.config, self._client = config or AcmeInferenceEngineConfig(), client or ClientConfig()
         self._spec = spec or ServeSpec()
         self._version = self._spec.version
         self._addresses: list[str] = []
@@ -55,7 +58,7 @@ class TheirInferenceEngine(InferenceEngine):
         self._destroyed = False
 
     @classmethod
-    def server_spec(cls, config: TheirInferenceEngineConfig, spec: ServeSpec) -> JobSpec:
+    def server_spec(cls, config: AcmeInferenceEngineConfig, spec: ServeSpec) -> JobSpec:
         config.check(spec)
         options = {
             "--model": spec.model_path,
@@ -68,7 +71,7 @@ class TheirInferenceEngine(InferenceEngine):
         }
         return JobSpec(
             "rollout",
-            (sys.executable, "-m", "theirs.server", *(text for option in options.items() for text in option)),
+            (sys.executable, "-m", "acme_rl.server", *(text for option in options.items() for text in option)),
             count=spec.strategy.data,
             cpus=spec.cpus or 1,
             needs_port=True,
@@ -116,7 +119,7 @@ class TheirInferenceEngine(InferenceEngine):
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         if server is not None and server not in self.servers:
-            raise InferenceError(f"no live server is called {server!r}; there are {', '.join(self.servers) or 'none'}.")
+            raise InferenceError(f"no live server {server!r}; live servers: {', '.join(self.servers) or 'none'}.")
         address = self._least_busy() if server is None else f"http://{server}"
         value = await self._call(address, "/score", {"input_ids": input_ids, "temperature": temperature})
         logprobs: list[float] = value["logprobs"]
@@ -134,9 +137,9 @@ class TheirInferenceEngine(InferenceEngine):
         try:
             await self._on_all("/commit", {"version": version, "recompute": interrupt == "recompute"})
             self._version = version
-        finally:  # only servers that committed are left, or all of the version before
+        finally:  # the remaining servers all committed, or all serve the previous version
             resumed = await self._on_all("/resume", {})
-        return max(float(answer["seconds"]) for answer in resumed)
+        return max(float(reply["seconds"]) for reply in resumed)
 
     async def pause(self) -> None:
         await self._on_all("/pause", {"drain": False})
@@ -145,10 +148,10 @@ class TheirInferenceEngine(InferenceEngine):
         await self._on_all("/resume", {})
 
     async def stats(self) -> dict[str, float]:
-        found = await asyncio.gather(*(self._call(address, "/stats") for address in self._addresses))
-        self._version = min((int(each["version"]) for each in found), default=self._version)
+        replies = await asyncio.gather(*(self._call(address, "/stats") for address in self._addresses))
+        self._version = min((int(reply["version"]) for reply in replies), default=self._version)
         names = ("running", "waiting", "generated_tokens", "busy_seconds")
-        return {"servers": float(len(found)), **{name: float(sum(each[name] for each in found)) for name in names}}
+        return {"servers": float(len(replies)), **{name: float(sum(r[name] for r in replies)) for name in names}}
 
     async def destroy(self) -> None:
         self._destroyed = True
@@ -159,34 +162,34 @@ class TheirInferenceEngine(InferenceEngine):
 
     def _least_busy(self) -> str:
         if not self._addresses:
-            raise InferenceError("no server is left.")
+            raise InferenceError("no live server.")
         return min(self._addresses, key=lambda address: self._open[address])
 
     async def _on_all(self, path: str, body: dict[str, Any], timeout: float | None = None) -> list[dict[str, Any]]:
-        """Tell every server. One that fails while others do not is left out from then on.
+        """Send a request to all servers, and remove those that fail from routing.
 
         Raises:
-            WeightUpdateError: all failed; says why the first did.
+            WeightUpdateError: all servers failed; contains the first error.
         """
         calls = (self._call(address, path, body, timeout) for address in self._addresses)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        answers = {a: value for a, value in zip(self._addresses, found, strict=True) if isinstance(value, dict)}
-        if not answers:
-            raise WeightUpdateError(f"{path}: {found[0] if found else 'no server is left'}")
-        self._addresses = list(answers)
-        return list(answers.values())
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        replies = {a: value for a, value in zip(self._addresses, results, strict=True) if isinstance(value, dict)}
+        if not replies:
+            raise WeightUpdateError(f"{path}: {results[0] if results else 'no live server'}")
+        self._addresses = list(replies)
+        return list(replies.values())
 
     async def _call(
         self, address: str, path: str, body: dict[str, Any] | None = None, silence: float | None = None
     ) -> dict[str, Any]:
-        """The JSON object that a server answers.
+        """Send a request and return the JSON object of the response.
 
         Raises:
-            InferenceError: refused, unreachable, not a byte for too long, or the client was closed meanwhile.
+            InferenceError: the server is unreachable, silent or rejects the request; or the client was closed.
         """
         if self._destroyed:
             raise InferenceError("the client was closed.")
-        call = asyncio.ensure_future(self._ask(address, path, body, silence))
+        call = asyncio.ensure_future(self._request(address, path, body, silence))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -196,7 +199,9 @@ class TheirInferenceEngine(InferenceEngine):
                 raise InferenceError("the client was closed.") from None
             raise
 
-    async def _ask(self, address: str, path: str, body: dict[str, Any] | None, silence: float | None) -> dict[str, Any]:
+    async def _request(
+        self, address: str, path: str, body: dict[str, Any] | None, silence: float | None
+    ) -> dict[str, Any]:
         import aiohttp
 
         if self._session is None:
@@ -209,7 +214,7 @@ class TheirInferenceEngine(InferenceEngine):
         method = "GET" if body is None else "POST"
         try:
             async with self._session.request(method, address + path, json=body, timeout=limits) as response:
-                value: dict[str, Any] = json.loads(await response.read())  # empty lines may come before it
+                value: dict[str, Any] = json.loads(await response.read())  # after the empty lines of the heartbeat
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InferenceError(f"{address}{path}: {type(error).__name__}: {error}") from error
         if response.status != 200:

@@ -1,4 +1,4 @@
-"""A train engine: the reference engine, which can leave parameters as they are."""
+"""A train engine: the reference engine with frozen parameters."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rl_contracts.testing.reference_engine import ReferenceTrainEngine, Referenc
 
 
 @dataclass
-class TheirTrainEngineConfig(ReferenceTrainEngineConfig):
-    """What may be set about it."""
+class AcmeTrainEngineConfig(ReferenceTrainEngineConfig):
+    """Settings of the engine."""
 
     freeze: list[str] = field(default_factory=list)
-    """Parameters whose names contain one of these are not trained."""
+    """Freeze the parameters whose names contain one of these texts."""
 
 
-class TheirTrainEngine(ReferenceTrainEngine):
-    """Trains what it is not told to freeze."""
+class AcmeTrainEngine(ReferenceTrainEngine):
+    """Train all parameters except those that `freeze` names."""
 
-    def __init__(self, config: TheirTrainEngineConfig | None = None, strategy: ParallelStrategy | None = None) -> None:
-        self.config: TheirTrainEngineConfig
-        super().__init__(config or TheirTrainEngineConfig(), strategy)
+    def __init__(self, config: AcmeTrainEngineConfig | None = None, strategy: ParallelStrategy | None = None) -> None:
+        self.config: AcmeTrainEngineConfig
+        super().__init__(config or AcmeTrainEngineConfig(), strategy)
 
     def initialize(self, spec: FinetuneSpec) -> None:
         super().initialize(spec)

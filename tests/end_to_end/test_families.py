@@ -1,4 +1,4 @@
-"""Families of models through engine and server; see `families_sweep`."""
+"""Sweep model families through train engine, export, server and publishing; see `families_sweep`."""
 
 from pathlib import Path
 
@@ -6,59 +6,59 @@ import pytest
 from families_sweep import families, page, sweep
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-WANTED = [
+REQUIRED = [
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
     *("phi3", "olmo2", "glm4", "deepseek_v3", "granite", "cohere", "gpt_neox"),
 ]
-"""Families that may not be refused."""
+"""Families that must pass, not be rejected."""
 IN_CI = ["llama", "qwen3_moe", "gemma2", "deepseek_v3"]
 """One family per kind of attention and of MLP; all families run nightly."""
-REFUSED = ["falcon", "mamba"]
-"""Rejected as of transformers 5.24, which lets the attention of gptj be replaced."""
+REJECTED = ["falcon", "mamba"]
+"""Families rejected as of transformers 5.24, which supports replacing the attention of gptj."""
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """Results of the families that CI tries."""
-    return dict(sweep([*IN_CI, *REFUSED], tmp_path_factory.mktemp("families")))
+def results_by_family(tmp_path_factory):
+    """Results of the families that CI tests."""
+    return dict(sweep([*IN_CI, *REJECTED], tmp_path_factory.mktemp("families")))
 
 
-def test_a_family_goes_through_engine_export_server_and_publishing(tmp_path):
+def test_family_passes_engine_export_server_and_publishing(tmp_path):
     ((_, results),) = sweep(["gemma3_text"], tmp_path, two_ranks=False)
 
-    assert {part: result["status"] for part, result in results.items()} == dict.fromkeys(
+    assert {stage: result["status"] for stage, result in results.items()} == dict.fromkeys(
         ("engine", "export", "server", "publish"), "ok"
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", IN_CI)
-def test_a_family_gives_what_transformers_gives_on_each_row_alone(family, swept):
-    results = swept[family]
+def test_family_matches_transformers_on_each_sequence(family, results_by_family):
+    results = results_by_family[family]
     assert {result["status"] for result in results.values()} == {"ok"}, results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_would_be_wrong_is_refused_by_both_in_a_sentence(family, swept):
-    results = swept[family]
+@pytest.mark.parametrize("family", REJECTED)
+def test_unsupported_family_is_rejected_by_engine_and_server(family, results_by_family):
+    results = results_by_family[family]
     assert {result["status"] for result in results.values()} == {"rejected"}, results
     assert "'rl_" not in str(results)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_every_family_is_right_or_refused(tmp_path, record_property):
-    found = dict(sweep(families(), tmp_path))
+def test_every_family_matches_transformers_or_is_rejected(tmp_path, record_property):
+    results_by_family = dict(sweep(families(), tmp_path))
 
-    PAGE.write_text(page(found))
-    tried = {name: results for name, results in found.items() if "build" not in results}
+    PAGE.write_text(page(results_by_family))
+    tested = {name: results for name, results in results_by_family.items() if "build" not in results}
     wrong = {
-        name: results for name, results in tried.items() if "wrong" in str([r["status"] for r in results.values()])
+        name: results for name, results in tested.items() if "wrong" in str([r["status"] for r in results.values()])
     }
-    passed = [name for name, results in tried.items() if all(r["status"] == "ok" for r in results.values())]
-    record_property("families that pass both, of those made", f"{len(passed)} of {len(tried)}")
+    passed = [name for name, results in tested.items() if all(r["status"] == "ok" for r in results.values())]
+    record_property("families that pass all stages, of those with a tiny model", f"{len(passed)} of {len(tested)}")
     assert not wrong
-    assert set(WANTED) <= set(passed)
-    assert len(tried) > 100
+    assert set(REQUIRED) <= set(passed)
+    assert len(tested) > 100
     assert len(passed) >= 60

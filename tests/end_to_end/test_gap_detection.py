@@ -1,5 +1,7 @@
-"""What the gap gate promises, with a real trainer and the math of real servers in one process: a server that still
-serves the version before is named at lr 1e-6, and healthy ones never are."""
+"""Detection rate and false alarms of the log-prob gap gate, with a trainer and the math of servers in one process.
+
+The gate identifies a server that serves the previous version at lr 1e-6, and raises no alarm for correct servers.
+"""
 
 import asyncio
 import logging
@@ -30,13 +32,15 @@ RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 
 
 class Servers:
-    """A client of servers without checksums, each with weights of its own, that compute as the embedded server does.
+    """Client of servers without checksums, each with separate weights, that compute as the embedded server does.
 
     Args:
-        count: of servers.
-        late: the number of the one that serves, after each commit, the version before; and of one that goes on serving
-            what it has (`stays`).
-        mixed: every other server computes by other kernels, as another device would.
+        path: Hugging Face model directory.
+        dtype: data type of the served weights.
+        late: index of a server that serves the previous version after each commit.
+        stays: whether the late server keeps its weights at every commit instead.
+        mixed: whether every other server uses different kernels, as on another device.
+        count: number of servers.
     """
 
     capabilities = Capabilities(checksums=False)
@@ -46,15 +50,15 @@ class Servers:
         self.dtype, self.late, self.stays, self.mixed = getattr(torch, dtype), late, stays, mixed
         eager = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, attn_implementation="eager").eval()
         self.models = [slots.model, eager]
-        self.computes = [slots.score, self._eager]
+        self.score_functions = [slots.score, self._eager]
         self.servers = [f"http://server-{number}" for number in range(count)]
-        self.held, self.newest = [None] * count, None
+        self.weights, self.newest = [None] * count, None
 
     def commit(self, engine):
-        before, self.newest = self.newest, {n: v.to(self.dtype, copy=True) for n, v in engine.full_parameters()}
-        for number, held in enumerate(self.held):
-            behind = number == self.late and before is not None
-            self.held[number] = self.newest if not behind else held if self.stays else before
+        previous, self.newest = self.newest, {n: v.to(self.dtype, copy=True) for n, v in engine.full_parameters()}
+        for number, served in enumerate(self.weights):
+            is_behind = number == self.late and previous is not None
+            self.weights[number] = self.newest if not is_behind else served if self.stays else previous
         return WeightReceipt("trainer", engine.version, {name: checksum(v) for name, v in self.newest.items()})
 
     async def score(self, input_ids, temperature=1.0, server=None):
@@ -65,8 +69,8 @@ class Servers:
     def _score(self, number, input_ids, temperature):
         kind = number % 2 if self.mixed else 0
         for name, parameter in self.models[kind].named_parameters():
-            parameter.data.copy_(self.held[number][name])
-        return self.computes[kind](input_ids, temperature)
+            parameter.data.copy_(self.weights[number][name])
+        return self.score_functions[kind](input_ids, temperature)
 
     def _eager(self, input_ids, temperature):
         ids = torch.tensor(input_ids)
@@ -74,17 +78,17 @@ class Servers:
         return [0.0, *torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()]
 
     async def score_previous_weights(self, input_ids, temperature=1.0):
-        raise InferenceError("these servers keep no older weights")
+        raise InferenceError("these servers store no previous weights")
 
     async def live_receipts(self, server=None):
         raise InferenceError("these servers have no checksums")
 
 
 class Run:
-    """Updates of a policy on answers to prompts, each published to servers and looked at by the gate."""
+    """Updates of a policy on random completions, each published to servers and checked by the gate."""
 
     def __init__(self, path, loop, dtype, lr, **servers):
-        self.rng, self.figures = np.random.default_rng(0), []
+        self.rng, self.metrics = np.random.default_rng(0), []
         self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=dtype))
         optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
         self.engine.initialize(FinetuneSpec(str(path), 10_000, optimizer=optimizer, device="cpu"))
@@ -97,11 +101,11 @@ class Run:
 
     def steps(self, count):
         for _ in range(count):
-            self.figures.append({})  # of a step that ends the run as well
-            self.figures[-1] |= self._step()
+            self.metrics.append({})  # also counts a step that raises
+            self.metrics[-1] |= self._step()
 
     def _step(self):
-        batch = self._answers()
+        batch = self._batch()
         batch["logprobs"] = self.engine.forward(batch, lambda outputs, _: outputs.logprobs) * batch["loss_mask"]
         self.actor.prepare(batch)
         self.gate.before_update(batch)
@@ -109,20 +113,20 @@ class Run:
         receipt = self.servers.commit(self.engine)
         return self.gate.after_commit(receipt)
 
-    def _answers(self):
-        """Two answers of 16 to 32 tokens to each of four prompts, one of which is better."""
-        rows = []
+    def _batch(self):
+        """Two completions of 16 to 32 tokens per prompt, with rewards 0 and 1, for four prompts."""
+        trajectories = []
         for group in range(4):
             prompt = self.rng.integers(5, 200, 12)
             for sample in range(2):
                 ids = np.concatenate([prompt, self.rng.integers(5, 200, self.rng.integers(16, 33))])
                 generated = np.arange(len(ids)) >= len(prompt)
                 versions = np.where(generated, self.engine.version, -1).astype(np.int32)
-                row = Trajectory(ids, generated, np.zeros(len(ids), np.float32), versions, reward=float(sample))
-                row.prompt_id = row.group_id = group
-                row.episode_id = sample
-                rows.append(row)
-        return shard_batch(stack(rows), self.engine.parallel)
+                trajectory = Trajectory(ids, generated, np.zeros(len(ids), np.float32), versions, reward=float(sample))
+                trajectory.prompt_id = trajectory.group_id = group
+                trajectory.episode_id = sample
+                trajectories.append(trajectory)
+        return shard_batch(stack(trajectories), self.engine.parallel)
 
 
 @pytest.fixture(scope="module")
@@ -136,22 +140,24 @@ def loop():
         yield loop
 
 
-def _named(run, most, record_property):
-    """What is said of the late server within so many looks at it."""
+def _alarm(run, max_checks, record_property):
+    """Return the alarm about the late server, after at most `max_checks` checks of each server."""
     count = len(run.servers.servers)
-    with pytest.raises(WeightUpdateError) as caught:
-        run.steps(most * count)
+    with pytest.raises(WeightUpdateError) as error:
+        run.steps(max_checks * count)
     run.engine.destroy()
-    record_property("looks at the server until it is named", math.ceil(len(run.figures) / count))
-    return str(caught.value)
+    record_property("checks of the server until the alarm", math.ceil(len(run.metrics) / count))
+    return str(error.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.nightly) for late in range(1, SERVERS))])
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 3), ("bfloat16", 20)])
-def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, dtype, most, late, record_property):
+@pytest.mark.parametrize(("dtype", "max_checks"), [("float32", 3), ("bfloat16", 20)])
+def test_gap_server_with_previous_version_is_identified_at_lr_1e_6(
+    model, loop, dtype, max_checks, late, record_property
+):
     run = Run(model, loop, dtype, 1e-6, late=late, mixed=False)
-    message = _named(run, most, record_property)
+    message = _alarm(run, max_checks, record_property)
     assert f"scores of http://server-{late}, closer to the log-probs before the update" in message
 
 
@@ -160,20 +166,18 @@ def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, 
     ("late", "count"),
     [(0, 1), (0, SERVERS), *(pytest.param(late, SERVERS, marks=pytest.mark.nightly) for late in range(1, SERVERS))],
 )
-def test_bfloat16_server_that_stays_at_its_version_is_named_whatever_kernels_the_others_have(
-    model, loop, late, count, record_property
-):
+def test_gap_bfloat16_server_without_updates_is_identified(model, loop, late, count, record_property):
     run = Run(model, loop, "bfloat16", 1e-6, late=late, stays=True, count=count)
-    message = _named(run, 3, record_property)
+    message = _alarm(run, 3, record_property)
     assert f"scores of http://server-{late}, bitwise identical" in message
     assert "Likely cause: weights not received" in message
 
 
-class Exact:
-    """In the gate's place: how the exact log-probs of what is served move, and how far servers' are from them."""
+class ExactLogprobs:
+    """Replacement of the gate that records changes of the exact log-probs and the error of a server."""
 
     def __init__(self, run):
-        self.run, self.moves, self.noise = run, [], []
+        self.run, self.changes, self.noise = run, [], []
 
     def _exact(self, batch):
         with self.run.engine.as_served():
@@ -184,48 +188,48 @@ class Exact:
 
     def after_commit(self, receipt):
         generated, after = self.batch["versions"] >= 0, self._exact(self.batch)
-        self.moves.append((after - self.before)[generated])
-        for row, exact, mask in zip(self.batch, after, generated, strict=True):
-            ids = row["input_ids"][: int(row["attention_mask"].sum())].tolist()
+        self.changes.append((after - self.before)[generated])
+        for sequence, exact, mask in zip(self.batch, after, generated, strict=True):
+            ids = sequence["input_ids"][: int(sequence["attention_mask"].sum())].tolist()
             scores = torch.tensor(self.run.servers._score(1, ids, 1.0))
             self.noise.append((scores - exact[: len(ids)])[mask[: len(ids)]])
         return {}
 
 
 @pytest.mark.nightly
-def test_no_twenty_looks_can_tell_a_bfloat16_server_that_is_always_one_version_late_by_its_distance(
-    model, loop, record_property
-):
-    """The limit of what is promised: of n tokens whose noise is independent, sqrt(n) |movement| / |noise| standard
-    deviations lie between the two hypotheses (Neyman and Pearson 1933, for normal noise), the movement being known
-    exactly. An alarm as rare as the gate's (5.5) that is seldom missed (1.6) needs 7."""
+def test_twenty_checks_cannot_identify_late_bfloat16_server_by_distance(model, loop, record_property):
+    """The detection limit of any test, from the lemma of Neyman and Pearson (1933) for independent normal noise.
+
+    With n tokens and a known change, the hypotheses are sqrt(n) |change| / |noise| standard deviations apart. The
+    threshold of the gate is 5.5. A detection probability of 95% adds 1.6, so a test needs 7.
+    """
     run = Run(model, loop, "bfloat16", 1e-6)
-    run.gate = Exact(run)
+    run.gate = ExactLogprobs(run)
     run.steps(40)
     run.engine.destroy()
-    move, noise = (torch.cat(parts).square().mean().sqrt().item() for parts in (run.gate.moves, run.gate.noise))
-    tokens = 20 * len(torch.cat(run.gate.moves)) / 40 / 2  # of 4 of the 8 rows
-    apart = math.sqrt(tokens) * move / noise
-    record_property("movement and noise in nats", f"{move:.2g}, {noise:.2g}")
-    record_property("standard deviations between the hypotheses after 20 looks", f"{apart:.2f}")
-    assert 0 < apart < 7
+    change, noise = (torch.cat(values).square().mean().sqrt().item() for values in (run.gate.changes, run.gate.noise))
+    tokens = 20 * len(torch.cat(run.gate.changes)) / 40 / 2  # the gate scores 4 of the 8 sequences
+    deviations = math.sqrt(tokens) * change / noise
+    record_property("change and noise in nats", f"{change:.2g}, {noise:.2g}")
+    record_property("standard deviations between the hypotheses after 20 checks", f"{deviations:.2f}")
+    assert 0 < deviations < 7
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_alarm_in_a_thousand_healthy_updates_at_lr_1e_6_to_1e_3(model, loop, dtype, caplog, record_property):
-    figures = []
+def test_gap_thousand_correct_updates_raise_no_alarm(model, loop, dtype, caplog, record_property):
+    metrics = []
     with caplog.at_level(logging.WARNING, logger="rl.trainers.gap"):
         for lr in RATES:
             run = Run(model, loop, dtype, lr)
             run.steps(1000 // len(RATES))
             run.engine.destroy()
-            figures += run.figures
-    z = [found["gap/lag"] for found in figures if found["gap/lag"] is not None]
-    gaps = [found["gap/mean_abs"] for found in figures]
+            metrics += run.metrics
+    z = [step["gap/lag"] for step in metrics if step["gap/lag"] is not None]
+    gaps = [step["gap/mean_abs"] for step in metrics]
     alarms = [record.getMessage() for record in caplog.records if "disagree" in record.getMessage()]
-    record_property("evidence of lag, largest z of 1,000 updates (named above 5.5)", f"{max(z):.2f} of {len(z)} looks")
+    record_property("evidence of lag, largest z of 1,000 updates (alarm above 5.5)", f"{max(z):.2f} of {len(z)} checks")
     record_property("mean difference in nats, largest of 1,000 updates", f"{max(gaps):.2g}")
-    record_property("warnings that were excused as rounding", sum("Likely cause: dtype" in alarm for alarm in alarms))
+    record_property("warnings attributed to rounding", sum("Likely cause: dtype" in alarm for alarm in alarms))
     assert not [alarm for alarm in alarms if "Likely cause: dtype" not in alarm]
     assert len(gaps) == 1000

@@ -1,4 +1,4 @@
-"""The gap gate between a real trainer and a real server process: each planted fault stops the run and is named."""
+"""Log-prob gap gate between a trainer and a server process: an injected fault stops the run with its cause."""
 
 import importlib.util
 import os
@@ -55,7 +55,7 @@ def whole_run(tmp_path_factory, model, fault_file):
 
 @pytest.fixture
 def run(whole_run, fault_file):
-    """A run in which all is well so far: two steps were taken without an alarm."""
+    """A run without faults, after two steps without an alarm."""
     fault_file.write_text("")
     whole_run.reset()
     for _ in range(2):
@@ -67,10 +67,11 @@ def run(whole_run, fault_file):
     fault_file.write_text("")
 
 
-def _alarm(work, *arguments):
-    with pytest.raises(WeightUpdateError) as caught:
-        work(*arguments)
-    return str(caught.value)
+def _alarm(function, *arguments):
+    """Return the message of the error that a function raises."""
+    with pytest.raises(WeightUpdateError) as error:
+        function(*arguments)
+    return str(error.value)
 
 
 def _steps(run, count):
@@ -81,81 +82,81 @@ def _steps(run, count):
 pytestmark = pytest.mark.slow
 
 
-def test_gap_weights_not_sent_is_named(run, fault_file):
+def test_gap_weights_not_sent_reports_cause(run, fault_file):
     fault_file.write_text("weights not sent")
     message = _alarm(_steps, run, 1)
     assert "Likely cause: weights not received" in message
     assert "its scores match the previous version" in message
 
 
-def test_gap_one_tensor_wrong_after_the_receipt_is_named(run, fault_file):
+def test_gap_tensor_changed_after_receipt_reports_tensor(run, fault_file):
     fault_file.write_text("one tensor")
     message = _alarm(_steps, run, 1)
     assert "Likely cause: one tensor wrong" in message
     assert "model.norm.weight" in message
 
 
-def test_gap_right_tensors_and_a_stale_fused_copy_is_named(run, fault_file):
+def test_gap_stale_fused_copy_reports_cause(run, fault_file):
     fault_file.write_text("stale copy")
     assert "Likely cause: stale fused copy" in _alarm(_steps, run, 1)
 
 
-def test_gap_another_temperature_is_named(run, fault_file):
+def test_gap_wrong_temperature_reports_cause_and_temperature(run, fault_file):
     fault_file.write_text("temperature")
     message = _alarm(_steps, run, 3)
     assert "Likely cause: temperature" in message
     assert "at temperature 0.7 instead" in message
 
 
-def test_gap_truncated_sampling_is_named(run, fault_file):
+def test_gap_truncated_sampling_reports_cause(run, fault_file):
     fault_file.write_text("truncated")
     assert "Likely cause: truncated sampling" in _alarm(_steps, run, 3)
 
 
-def test_gap_stale_prefix_cache_is_named(run, fault_file):
+def test_gap_stale_prefix_cache_reports_cause(run, fault_file):
     fault_file.write_text("stale prefix")
     message = _alarm(_steps, run, 4)
     assert "Likely cause: stale prefix cache" in message
     assert "those of new prompts are correct" in message
 
 
-def _learn_from_answers_made_a_step_before(run, clean, steps=2):
-    """As an asynchronous run does; returns the last step's figures."""
-    late, stats = run.sample_batch(), run.step(clean)
+def _train_on_completions_of_previous_step(run, clean, steps=2):
+    """Train on batches that are one step old, as an asynchronous run does, and return the metrics of the last step."""
+    batch, stats = run.sample_batch(), run.step(clean)
     for _ in range(steps):
-        following = run.sample_batch()
-        stats = run.step(late)
-        late = following
+        next_batch = run.sample_batch()
+        stats = run.step(batch)
+        batch = next_batch
     return stats
 
 
-def test_gap_asynchronous_run_has_answers_made_where_its_batches_have_no_fresh_token(run):
+def test_gap_stale_batches_are_measured_on_regenerated_completions(run):
     run.reset(regenerate_every=2)
     clean = run.sample_batch()
-    assert _learn_from_answers_made_a_step_before(run, clean, 1)["gap/fresh_mean_abs"] is None
-    stats = _learn_from_answers_made_a_step_before(run, run.sample_batch(), 2)
+    assert _train_on_completions_of_previous_step(run, clean, 1)["gap/fresh_mean_abs"] is None
+    stats = _train_on_completions_of_previous_step(run, run.sample_batch(), 2)
     assert stats["gap/fresh_mean_abs"] < 1e-4
     assert stats["gap/empty"] == 0
 
 
-@pytest.mark.parametrize(("fault", "name"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
-def test_gap_fault_of_an_asynchronous_run_is_named_by_answers_made_for_it(run, fault_file, fault, name):
+@pytest.mark.parametrize(("fault", "cause"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
+def test_gap_fault_with_stale_batches_reports_cause(run, fault_file, fault, cause):
     run.reset(regenerate_every=2)
     clean = run.sample_batch()
     fault_file.write_text(fault)
-    assert f"Likely cause: {name}" in _alarm(_learn_from_answers_made_a_step_before, run, clean, 4)
+    assert f"Likely cause: {cause}" in _alarm(_train_on_completions_of_previous_step, run, clean, 4)
 
 
-def test_gap_version_stamped_late_is_named(run, fault_file):
+def test_gap_version_stamped_late_reports_cause(run, fault_file):
     clean = run.sample_batch()
     fault_file.write_text("stamped late")
-    message = _alarm(_learn_from_answers_made_a_step_before, run, clean)
+    message = _alarm(_train_on_completions_of_previous_step, run, clean)
     assert "Likely cause: version stamped late" in message
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("steps", [0, pytest.param(3, marks=pytest.mark.nightly)])
-def test_gap_adapter_that_the_server_does_not_apply_is_named(tmp_path, model, fault_file, steps):
+def test_gap_adapter_not_applied_by_server_reports_cause(tmp_path, model, fault_file, steps):
     fault_file.write_text("")
     options = {"weights_dir": tmp_path / "weights", "slots": 16}
     with (
@@ -173,7 +174,7 @@ def test_gap_adapter_that_the_server_does_not_apply_is_named(tmp_path, model, fa
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, model, fault_file):
-    """Four servers, the second of which has faults."""
+    """Four servers; faults are injected into the second."""
     directory = tmp_path_factory.mktemp("fleet")
     options = {"weights_dir": directory, "slots": 4}
     with ExitStack() as stack:
@@ -190,9 +191,7 @@ def fleet(tmp_path_factory, model, fault_file):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("count", [4, 2])
-def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_lr_1e_6(
-    fleet, model, fault_file, count
-):
+def test_gap_server_one_version_behind_is_identified_at_lr_1e_6(fleet, model, fault_file, count):
     directory, addresses = fleet
     fault_file.write_text("")
     with LoopThread("client") as loop:
@@ -206,10 +205,10 @@ def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_
     assert "Likely cause: weights not received" in message
 
 
-def test_gap_rounding_to_16_bits_is_named_and_does_not_stop_the_run(tmp_path, model, caplog):
+def test_gap_rounding_to_16_bits_warns_without_stopping_run(tmp_path, model, caplog):
     options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "slots": 16}
     with ServerProcess(model, tmp_path / "server.log", options=options) as server, LoopThread("client") as loop:
         run = _run(tmp_path / "weights", model, [server.address], loop, serve_dtype="bfloat16")
-        assert max(run.step()["gap/mean_abs"] for _ in range(3)) > 0.005, "above the threshold of the warning"
+        assert max(run.step()["gap/mean_abs"] for _ in range(3)) > 0.005, "expected a gap above the warning threshold"
         run.close()
     assert "Likely cause: dtype" in caplog.text

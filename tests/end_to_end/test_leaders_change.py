@@ -1,8 +1,7 @@
-"""Data, heads and admission together, on a simulated clock: runs that are saved and go on with other numbers of heads.
+"""Runs that resume with another number of data-parallel leaders train on every prompt of every epoch once.
 
-Heads and loader are the real ones; servers are simulated. Each life of a run is saved at a random moment, goes on for a
-while, and is killed. What it did after its last save is lost, as it is on the disk of a real run. In the end the
-lineage must hold every prompt of every epoch once.
+Leaders and data loader are real; servers and clock are simulated. Each attempt of a run saves a recovery checkpoint
+after a random step, continues and is killed. The next attempt resumes from the checkpoint, without the later steps.
 """
 
 from __future__ import annotations
@@ -27,158 +26,164 @@ from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_
 from rl_workflows.rollout.episode import current_episode
 
 BATCH = 12
-"""Groups per step, over all heads."""
+"""Groups per step, over all leaders."""
 
 
 @dataclass
 class Run:
-    """A run over all of its lives."""
+    """State of a run over all its attempts."""
 
-    rows: int
+    examples: int
     epochs: int
-    eta: int
-    refused: float
-    """Fraction of the first head's answers that its workflow rejects, so that it takes more prompts than the others."""
+    max_staleness: int
+    rejected_fraction: float
+    """Fraction of the episodes that the first leader rejects, so that it takes more prompts than the others."""
     rng: random.Random
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     version: int = 0
-    account: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(epoch, prompt) of groups that were trained on or rejected, in the surviving lineage."""
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Number of trained or rejected groups per (epoch, prompt), without lost steps."""
     groups: list[int] = field(default_factory=list)
-    """Ids of those that were trained on."""
-    seeds: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Of each (epoch, prompt, sample) that was ever asked for, in lost branches too."""
+    """Ids of the trained groups."""
+    first_tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """First sampled token per (epoch, prompt, sample), with lost steps. It depends only on the seed of the episode."""
     saved: dict[str, Any] = field(default_factory=dict)
 
 
-class Answers(RolloutWorkflow):
-    """One answer of a prompt; notes what its seed made of it."""
+class SeedCheckWorkflow(RolloutWorkflow):
+    """Generate one completion and check that repeated episodes sample the same first token."""
 
-    def __init__(self, run: Run, refused: float) -> None:
-        self.run, self.refused = run, refused
+    def __init__(self, run: Run, rejected_fraction: float) -> None:
+        self.run, self.rejected_fraction = run, rejected_fraction
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=64)))
         episode = current_episode()
         assert episode is not None
-        first = response.output_ids[0]  # which the seed decides
-        assert self.run.seeds.setdefault((data["epoch"], data["prompt_id"], episode.sample), first) == first
-        if self.run.rng.random() < self.refused:
+        first = response.output_ids[0]
+        assert self.run.first_tokens.setdefault((data["epoch"], data["prompt_id"], episode.sample), first) == first
+        if self.run.rng.random() < self.rejected_fraction:
             return None
         return [from_response(response, reward=1.0, temperature=1.0)]
 
 
 def start(run: Run, count: int, concurrent: int | None) -> list[RolloutScheduler]:
-    """The heads of a life, with servers at the run's version."""
+    """Build the leaders of an attempt, with servers at the version of the run."""
     config = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
     engine = NullInferenceEngine(config, ServeSpec(version=run.version), clock=run.clock)
-    settings = RolloutConfig(max_staleness=run.eta, group_size=2, stall_timeout=1e6)
-    heads = []
+    settings = RolloutConfig(max_staleness=run.max_staleness, group_size=2, stall_timeout=1e6)
+    leaders = []
     for rank in range(count):
-        loader = PromptLoader([{}] * run.rows, seed=5, epochs=run.epochs, num_shards=count, shard=rank)
+        loader = PromptLoader([{}] * run.examples, seed=5, epochs=run.epochs, num_shards=count, shard=rank)
         ids = {"first_id": rank, "id_stride": count}
-        manager = StalenessManager(BATCH // count, run.eta, concurrent, version=run.version, **ids)
-        heads.append(
-            RolloutScheduler(engine, Answers(run, 0 if rank else run.refused), loader, manager, settings, run.clock)
-        )
-    for head in heads:
-        _keep_account(run, head)
-    return heads
+        manager = StalenessManager(BATCH // count, run.max_staleness, concurrent, version=run.version, **ids)
+        workflow = SeedCheckWorkflow(run, 0 if rank else run.rejected_fraction)
+        leaders.append(RolloutScheduler(engine, workflow, loader, manager, settings, run.clock))
+    for leader in leaders:
+        _count_rejected(run, leader)
+    return leaders
 
 
-def _keep_account(run: Run, head: RolloutScheduler) -> None:
-    book = head._record_group
+def _count_rejected(run: Run, leader: RolloutScheduler) -> None:
+    record_group = leader._record_group
 
-    def booked(group: Any) -> None:
+    def on_group(group: Any) -> None:
         if group.rejected is not None:
-            run.account[group.prompt["epoch"], group.prompt["prompt_id"]] += 1
-        book(group)
+            run.outcomes[group.prompt["epoch"], group.prompt["prompt_id"]] += 1
+        record_group(group)
 
-    head._record_group = booked  # type: ignore[method-assign]
+    leader._record_group = on_group  # type: ignore[method-assign]
 
 
-async def live(run: Run, count: int, steps: int | None = None, concurrent: int | None = None) -> None:
-    """One life: so many steps, one of which is saved, or to the end of the data; with so many groups on each head."""
-    heads = start(run, count, concurrent)
-    states = [json.loads(text) | {"tensors": tensors} for text, tensors in run.saved.get("heads", ())]
-    for rank, head in enumerate(heads if states else ()):
-        await head.load_states([state | {"groups": groups_from_state(state)} for state in states], rank, count)
+async def run_attempt(run: Run, count: int, steps: int | None = None, concurrent: int | None = None) -> None:
+    """Take `steps` steps and save after one of them, or without `steps` continue until the data is exhausted.
+
+    Args:
+        run: state of the run.
+        count: number of leaders.
+        steps: number of steps.
+        concurrent: maximum number of running groups per leader.
+    """
+    leaders = start(run, count, concurrent)
+    states = [json.loads(text) | {"tensors": tensors} for text, tensors in run.saved.get("leaders", ())]
+    for rank, leader in enumerate(leaders if states else ()):
+        await leader.load_states([state | {"groups": groups_from_state(state)} for state in states], rank, count)
     saved_at = None if steps is None else run.rng.randrange(steps)
     step = 0
     while steps is None or step < steps:
-        for head in heads:
-            await head.begin_wait()
-        sizes = [await head.fill() for head in heads]
+        for leader in leaders:
+            await leader.begin_wait()
+        sizes = [await leader.fill() for leader in leaders]
         if not sum(size or 0 for size in sizes):
             break
-        for head in heads:
-            groups = await head.take()
-            assert all(run.version - group.ticket.start <= run.eta for group in groups)
-            assemble(groups, run.version)  # compares the tokens' versions
-            run.account.update((group.prompt["epoch"], group.prompt["prompt_id"]) for group in groups)
+        for leader in leaders:
+            groups = await leader.take()
+            assert all(run.version - group.ticket.start <= run.max_staleness for group in groups)
+            assemble(groups, run.version)  # checks the versions of the tokens
+            run.outcomes.update((group.prompt["epoch"], group.prompt["prompt_id"]) for group in groups)
             run.groups += [group.ticket.group_id for group in groups]
         await run.clock.sleep(run.rng.expovariate(0.2))
         run.version += run.rng.random() < 0.9
-        if run.version > heads[0].engine.version:
-            await heads[0].engine.stage_weights(WeightUpdateMeta("shm", run.version))
-            await heads[0].engine.commit_weights(run.version)
-        for head in heads:
-            await head.end_step(run.version)
+        if run.version > leaders[0].engine.version:
+            await leaders[0].engine.stage_weights(WeightUpdateMeta("shm", run.version))
+            await leaders[0].engine.commit_weights(run.version)
+        for leader in leaders:
+            await leader.end_step(run.version)
             await run.clock.sleep(run.rng.choice([0.0, run.rng.expovariate(0.5)]))
         if step == saved_at:
-            await save(run, heads)
+            await save(run, leaders)
         step += 1
-    for head in heads:
-        await head.close()
+    for leader in leaders:
+        await leader.close()
 
 
-async def save(run: Run, heads: list[RolloutScheduler]) -> None:
-    """A recover point."""
+async def save(run: Run, leaders: list[RolloutScheduler]) -> None:
+    """Save a recovery checkpoint."""
     states = []
-    for head in heads:
-        state = await head.state_dict()
+    for leader in leaders:
+        state = await leader.state_dict()
         state |= groups_to_state(state.pop("groups"))
         tensors = state.pop("tensors")
         states.append((json.dumps(state), tensors))
-    run.saved = {"heads": states, "version": run.version, "account": run.account.copy(), "groups": list(run.groups)}
+    run.saved = {"leaders": states, "version": run.version, "outcomes": run.outcomes.copy(), "groups": list(run.groups)}
 
 
-def back_to_the_save(run: Run) -> None:
-    """A kill: what came after the last recover point is lost."""
+def kill(run: Run) -> None:
+    """Discard the state after the last recovery checkpoint."""
     run.version = run.saved.get("version", 0)
-    run.account = run.saved.get("account", Counter()).copy()
+    run.outcomes = run.saved.get("outcomes", Counter()).copy()
     run.groups = list(run.saved.get("groups", ()))
 
 
 @given(
     seed=st.integers(0, 2**32),
-    rows=st.integers(6, 40),
+    examples=st.integers(6, 40),
     epochs=st.integers(1, 3),
-    eta=st.integers(0, 3),
-    refused=st.sampled_from([0.0, 0.6]),
-    lives=st.lists(
+    max_staleness=st.integers(0, 3),
+    rejected_fraction=st.sampled_from([0.0, 0.6]),
+    attempts=st.lists(
         st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), st.sampled_from([None, 2])),
         min_size=1,
         max_size=5,
     ),
-    last=st.sampled_from([1, 2, 3]),
+    last_count=st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_run_with_any_numbers_of_heads_uses_every_prompt_of_every_epoch_once(
+def test_run_with_changing_leader_count_trains_every_prompt_once(
     seed: int,
-    rows: int,
+    examples: int,
     epochs: int,
-    eta: int,
-    refused: float,
-    lives: list[tuple[int, int, int | None]],
-    last: int,
+    max_staleness: int,
+    rejected_fraction: float,
+    attempts: list[tuple[int, int, int | None]],
+    last_count: int,
 ) -> None:
-    run = Run(rows, epochs, eta, refused, random.Random(seed))
-    for life in lives:
-        run.clock.run(live(run, *life))
-        back_to_the_save(run)
+    run = Run(examples, epochs, max_staleness, rejected_fraction, random.Random(seed))
+    for attempt in attempts:
+        run.clock.run(run_attempt(run, *attempt))
+        kill(run)
 
-    run.clock.run(live(run, last))
+    run.clock.run(run_attempt(run, last_count))
 
-    assert run.account == dict.fromkeys(((epoch, row) for epoch in range(epochs) for row in range(rows)), 1)
+    assert run.outcomes == dict.fromkeys(((epoch, prompt) for epoch in range(epochs) for prompt in range(examples)), 1)
     assert len(run.groups) == len(set(run.groups))

@@ -1,4 +1,4 @@
-"""Our losses against TRL's own code: value and gradient of the same batch, for every loss that both have."""
+"""Losses against the code of TRL: value and gradient on the same batch, for every loss that both implement."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from rl_trainers.algorithms.config import AggregationConfig, AlgorithmConfig, Co
 from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 from rl_trainers.algorithms.objective import make_policy_loss
 
-ROWS, LENGTH = 6, 12
+SEQUENCES, LENGTH = 6, 12
 CASES = {
     "grpo": ({}, {"aggregation": AggregationConfig("sequence_mean_token_mean")}),
     "bnpo": ({"loss_type": "bnpo"}, {}),
@@ -51,32 +51,38 @@ CASES = {
     "truncated importance sampling": ({"loss_type": "dapo", "cap": 1.2}, {"correction": CorrectionConfig(cap=1.2)}),
     "entropy bonus": ({"loss_type": "dapo", "entropy_coef": 0.3}, {"entropy_coef": 0.3}),
 }
-"""What TRL is told, and what we are."""
+"""Equivalent settings of TRL and of this project."""
 
 
 @pytest.fixture
 def batch():
-    """One prompt token and up to LENGTH trained ones per row."""
-    batch = make_batch(ROWS, lengths=(4, LENGTH + 1))
+    """Sequences of one prompt token and up to LENGTH trained tokens."""
+    batch = make_batch(SEQUENCES, lengths=(4, LENGTH + 1))
     batch["loss_mask"] = batch["attention_mask"].clone()
     batch["loss_mask"][:, 0] = False
     generator = torch.Generator().manual_seed(0)
     for name, scale in (("theta", 0.3), ("prox_logprobs", 0.3), ("ref_logprobs", 0.3), ("logprobs", 0.2)):
         batch[name] = -1 + scale * torch.randn(batch["input_ids"].shape, generator=generator, dtype=torch.float64)
-    batch["per_row"] = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    batch["per_sequence"] = torch.randn(SEQUENCES, generator=generator, dtype=torch.float64)
     return batch
 
 
 def entropies(logprobs):
-    """Something that depends on the log-probs, in place of the entropy."""
+    """Return a differentiable function of the log-probs as a stand-in for the entropy."""
     return -0.5 * logprobs.sin()
 
 
-def trl_loss(batch, theta, told):
-    """`GRPOTrainer._compute_loss` on a trainer that has what that method reads."""
-    from trl.trainer.grpo_trainer import GRPOTrainer  # seconds, which collecting the tests need not take
+def trl_loss(batch, theta, trl_settings):
+    """Call `GRPOTrainer._compute_loss` on a trainer that has only the attributes that the method reads."""
+    from trl.trainer.grpo_trainer import GRPOTrainer  # takes seconds; keeps test collection fast
 
-    settings = {"loss_type": "grpo", "level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0} | told
+    settings = {
+        "loss_type": "grpo",
+        "level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+    } | trl_settings
     mask = batch["loss_mask"][:, 1:].int()
     cap, entropy_coef = settings.get("cap"), settings.get("entropy_coef", 0.0)
     trainer = GRPOTrainer.__new__(GRPOTrainer)
@@ -113,10 +119,10 @@ def trl_loss(batch, theta, told):
     old, ref, behavior = (batch[name][:, 1:] for name in ("prox_logprobs", "ref_logprobs", "logprobs"))
     inputs = {
         "prompt_ids": batch["input_ids"][:, :1],
-        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.int32),
+        "prompt_mask": torch.ones(SEQUENCES, 1, dtype=torch.int32),
         "completion_ids": batch["input_ids"][:, 1:],
         "completion_mask": mask,
-        "advantages": batch["per_row"],
+        "advantages": batch["per_sequence"],
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
         "importance_sampling_ratio": (old - behavior).exp().clamp(max=cap) * mask if cap else None,
@@ -125,27 +131,33 @@ def trl_loss(batch, theta, told):
     return trainer._compute_loss(trainer.model, inputs)
 
 
-def our_loss(batch, theta, settings):
-    """The same through the objective, packed."""
+def project_loss(batch, theta, settings):
+    """Return the loss of this project on the packed batch."""
     defaults = {"correction": CorrectionConfig("none"), "loss": LossConfig(clip_high=0.28)}
     config = AlgorithmConfig(**defaults | settings)
-    learn = batch["loss_mask"]
-    batch["advantages"] = torch.where(learn, batch["per_row"][:, None], 0.0)
-    batch["loss_weights"] = token_weights(learn, config.aggregation.kind, config.aggregation.constant_length).double()
-    here = theta[batch["attention_mask"]]
-    value, _ = make_policy_loss(config, minibatches=2)(TokenOutputs(here, entropies(here)), pack(batch))
-    return value / denominator(learn, config.aggregation.kind)
+    loss_mask = batch["loss_mask"]
+    batch["advantages"] = torch.where(loss_mask, batch["per_sequence"][:, None], 0.0)
+    batch["loss_weights"] = token_weights(
+        loss_mask, config.aggregation.kind, config.aggregation.constant_length
+    ).double()
+    packed_theta = theta[batch["attention_mask"]]
+    value, _ = make_policy_loss(config, minibatches=2)(TokenOutputs(packed_theta, entropies(packed_theta)), pack(batch))
+    return value / denominator(loss_mask, config.aggregation.kind)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_trl(name, batch):
-    told, settings = CASES[name]
-    found = []
-    for loss in (lambda theta: trl_loss(batch, theta, told), lambda theta: our_loss(batch, theta, settings)):
+def test_loss_value_and_gradient_match_trl(name, batch):
+    trl_settings, settings = CASES[name]
+    results = []
+    for loss in (
+        lambda theta: trl_loss(batch, theta, trl_settings),
+        lambda theta: project_loss(batch, theta, settings),
+    ):
         theta = batch["theta"].clone().requires_grad_()
         value = loss(theta)
         (gradient,) = torch.autograd.grad(value, theta)
-        found.append((value.detach().double(), gradient))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-8)
-    assert found[0][1].abs().max() > 0
+        results.append((value.detach().double(), gradient))
+    (trl_value, trl_gradient), (value, gradient) = results
+    torch.testing.assert_close(value, trl_value, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(gradient, trl_gradient, rtol=1e-6, atol=1e-8)
+    assert trl_gradient.abs().max() > 0

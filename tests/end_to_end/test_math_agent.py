@@ -1,4 +1,4 @@
-"""The agents of `math-agent` against an endpoint whose model calls the calculator and believes it."""
+"""The agents of `math-agent` against an endpoint with a scripted model that repeats the result of the calculator."""
 
 from __future__ import annotations
 
@@ -22,92 +22,91 @@ from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 
-ROWS = WordProblems(seed=0, size=1)
+EXAMPLES = WordProblems(seed=0, size=1)
 TOKENIZER = word_problem_tokenizer(256, words_of("tools"))
 
 
 class AlwaysCalls:
-    """The draw of a lesson that calls."""
+    """Random numbers for which the lesson calls the calculator."""
 
     def random(self) -> float:
         return 0.0
 
 
-def believing(request: Any) -> list[int]:
-    """What a model answers that calls with the right expression, and then says what it was told."""
+def calculator_completion(request: Any) -> list[int]:
+    """Call the calculator with the correct expression, or repeat its result as the final answer."""
     text = TOKENIZER.decode(request.input_ids)
-    said = text.rpartition("<|tool|>")[2].removesuffix("<|assistant|>")
-    [problem] = ROWS.problems
-    chances = {verb: float(operation == "+") for verb, operation in OPERATION_OF.items()}
-    call = LESSONS["tools"](problem, chances, AlwaysCalls())[1]  # type: ignore[arg-type]
-    return TOKENIZER.encode(f"#### {said}<|end|>" if "<|tool|>" in text else call, add_special_tokens=False)
+    result = text.rpartition("<|tool|>")[2].removesuffix("<|assistant|>")
+    [problem] = EXAMPLES.problems
+    probabilities = {verb: float(operation == "+") for verb, operation in OPERATION_OF.items()}
+    call = LESSONS["tools"](problem, probabilities, AlwaysCalls())[1]  # type: ignore[arg-type]
+    return TOKENIZER.encode(f"#### {result}<|end|>" if "<|tool|>" in text else call, add_special_tokens=False)
 
 
-async def reward(*given: Any, **row: Any) -> float:
-    return gsm8k_reward_fn(*given, **row)
+async def reward(*args: Any, **fields: Any) -> float:
+    return gsm8k_reward_fn(*args, **fields)
 
 
-def calculator(expression: str) -> str:
-    """Calculates wrongly.
+def wrong_calculator(expression: str) -> str:
+    """Return an incorrect result.
 
     Args:
-        expression: what to calculate.
+        expression: the expression to calculate.
     """
     return str(eval(expression) + 1)
 
 
-async def solved(kind: type[AgentWorkflow]) -> Any:
-    """Two episodes of an agent."""
+async def run_two_episodes(kind: type[AgentWorkflow]) -> Any:
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
-    engine, endpoint = NullInferenceEngine(config, answer=believing), HttpRolloutEndpoint(TOKENIZER)
+    engine, endpoint = NullInferenceEngine(config, answer=calculator_completion), HttpRolloutEndpoint(TOKENIZER)
     agent = kind(reward)  # type: ignore[call-arg]
     workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=32), 256)
     try:
-        return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROWS[0], Ticket(0, 0), 2, 2)
+        return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), EXAMPLES[0], Ticket(0, 0), 2, 2)
     finally:
         await agent.close()
         await endpoint.destroy()
 
 
-def check(group: Any, right: float) -> None:
+def check(group: Any, reward: float) -> None:
     assert group.error is None
-    assert [row.reward for row in group.trajectories] == [right] * 2
-    for row in group.trajectories:
-        asked, called, told, answered = row.info["conversation"]
-        assert asked == ROWS[0]["messages"][0]
-        assert called["tool_calls"][0]["function"]["name"] == "calculator"
-        assert answered["content"] == f"#### {told['content']}"
-        assert int(row.loss_mask.sum()) == called["tokens"] + answered["tokens"]
+    assert [trajectory.reward for trajectory in group.trajectories] == [reward] * 2
+    for trajectory in group.trajectories:
+        question, call, result, final = trajectory.info["conversation"]
+        assert question == EXAMPLES[0]["messages"][0]
+        assert call["tool_calls"][0]["function"]["name"] == "calculator"
+        assert final["content"] == f"#### {result['content']}"
+        assert int(trajectory.loss_mask.sum()) == call["tokens"] + final["tokens"]
 
 
 @pytest.mark.parametrize("kind", [MathAgent, FrameworkAgent])
-@pytest.mark.parametrize("lies", [False, True])
-async def test_agent_calls_the_calculator_and_is_right_unless_that_lies(
-    kind: type[MathAgent], lies: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_agent_is_correct_unless_its_calculator_is_wrong(
+    kind: type[MathAgent], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if lies:
-        monkeypatch.setattr(kind, "tool", staticmethod(calculator))
-    check(await solved(kind), float(not lies))
+    if is_wrong:
+        monkeypatch.setattr(kind, "tool", staticmethod(wrong_calculator))
+    check(await run_two_episodes(kind), float(not is_wrong))
 
 
 @pytest.mark.parametrize("kind", [ProgramAgent, OneEpisodeAgent])
-async def test_agent_that_is_a_program_calls_its_own_calculator(kind: type[ProgramAgent]) -> None:
-    check(await solved(kind), 1.0)
+async def test_agent_program_calls_its_calculator(kind: type[ProgramAgent]) -> None:
+    check(await run_two_episodes(kind), 1.0)
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Of an environment with OpenAI's client alone."""
-    python = tmp_path / "its" / "bin" / "python"
-    for command in (["venv", str(tmp_path / "its")], ["pip", "install", "--python", str(python), "openai"]):
+    """Python of a virtual environment that contains only the client of OpenAI."""
+    python = tmp_path / "env" / "bin" / "python"
+    for command in (["venv", str(tmp_path / "env")], ["pip", "install", "--python", str(python), "openai"]):
         subprocess.run(["uv", "--quiet", *command], check=True)
     assert subprocess.run([python, "-c", "import rl_contracts"], capture_output=True, check=False).returncode == 1
     return python
 
 
 @pytest.mark.slow
-async def test_agent_that_is_a_program_runs_in_an_environment_with_openais_client_alone(
+async def test_agent_program_runs_in_environment_with_openai_client_only(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ProgramAgent, "command", (str(python), ProgramAgent.command[1]))
-    check(await solved(ProgramAgent), 1.0)
+    check(await run_two_episodes(ProgramAgent), 1.0)

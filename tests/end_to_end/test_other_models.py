@@ -1,4 +1,4 @@
-"""A critic and a reference policy beside the policy: a real run, and one trainer process like two."""
+"""PPO with a critic and a reference model, and its replay on one and two trainer processes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ALGORITHM = (
     "algorithm=ppo",
     "algorithm.kl.place=loss",
     "algorithm.kl.coef=0.1",
-    # the tiny model is never right: the bonus moves it, and what is added to every reward moves the critic
+    # all rewards of the tiny model are 0: the entropy bonus changes the policy, and the reward bias changes the critic
     "algorithm.entropy_coef=0.1",
     "algorithm.reward.bias=1.0",
     "actor.minibatches=2",
@@ -29,6 +29,7 @@ SMALL = (
 
 
 def _run(name, *arguments):
+    """Run a command and return its output."""
     done = subprocess.run([str(BIN / name), *map(str, arguments)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,18 +46,18 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_ppo_with_a_critic_and_a_reference_reports_both(run_dir):
+def test_ppo_records_metrics_of_critic_and_reference(run_dir):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "reward/mean" in record]
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(step["critic/applied"] == 1.0 for step in steps)
-    # the reference is the policy before the first step: nothing is between them then, and something later
+    # the reference is the initial policy, so the KL is 0 in the first step and grows
     assert steps[0]["kl/ref_k3"] < steps[2]["kl/ref_k3"]
     assert abs(steps[0]["critic/value/mean"]) < steps[2]["critic/value/mean"]
 
 
-@pytest.mark.nightly  # two more processes for what test_fsdp_ranks shows of every engine
-def test_ppo_replayed_on_two_trainer_processes_gives_the_numbers_of_one(run_dir):
+@pytest.mark.nightly  # test_fsdp_ranks tests the same for every engine with fewer processes
+def test_ppo_replay_on_two_trainer_processes_matches_one(run_dir):
     one, two = (
         json.loads(_run("rl", "replay", run_dir, "--step", 3, "--allocation", allocation))
         for allocation in ("fsdp:d1", "fsdp:d2")

@@ -1,4 +1,4 @@
-"""A command that was killed goes on where it was, when it is started again with the same run directory."""
+"""A killed command resumes from its recovery checkpoint when it is started again with the same run directory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]
     return [str(BIN / name), *(f"{key}={value}" for key, value in (settings | more).items())]
 
 
-def _kill_after_a_point(command: list[str], run_dir: Path, after: int = 0) -> int:
-    """Start a command, and kill it at once, whatever it is doing, when it has a recover point of a step later than
-    `after`. Returns the step of the last one."""
+def _kill_after_checkpoint(command: list[str], run_dir: Path, after: int = 0) -> int:
+    """Start a command, kill it as soon as it has a recovery checkpoint later than step `after`, and return the step."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while (last_recovery_checkpoint(run_dir / "recover") or 0) <= after:
-        assert process.poll() is None, "it ended before it had a recover point"
+        assert process.poll() is None, "the command ended before its first recovery checkpoint"
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -55,83 +54,83 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 
-def _optimizer(point: Path) -> dict[str, torch.Tensor]:
-    """The moments in a recover point of one rank."""
-    tensors = [load_file(path) for path in (point / "actor").rglob("*.safetensors")]
-    moments = {name: value for found in tensors for name, value in found.items() if "exp_avg" in name}
+def _optimizer_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Load the optimizer moments from a recovery checkpoint of one rank."""
+    tensors = [load_file(path) for path in (checkpoint / "actor").rglob("*.safetensors")]
+    moments = {name: value for file in tensors for name, value in file.items() if "exp_avg" in name}
     assert len(moments) > 10
     return moments
 
 
 @pytest.mark.nightly
-def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_sft_killed_and_restarted_ends_with_same_weights(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run(_command("gsm8k-sft", model, whole), check=True, capture_output=True, timeout=250)
     command = _command("gsm8k-sft", model, cut)
-    _kill_after_a_point(command, cut)
+    _kill_after_checkpoint(command, cut)
 
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
 
     assert "12/12" in done.stdout
-    found, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
-    assert all(found[name].equal(expected[name]) for name in expected)
+    resumed, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
+    assert all(resumed[name].equal(expected[name]) for name in expected)
     assert _records(cut) == _records(whole)
 
 
-@pytest.mark.nightly  # four starts
+@pytest.mark.nightly  # starts four commands
 @pytest.mark.timeout(900)
-def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_sft_resumed_with_other_trainers_matches_uninterrupted_run(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=128)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"total_epochs": 2, "total_steps": 20, "data.options.size": 26, "recover.every": 2, "evaluation.rows": 0}
-    alone = {**settings, "allocation": "fsdp:d1"}
-    subprocess.run(_command("gsm8k-sft", model, whole, **alone), check=True, capture_output=True, timeout=250)
+    one_rank = {**settings, "allocation": "fsdp:d1"}
+    subprocess.run(_command("gsm8k-sft", model, whole, **one_rank), check=True, capture_output=True, timeout=250)
 
-    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:d2"), cut)
-    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:t2"), cut, after=step)
-    subprocess.run(_command("gsm8k-sft", model, cut, **alone), check=True, capture_output=True, timeout=250)
+    step = _kill_after_checkpoint(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:d2"), cut)
+    step = _kill_after_checkpoint(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:t2"), cut, after=step)
+    subprocess.run(_command("gsm8k-sft", model, cut, **one_rank), check=True, capture_output=True, timeout=250)
 
     assert step < 12
-    found, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
+    resumed, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    found, expected = (_optimizer(d / "recover" / "step_12") for d in (cut, whole))
-    assert found.keys() == expected.keys()
+        torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    resumed, expected = (_optimizer_moments(d / "recover" / "step_12") for d in (cut, whole))
+    assert resumed.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=name)
+        torch.testing.assert_close(resumed[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=name)
     losses = [[record["loss/train"] for record in _records(d)] for d in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_sft_on_tensor_ranks_of_megatron_goes_on_with_pipeline_stages(tmp_path: Path) -> None:
+def test_sft_on_megatron_tensor_ranks_resumes_on_pipeline_stages(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"recover.every": 2, "evaluation.rows": 0}
     before, after = ({**settings, "allocation": f"megatron:{layout}"} for layout in ("t2", "p2"))
     subprocess.run(_command("gsm8k-sft", model, whole, **before), check=True, capture_output=True, timeout=250)
 
-    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **before), cut)
+    step = _kill_after_checkpoint(_command("gsm8k-sft", model, cut, **before), cut)
     subprocess.run(_command("gsm8k-sft", model, cut, **after), check=True, capture_output=True, timeout=250)
 
     assert step < 12
     files = ((d / "checkpoints" / "step_12").glob("*.safetensors") for d in (cut, whole))
-    found, expected = ({k: v for path in paths for k, v in load_file(path).items()} for paths in files)
-    assert found.keys() == expected.keys()
+    resumed, expected = ({k: v for path in paths for k, v in load_file(path).items()} for paths in files)
+    assert resumed.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5, msg=name)
     losses = [[record["loss/train"] for record in _records(d)] for d in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.nightly
-def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: Path) -> None:
+def test_grpo_killed_and_restarted_trains_on_every_prompt_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.rows": 0}
     command = _command("gsm8k-grpo", model, run_dir, **small)
-    _kill_after_a_point(command, run_dir)
+    _kill_after_checkpoint(command, run_dir)
 
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
 
@@ -139,19 +138,19 @@ def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: P
     records = _records(run_dir)
     assert [r["step"] for r in records] == [*range(1, 13)]
     assert [r["version"] for r in records] == [*range(1, 13)]
-    learned = [
-        answer["prompt_id"]
+    trained = [
+        record["prompt_id"]
         for step in range(1, 13)
-        for answer in json_lines(run_dir / "rollouts" / f"step_{step}-0.jsonl")
+        for record in json_lines(run_dir / "rollouts" / f"step_{step}-0.jsonl")
     ]
-    assert len(learned) == 12 * 4 * 2
-    assert set(Counter(learned).values()) == {2}  # its group, once
+    assert len(trained) == 12 * 4 * 2
+    assert set(Counter(trained).values()) == {2}  # one group of two completions
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt_once(tmp_path: Path) -> None:
-    """21 prompts twice, 4 a step: no number of trainers divides an epoch, and the last step has two prompts."""
+def test_grpo_resumed_on_two_trainers_and_one_trains_every_prompt_once(tmp_path: Path) -> None:
+    """21 prompts, two epochs, 4 prompts per step: epochs end within a step, and the last step has two prompts."""
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     settings = {
         "rollout.group_size": 2,
@@ -167,8 +166,8 @@ def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt
         allocation = f"embedded:d{servers}+fsdp:d{number}"
         return _command("gsm8k-grpo", model, run_dir, **settings, allocation=allocation)
 
-    first = _kill_after_a_point(with_trainers(1, 1), run_dir)
-    second = _kill_after_a_point(with_trainers(2, 2), run_dir, after=first)
+    first = _kill_after_checkpoint(with_trainers(1, 1), run_dir)
+    second = _kill_after_checkpoint(with_trainers(2, 2), run_dir, after=first)
     done = subprocess.run(with_trainers(1, 1), check=True, capture_output=True, text=True, timeout=250)
 
     assert 0 < first < second < 11
@@ -177,21 +176,20 @@ def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt
     assert [r["step"] for r in records] == [*range(1, 12)]
     assert [r["version"] for r in records] == [*range(1, 12)]
     assert [r["rows"] for r in records] == [8.0] * 10 + [4.0]
-    learned = [
+    trained = [
         json.loads(line)
         for path in (run_dir / "rollouts").glob("step_*.jsonl")
         for line in path.read_text().splitlines()
     ]
-    assert Counter(row["prompt_id"] for row in learned) == dict.fromkeys(range(21), 2 * 2), "once per epoch, each twice"
-    groups = Counter(row["group_id"] for row in learned)
-    assert set(groups.values()) == {2}, "groups share an id"
+    # two epochs, each with one group of two completions per prompt
+    assert Counter(record["prompt_id"] for record in trained) == dict.fromkeys(range(21), 2 * 2)
+    groups = Counter(record["group_id"] for record in trained)
+    assert set(groups.values()) == {2}, "expected one group id per group"
     assert len(groups) == 42
 
 
-@pytest.mark.nightly  # for every commit test_end_to_end.py stops one
-def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finishes_once(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.nightly  # test_end_to_end.py stops a run on every commit
+def test_sft_stopped_by_sigterm_resumes_and_finishes_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     more = {"recover.every": 0, "recover.every_minutes": 0, "evaluation.rows": 0}
     endless = _command("gsm8k-sft", model, run_dir, **more, total_steps=100_000)

@@ -1,4 +1,4 @@
-"""A run that is stopped at a random moment loses no finished step and resumes bit for bit, in every command."""
+"""A run of any command that is stopped at a random moment keeps every finished step and resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rl_contracts.testing.waiting import wait_until
 BIN = Path(sys.executable).parent
 COMMANDS = ("gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo", "hh-rlhf-rm")
 MEASURED = ("timestamp", "time/", "throughput/", "memory/", "server/")
-"""What is read off a clock, or off servers."""
+"""Prefixes of metrics that depend on clocks or servers."""
 GENERATED = ("groups/", "tokens/generated", "finished/")
-"""What counts groups as they are generated: those of an abandoned step were, before the stop."""
+"""Prefixes of metrics that count generated groups, including groups of an abandoned step."""
 MINUTES = 0.1
 
 
 REWARD = "reward_by_ids:score"
 SCORE = "def score(prompt, completions, prompt_ids, completion_ids, **data):\n    return sum(completion_ids) % 7 / 6\n"
-"""Gives every batch of a random model something to learn."""
+"""Reward that varies within each group of a random model."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("parts")
+    directory = tmp_path_factory.mktemp("reward")
     (directory / "reward_by_ids.py").write_text(SCORE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(directory))
@@ -50,7 +50,7 @@ def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
-    """The records without what is measured."""
+    """Return the records without metrics that differ between runs."""
     lines = _lines(run_dir)
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED + GENERATED)} for line in lines]
 
@@ -61,14 +61,14 @@ def _lines(run_dir: Path) -> list[str]:
 
 
 def _stop(command: list[str], run_dir: Path, *signals: signal.Signals, within: float) -> str:
-    """Start a command, and send it signals at a random moment after its second step; what it prints."""
+    """Start a command, send it signals at a random moment after its second step, and return its output."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_until(lambda: len(_records(run_dir)) >= 2 or process.poll() is not None, 200, "two steps")
         time.sleep(random.uniform(0, within))
         for number in signals:
             process.send_signal(number)
-            time.sleep(0.7)  # signals closer than that count as one
+            time.sleep(0.7)  # signals in quick succession count as one
         out, _ = process.communicate(timeout=100)
     finally:
         process.kill()
@@ -84,7 +84,7 @@ def _finish(command: list[str]) -> None:
     "name",
     [*(pytest.param(n, marks=pytest.mark.slow if n == "gsm8k-sft" else pytest.mark.nightly) for n in COMMANDS)],
 )
-def test_run_stopped_once_loses_no_finished_step(name: str, model: Path, tmp_path: Path) -> None:
+def test_run_stopped_once_keeps_every_finished_step(name: str, model: Path, tmp_path: Path) -> None:
     endless = _command(name, model, tmp_path, **{"data.batch_size": 4, "total_steps": 100_000})
 
     out = _stop(endless, tmp_path, signal.SIGTERM, within=2.0)
@@ -97,35 +97,35 @@ def test_run_stopped_once_loses_no_finished_step(name: str, model: Path, tmp_pat
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_run_stopped_twice_in_a_long_step_resumes_bit_for_bit(name: str, model: Path, tmp_path: Path) -> None:
+def test_run_stopped_twice_in_long_step_resumes_bit_identically(name: str, model: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"deterministic": True, "total_steps": 4, "allocation": "fsdp:d2", "data.batch_size": 512}
     if name == "gsm8k-grpo":
         settings |= {"rollout.max_staleness": 0, "allocation": "embedded:d1+fsdp:d2", "data.batch_size": 64}
-    settings["launcher.grace_seconds"] = 4  # less than a step
+    settings["launcher.grace_seconds"] = 4  # shorter than a step
     _finish(_command(name, model, whole, **settings))
     command = _command(name, model, cut, **settings)
 
-    # a step of GRPO waits for its batch for most of the time, where one signal is enough
+    # most of a GRPO step is waiting for the batch, where one signal suffices
     out = _stop(command, cut, signal.SIGINT, signal.SIGINT, within=15 if name == "gsm8k-grpo" else 0.5)
 
     assert last_recovery_checkpoint(cut / "recover") == _records(cut)[-1]["step"] in (2, 3), out
     _finish(command)
-    found, expected = (load_file(d / "checkpoints" / "step_4" / "model.safetensors") for d in (cut, whole))
-    assert all(found[key].equal(expected[key]) for key in expected)
+    resumed, expected = (load_file(d / "checkpoints" / "step_4" / "model.safetensors") for d in (cut, whole))
+    assert all(resumed[key].equal(expected[key]) for key in expected)
     assert _records(cut) == _records(whole)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", COMMANDS)
-def test_run_killed_loses_at_most_the_minutes_between_two_points(name: str, model: Path, tmp_path: Path) -> None:
+def test_run_killed_loses_at_most_one_checkpoint_interval(name: str, model: Path, tmp_path: Path) -> None:
     more = {"data.batch_size": 4, "total_steps": 100_000, "recover.every_minutes": MINUTES}
     process = subprocess.Popen(_command(name, model, tmp_path, **more), stdout=subprocess.DEVNULL)
     try:
         wait_until(
             lambda: last_recovery_checkpoint(tmp_path / "recover") is not None or process.poll() is not None,
             200,
-            "a point",
+            "a recovery checkpoint",
         )
         time.sleep(random.uniform(0, 60 * MINUTES))
     finally:

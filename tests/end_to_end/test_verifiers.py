@@ -1,4 +1,4 @@
-"""An environment of the `verifiers` package, in an environment of its own, against the endpoint."""
+"""An environment of the `verifiers` package, in a separate Python environment, against the endpoint."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Sums(VerifiersAgent):
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiersAgent:
-    """With a Python that has the package and the taskset."""
-    python = tmp_path / "its" / "bin" / "python"
-    for command in (["venv", str(tmp_path / "its")], ["pip", "install", "--python", str(python), "verifiers>=0.4"]):
+    """Agent that runs in a Python environment with `verifiers` and the taskset."""
+    python = tmp_path / "env" / "bin" / "python"
+    for command in (["venv", str(tmp_path / "env")], ["pip", "install", "--python", str(python), "verifiers>=0.4"]):
         subprocess.run(["uv", "--quiet", *command], check=True)
     (tmp_path / "sums.py").write_text(TASKSET)
     monkeypatch.setattr(Sums, "python", str(python))
@@ -64,8 +64,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiersAgent:
 
 
 @pytest.fixture
-def rows(agent: VerifiersAgent, tmp_path: Path) -> Chat:
-    """The taskset's, by the program."""
+def examples(agent: VerifiersAgent, tmp_path: Path) -> Chat:
+    """Tasks of the taskset, as listed by the program of the agent."""
     listed = subprocess.run([*agent.command, "--tasks"], env=agent.environment, capture_output=True, check=True)
     (tmp_path / "tasks.jsonl").write_bytes(listed.stdout)
     return Chat(tmp_path / "tasks.jsonl")
@@ -73,12 +73,12 @@ def rows(agent: VerifiersAgent, tmp_path: Path) -> Chat:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-async def test_tasks_of_verifiers_are_rows_and_their_rewards_are_those_of_what_was_sampled(
-    agent: VerifiersAgent, rows: Chat
+async def test_verifiers_tasks_are_examples_and_rewards_match_completions(
+    agent: VerifiersAgent, examples: Chat
 ) -> None:
-    assert [row["task"] for row in rows] == [0, 1, 2]
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
-    assert rows[1]["messages"] == asked
+    assert [example["task"] for example in examples] == [0, 1, 2]
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
+    assert examples[1]["messages"] == prompt
 
     tokenizer = make_tiny_tokenizer()
     config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer))
@@ -86,16 +86,16 @@ async def test_tasks_of_verifiers_are_rows_and_their_rewards_are_those_of_what_w
     endpoint = HttpRolloutEndpoint(tokenizer)
     workflow = AgentEpisodeWorkflow(agent, endpoint, GenerationConfig(max_new_tokens=8))
     try:
-        found = [await workflow.arun_episode(engine, row) for row in (rows[1], rows[2])]
+        episodes = [await workflow.arun_episode(engine, example) for example in (examples[1], examples[2])]
     finally:
         await agent.close()
         await endpoint.destroy()
-    assert [row.reward for [row] in found] == [1.0, 0.0]
-    for [row], of in zip(found, (rows[1], rows[2]), strict=True):
-        assert row.info["conversation"][:2] == of["messages"]
+    assert [trajectory.reward for [trajectory] in episodes] == [1.0, 0.0]
+    for [trajectory], example in zip(episodes, (examples[1], examples[2]), strict=True):
+        assert trajectory.info["conversation"][:2] == example["messages"]
 
 
-def test_environment_of_verifiers_without_a_taskset_is_refused() -> None:
+def test_verifiers_agent_without_taskset_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"VerifiersAgent\.config: .*taskset.*found \{\}"):
         VerifiersAgent(print)
     assert json.loads(Sums(print).command[-1]) == Sums.config

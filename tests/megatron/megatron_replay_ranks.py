@@ -1,4 +1,7 @@
-"""On each rank: GRPO steps of the Megatron engine on given batches. Arguments: model, batches, layout as JSON, out."""
+"""Take GRPO steps with the Megatron engine on saved batches, on each rank.
+
+Arguments: model directory, directory of the batches, parallel layout as JSON, output directory.
+"""
 
 import json
 import sys
@@ -13,11 +16,11 @@ from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 def main(model: str, batches: Path, layout: dict, out: Path) -> None:
     strategy = ParallelStrategy(**layout)
-    moved = first_step(MegatronEngine(MegatronEngineConfig(), strategy), model, batches)
-    figures, parallel = take_steps(MegatronEngine(MegatronEngineConfig(), strategy), model, batches)
-    save_file(moved, out / f"moved-{parallel.rank}.safetensors")
+    gradients = first_step(MegatronEngine(MegatronEngineConfig(), strategy), model, batches)
+    metrics, parallel = take_steps(MegatronEngine(MegatronEngineConfig(), strategy), model, batches)
+    save_file(gradients, out / f"gradients-{parallel.rank}.safetensors")
     if parallel.is_main:
-        (out / "figures.json").write_text(json.dumps(figures))
+        (out / "metrics.json").write_text(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands train on the Megatron engine, which the allocation alone selects."""
+"""Commands train with the Megatron engine when the allocation selects it."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from rl_contracts.batch.trajectory import save_batch
 from rl_contracts.testing import make_batch
 from rl_contracts.testing.models import make_tiny_model
 
-CRITIC = {
+PPO_SETTINGS = {
     "algorithm": "ppo",
     "recipe": "embedded",
     "data.batch_size": 4,
@@ -28,15 +28,15 @@ PARITY = """
 def reward(prompt, completions, prompt_ids, completion_ids, **data):
     return float(sum(completion_ids) % 2)
 """
-"""A random model is rewarded now and then."""
-WITHOUT_CRITIC = {name: value for name, value in CRITIC.items() if name != "algorithm"}
-SERVED = "embedded:d1+"
+"""Reward that is nonzero for some completions of a random model."""
+WITHOUT_PPO_SETTINGS = {name: value for name, value in PPO_SETTINGS.items() if name != "algorithm"}
+SERVER = "embedded:d1+"
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "settings"),
     [
-        pytest.param("gsm8k-grpo", SERVED + "megatron:t2", CRITIC, id="ppo", marks=pytest.mark.slow),
+        pytest.param("gsm8k-grpo", SERVER + "megatron:t2", PPO_SETTINGS, id="ppo", marks=pytest.mark.slow),
         *(
             pytest.param(
                 name,
@@ -50,17 +50,17 @@ SERVED = "embedded:d1+"
                 ("hh-rlhf-rm", "megatron:t2", {}),
                 ("hh-rlhf-rm", "megatron:p2", {}),
                 ("hh-rlhf-dpo", "megatron:t2", {}),
-                ("gsm8k-grpo", SERVED + "megatron:p2", CRITIC),
-                ("gsm8k-grpo", SERVED + "megatron:d2", CRITIC),
-                ("gsm8k-grpo", SERVED + "megatron:c2", CRITIC),
-                ("gsm8k-grpo", SERVED + "megatron:p2", WITHOUT_CRITIC | {"publish.route": "disk"}),
-                ("gsm8k-grpo", SERVED + "megatron:p2", WITHOUT_CRITIC | {"publish.route": "broadcast"}),
-                ("gsm8k-grpo", SERVED + "megatron:d2e2", WITHOUT_CRITIC),
+                ("gsm8k-grpo", SERVER + "megatron:p2", PPO_SETTINGS),
+                ("gsm8k-grpo", SERVER + "megatron:d2", PPO_SETTINGS),
+                ("gsm8k-grpo", SERVER + "megatron:c2", PPO_SETTINGS),
+                ("gsm8k-grpo", SERVER + "megatron:p2", WITHOUT_PPO_SETTINGS | {"publish.route": "disk"}),
+                ("gsm8k-grpo", SERVER + "megatron:p2", WITHOUT_PPO_SETTINGS | {"publish.route": "broadcast"}),
+                ("gsm8k-grpo", SERVER + "megatron:d2e2", WITHOUT_PPO_SETTINGS),
             )
         ),
     ],
 )
-def test_command_trains_in_a_layout_of_megatron(tmp_path, monkeypatch, name, layout, settings):
+def test_command_trains_in_megatron_layout(tmp_path, monkeypatch, name, layout, settings):
     (tmp_path / "parity.py").write_text(PARITY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = make_tiny_model(tmp_path / "model", "qwen3_moe" if "e2" in layout else "qwen3")
@@ -69,14 +69,14 @@ def test_command_trains_in_a_layout_of_megatron(tmp_path, monkeypatch, name, lay
 
     command.finish(280)
 
-    for figure in ("grad_norm", "critic/grad_norm") if "algorithm" in settings else ("grad_norm",):
-        norms = [record[figure] for record in command.steps()]
+    for metric in ("grad_norm", "critic/grad_norm") if "algorithm" in settings else ("grad_norm",):
+        norms = [record[metric] for record in command.steps()]
         assert len(norms) == 2
         assert all(0 < norm < 1e3 for norm in norms)
 
 
 @pytest.mark.nightly
-def test_replay_on_two_tensor_ranks_gives_the_gradient_of_fsdp(tmp_path, capsys):
+def test_replay_on_two_tensor_ranks_matches_fsdp_gradient(tmp_path, capsys):
     model = make_tiny_model(tmp_path / "model", layers=1)
     config = APP.config([f"model.path={model}", "recipe=embedded", "cluster.device=cpu"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -84,12 +84,12 @@ def test_replay_on_two_tensor_ranks_gives_the_gradient_of_fsdp(tmp_path, capsys)
     batch = make_batch(16).exclude("advantages")
     save_batch(batch, tmp_path / "batches" / "step_3-version_0.safetensors")
 
-    found = []
+    results = []
     for allocation in ("fsdp:d1", "megatron:t2"):
         assert main(["replay", str(tmp_path), "--allocation", allocation]) == 0
-        found.append(json.loads(capsys.readouterr().out))
+        results.append(json.loads(capsys.readouterr().out))
 
-    fsdp, megatron = found
+    fsdp, megatron = results
     assert fsdp["grad_norm"] > 0
     assert megatron["grad_norm"] == pytest.approx(fsdp["grad_norm"], rel=1e-5)
     assert megatron["loss"] == pytest.approx(fsdp["loss"], abs=1e-5)
@@ -97,11 +97,11 @@ def test_replay_on_two_tensor_ranks_gives_the_gradient_of_fsdp(tmp_path, capsys)
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3300)
-def test_demonstration_reaches_the_target_of_fsdp_on_two_tensor_ranks(tmp_path, record_property):
-    began = time.monotonic()
-    command = Command("gsm8k-grpo", tmp_path / "run", {"allocation": SERVED + "megatron:t2", "seed": 1})
+def test_default_run_on_two_tensor_ranks_reaches_target_of_fsdp(tmp_path, record_property):
+    start = time.monotonic()
+    command = Command("gsm8k-grpo", tmp_path / "run", {"allocation": SERVER + "megatron:t2", "seed": 1})
     command.finish(3000)
-    record_property("seconds", round(time.monotonic() - began))
+    record_property("seconds", round(time.monotonic() - start))
     accuracy = [record["eval/accuracy"] for record in command.records() if record.get("eval/accuracy") is not None]
     record_property("accuracy, first and last", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
 

@@ -1,4 +1,4 @@
-"""The embedded mixture of experts learns with its experts spread over two ranks."""
+"""Training the embedded MoE model with its experts on two ranks raises the reward."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ EXPERTS = ("allocation=embedded:d1+megatron:(attn:d2|ffn:e2)", "model.path=embed
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3300)
-def test_experts_over_two_ranks_raise_the_reward_by_a_fifth(tmp_path, record_property):
+def test_moe_on_two_expert_ranks_raises_reward_by_a_fifth(tmp_path, record_property):
     line = [COMMAND, *EXPERTS, f"run_dir={tmp_path / 'run'}", "total_steps=200", "evaluation.rows=0"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr

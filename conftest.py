@@ -1,11 +1,11 @@
-"""What holds for the tests of every package.
+"""Test tiers and options for all packages.
 
-Three tiers, each of which includes the one before: `pytest` runs the quick tests, `pytest --all` the slow ones too,
-`pytest --nightly` everything. What is left out says why. Where no paths are given, two files run at a time, each in one
-process from its first test to its last, so that what a module's fixtures start is started once; `-n` changes that.
+Each of three tiers includes the previous one: `pytest` runs the quick tests, `pytest --all` also the slow ones,
+`pytest --nightly` all tests. Skipped tests show the reason. Without paths, two files run at a time; `-n` changes the
+number. All tests of a file run in one process, so that module fixtures start once.
 
-Property tests draw the same examples every time, so that a commit fails by what it changes, and new ones with
-`--nightly`.
+Property tests use the same examples in every run, so that only a change in code changes a result. With `--nightly`
+they draw new examples.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ PROCESSES = 2
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the slow tests, as CI does for every commit")
-    parser.addoption("--nightly", action="store_true", help="run everything, also what is too long for every commit")
+    parser.addoption("--nightly", action="store_true", help="run all tests, including those too slow for every commit")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """All tests run in two processes, unless the command says otherwise; those of given paths in this one."""
+    """Run all tests in two processes unless `-n` is given, and tests of given paths in this process."""
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
-        return  # a worker that started workers of its own would never end
+        return  # a worker that starts workers never ends
     option = config.option
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if everything and option.numprocesses is None and not (option.usepdb or option.collectonly):
+    runs_all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if runs_all_tests and option.numprocesses is None and not (option.usepdb or option.collectonly):
         option.numprocesses = PROCESSES
-        # a core each: on two busy cores, threads that wait for each other made 300 s and more of a test's 8
+        # one thread per process: more threads on two busy cores slowed a test from 8 s to over 300 s
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if option.dist == "no":
         option.dist = "loadfile"
-    option.loadscopereorder = False  # by pytest_collection_modifyitems, not by the number of a file's tests
+    option.loadscopereorder = False  # pytest_collection_modifyitems orders the files
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in background jobs; child processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
@@ -61,14 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     for item in items:
         for mark, reason in skipped.items():
-            if reason and item.get_closest_marker(mark):  # a folder of that name is among the keywords, too
+            if reason and item.get_closest_marker(mark):  # keywords would also match folder names
                 item.add_marker(pytest.mark.skip(reason=reason))
-    # What starts whole programs takes longest and goes first, so that no process is left with it at the end.
+    # Tests outside packages start whole programs and take longest. They run first, so that both processes end together.
     items.sort(key=lambda item: "packages" in item.path.relative_to(config.rootpath).parts)
 
 
 def _has_gpu(items: list[pytest.Item]) -> bool:
-    """Whether a GPU is here; torch is imported only if a test asks for one."""
+    """Whether a CUDA device is available. Imports torch only if a test has the mark `gpu`."""
     if importlib.util.find_spec("torch") is None or not any(item.get_closest_marker("gpu") for item in items):
         return False
     import torch

@@ -3,23 +3,23 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # helpers of several tests and their processes
-sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # helpers of tests and releases
-sys.path.append(str(Path(__file__).parents[1] / "packages" / "rl-inference" / "tests"))  # `publishing`
-collect_ignore = ["plugin"]  # a separate package; test_plugin.py installs it and runs its tests
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # modules shared by tests and the tests they start
+sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # modules shared and releases
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "rl-inference" / "tests"))  # module `publishing`
+collect_ignore = ["plugin"]  # separate package; test_plugin.py runs its tests where it and installed
 
 
 @pytest.fixture
 def start_command(tmp_path):
-    """Start commands (`commands.Command`) in directories of the test, and kill them at its end."""
+    """Function that starts a `commands.Command` in `tmp_path`. Running commands are killed after the test."""
     from commands import Command
 
-    started = []
+    commands = []
 
-    def begin(name, settings, run="run"):
-        started.append(Command(name, tmp_path / run, settings))
-        return started[-1]
+    def start(name, settings, run="run"):
+        commands.append(Command(name, tmp_path / run, settings))
+        return commands[-1]
 
-    yield begin
-    for command in started:
+    yield start
+    for command in commands:
         command.kill()

@@ -41,7 +41,7 @@ def run_of(directory: Path, change: Callable[[list[Line]], object] = lambda line
     return directory
 
 
-def test_account_of_a_sound_run_counts_its_endings(tmp_path: Path) -> None:
+def test_account_of_a_correct_run_counts_outcomes(tmp_path: Path) -> None:
     assert check_accounting(run_of(tmp_path), range(6), 2) == {"trained": 9, "rejected": 2, "failed": 1}
 
 
@@ -71,14 +71,14 @@ def again(lines: list[Line], **other: object) -> None:
         (lambda lines: lines[4].update(ending="dropped"), "prompt 4 of epoch 0 has the unknown outcome 'dropped'"),
     ],
 )  # fmt: skip
-def test_account_of_a_run_with_a_planted_fault_names_the_prompt(
+def test_account_of_an_inconsistent_run_names_the_prompt(
     change: Callable[[list[Line]], object], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=named):
         check_accounting(run_of(tmp_path, change), range(6), 2)
 
 
-def test_account_of_a_run_that_trained_twice_on_a_row_or_took_a_step_twice_says_so(tmp_path: Path) -> None:
+def test_account_with_a_duplicate_sequence_or_step_reports_both(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     rows = {"group_ids": [0, 0, 1, 2], "prompt_ids": [0, 0, 1, 2], "episode_ids": [1, 1, 0, 0]}
     file = run / "batches" / "step_1-version_0.safetensors"

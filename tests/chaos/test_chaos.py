@@ -120,11 +120,11 @@ def examine(
         ("", False),
     ],
 )
-def test_end_of_a_command_is_explained_by_its_last_error_and_not_by_earlier_warnings(text: str, expected: bool) -> None:
+def test_is_explained_considers_only_the_last_error(text: str, expected: bool) -> None:
     assert chaos.is_expected_failure(text) == expected
 
 
-def test_part_names_a_kind_that_never_happened_and_does_each_kind_once_before_any_twice(tmp_path: Path) -> None:
+def test_faults_are_each_injected_once_before_any_repeats(tmp_path: Path) -> None:
     kinds = ("kill_server", "kill_trainer", "kill_launcher", "kill_reward")
     part = chaos.ChaosRun([], tmp_path, tmp_path / "log", 1, len(kinds), kinds)
     for kind in kinds:
@@ -138,7 +138,7 @@ def test_part_names_a_kind_that_never_happened_and_does_each_kind_once_before_an
 
 
 @pytest.mark.nightly  # kills of each kind are in test_clusters_learn.py and test_trainer_restarts.py
-def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
+def test_local_run_with_three_kills_uses_every_prompt_once(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """One of a server, a trainer and the launcher each, in turn."""
@@ -154,7 +154,7 @@ def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
 @pytest.mark.nightly
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("seed", range(4))
-def test_local_run_through_kills_ends_and_uses_every_prompt_once(
+def test_local_run_with_random_faults_uses_every_prompt_once(
     seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Seeds 1 and 3 save no batches, as most runs do: of these the account compares what is told with the data and the
@@ -175,7 +175,7 @@ def test_local_run_through_kills_ends_and_uses_every_prompt_once(
 @pytest.mark.nightly
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize(("seed", "route"), [(10, "broadcast"), (11, "disk")])
-def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
+def test_slurm_run_with_lost_nodes_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Four nodes, each with a temporary directory of its own, of which the run has two and a spare one."""
@@ -207,7 +207,7 @@ def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
 @pytest.mark.nightly
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize(("seed", "route"), [(20, "broadcast"), (21, "disk")])
-def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
+def test_ray_run_with_lost_nodes_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Three nodes, each with a temporary directory of its own, of which the run has two. Ray's head is not killed: with

@@ -77,9 +77,7 @@ def _exactly_once(command: Command, steps: int) -> None:
     assert (len(learned), set(learned.values())) == (steps * 4, {2})
 
 
-def test_server_is_killed_and_hangs_and_trainer_is_killed_the_run_goes_on_and_loses_nothing(
-    launcher, small, start_command
-):
+def test_run_with_killed_and_hung_processes_trains_every_step_once(launcher, small, start_command):
     command = start_command("gsm8k-grpo", small | launcher | SOON | {"total_steps": 60})
     command.wait_for(lambda: _went_on(command))
     assert len(set(nodes_of(command).values())) == 2
@@ -98,7 +96,7 @@ def test_server_is_killed_and_hangs_and_trainer_is_killed_the_run_goes_on_and_lo
     _exactly_once(command, 60)
 
 
-def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher, small, start_command):
+def test_run_scaled_and_stopped_resumes_with_the_same_command(launcher, small, start_command):
     command = start_command("gsm8k-grpo", small | launcher | ENDLESS)
     command.wait_for(lambda: _went_on(command))
 
@@ -131,7 +129,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
     _exactly_once(command, len(command.steps()))
 
 
-def test_ranks_of_one_trainer_stand_on_two_nodes_and_go_on_from_their_recover_point(launcher, small, start_command):
+def test_trainer_on_two_nodes_resumes_from_its_recovery_checkpoint(launcher, small, start_command):
     spread = {"allocation": "embedded:d1+fsdp:d2", "cluster.cores": 1}
     command = start_command("gsm8k-grpo", small | launcher | ENDLESS | spread)
     command.wait_for(command.has_recovery_checkpoint)
@@ -164,7 +162,7 @@ def _ray_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("cluster", [_ray_of_four, _slurm_of_four])
-def test_node_of_a_server_is_lost_the_server_comes_back_on_another_and_trainers_stay(cluster, small, start_command):
+def test_lost_server_node_moves_the_server_and_keeps_the_trainers(cluster, small, start_command):
     """Of four nodes three are used, by one process each. That of the launcher, or Ray's head, stays."""
     apart = {"allocation": "embedded:d2+fsdp:d1", "cluster.cores": 1}
     with cluster() as (settings, kill_node_of, stays):
@@ -189,7 +187,7 @@ def test_node_of_a_server_is_lost_the_server_comes_back_on_another_and_trainers_
     _exactly_once(command, len(command.steps()))
 
 
-def test_heterogeneous_job_of_slurm_has_its_server_in_one_partition_and_its_trainer_in_another(small, start_command):
+def test_slurm_heterogeneous_job_uses_one_partition_per_role(small, start_command):
     with slurm() as cluster:
         parts = {"nodes": 1, "server_nodes": 1, "partition": "front", "server_partition": "back"}
         command = start_command("gsm8k-grpo", small | settings_of("slurm", **parts) | {"total_steps": 2})
@@ -203,7 +201,7 @@ def test_heterogeneous_job_of_slurm_has_its_server_in_one_partition_and_its_trai
 
 
 @pytest.mark.parametrize("grace", [60, 0])
-def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_other_job(grace, small, start_command):
+def test_slurm_preempted_run_saves_and_resumes_after_the_other_job(grace, small, start_command):
     """`grace` is the partition's GraceTime; without one there is Slurm's KillWait alone."""
     with slurm(grace=grace, requeue_after=8, kill_wait=60) as cluster:
         settings = small | settings_of("slurm") | {"recover.every": 1000, "total_steps": 60}
@@ -219,7 +217,7 @@ def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_oth
     _exactly_once(command, 60)
 
 
-def test_launchers_node_is_lost_slurm_starts_the_job_again_and_it_loses_nothing(small, start_command):
+def test_slurm_lost_launcher_node_requeues_the_job_and_resumes(small, start_command):
     """There are no spare nodes, and two that the job does not use."""
     with slurm(lost_after=4, requeue_after=8, kill_wait=5) as cluster:
         command = start_command("gsm8k-grpo", small | settings_of("slurm") | {"total_steps": 60})
@@ -234,7 +232,7 @@ def test_launchers_node_is_lost_slurm_starts_the_job_again_and_it_loses_nothing(
     _exactly_once(command, 60)
 
 
-def test_ctrl_c_leaves_the_job_of_slurm_alone_and_the_same_command_follows_it_again(small, start_command):
+def test_slurm_ctrl_c_detaches_and_the_same_command_follows_again(small, start_command):
     with slurm() as cluster:
         command = start_command("gsm8k-grpo", small | settings_of("slurm") | {"total_steps": 100})
         command.wait_for(lambda: _went_on(command))
@@ -251,7 +249,7 @@ def test_ctrl_c_leaves_the_job_of_slurm_alone_and_the_same_command_follows_it_ag
     _exactly_once(command, 100)
 
 
-def test_ray_drains_a_node_a_recover_point_is_written_and_the_next_command_goes_on(small, start_command):
+def test_ray_drained_node_saves_and_the_next_command_resumes(small, start_command):
     with ray(nodes=3):
         settings = small | settings_of("ray") | {"recover.every": 1000, "total_steps": 200}
         command = start_command("gsm8k-grpo", settings)

@@ -89,7 +89,7 @@ def _whole(steps: list[dict[str, Any]], number: int, prompts: int, unscored: int
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("route", ["broadcast", "disk"])
-def test_demonstration_learns_with_server_and_trainer_on_different_nodes(
+def test_default_run_with_server_and_trainer_on_two_nodes_learns(
     launcher, route, start_command, checker, record_property
 ):
     begin = time.monotonic()
@@ -117,7 +117,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gsm8k-grpo", "gsm8k-sft"])
-def test_real_gsm8k_runs_five_steps_of_a_model_from_scratch(
+def test_gsm8k_data_with_a_random_model_runs_five_steps(
     launcher, name, tiny, start_command, monkeypatch, record_property
 ):
     if not (ROOT / GSM8K / "train.jsonl").is_file():
@@ -156,9 +156,7 @@ def _improved(command: Command, record_property: Callable[[str, object], None], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer_too", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improves(
-    start_command, record_property, trainer_too
-):
+def test_slurm_run_with_killed_trainer_and_node_improves(start_command, record_property, trainer_too):
     """Weights by broadcast. CI kills the node with the trainer alone: a restart costs a busy machine a minute."""
     with slurm(lost_after=8) as cluster:
         settings = SHORT | settings_of("slurm", spare_nodes=1) | {"publish.route": "broadcast"}
@@ -181,7 +179,7 @@ def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improve
 
 
 @pytest.mark.slow
-def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_improves(start_command, record_property):
+def test_ray_run_with_killed_reward_worker_and_server_improves(start_command, record_property):
     """Weights by disk, so that the only server can be replaced."""
     with ray(nodes=2):
         command = start_command("gsm8k-grpo", SHORT | settings_of("ray") | {"publish.route": "disk"})

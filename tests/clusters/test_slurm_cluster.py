@@ -18,7 +18,7 @@ def _wait_for(condition, seconds=120.0):
         time.sleep(0.1)
 
 
-def test_cluster_job_over_nodes_each_has_its_name_and_temporary_directory():
+def test_cluster_each_node_has_its_name_and_temporary_directory():
     with slurm() as cluster:
         said = cluster.run("srun", "-N4", "-n4", "sh", "-c", "echo $SLURMD_NODENAME $TMPDIR")
 
@@ -29,7 +29,7 @@ def test_cluster_job_over_nodes_each_has_its_name_and_temporary_directory():
 
 
 @pytest.mark.nightly
-def test_cluster_killed_node_all_below_it_is_gone_and_slurm_notices(tmp_path):
+def test_cluster_killed_node_ends_its_processes_and_is_down_in_slurm(tmp_path):
     with slurm(lost_after=4) as cluster:
         pids = tmp_path / "pids"
         orphan = f"(setsid sleep 1000 & echo $! >> {pids}); env -i sleep 1000 & echo $! >> {pids}; wait"
@@ -46,7 +46,7 @@ def test_cluster_killed_node_all_below_it_is_gone_and_slurm_notices(tmp_path):
         assert cluster.run("srun", "-wnode1", "echo", "back") == "back"
 
 
-def test_cluster_program_starts_twice_in_a_row_and_stops_everything(tmp_path):
+def test_cluster_program_start_and_stop_can_be_repeated(tmp_path):
     directory = tmp_path / "cluster"
 
     def call(*arguments):

@@ -92,7 +92,7 @@ def _launcher(lives, ends="asked", *more):
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 143])
-def test_submit_job_ends_its_output_and_exit_code_are_the_commands(cluster, tmp_path, code):
+def test_submit_prints_the_output_and_returns_the_exit_code(cluster, tmp_path, code):
     following = _follow((sys.executable, "-c", f"print('says this'); raise SystemExit({code})"), tmp_path / "my run")
 
     said, _ = following.communicate(timeout=240)
@@ -103,7 +103,7 @@ def test_submit_job_ends_its_output_and_exit_code_are_the_commands(cluster, tmp_
     assert cluster.run("squeue", "-h", "-t", "PENDING") == ""  # none of these is requeued
 
 
-def test_submit_job_is_forgotten_its_exit_code_is_known(tmp_path):
+def test_submit_job_purged_by_slurm_returns_its_exit_code(tmp_path):
     with slurm(nodes=1, forget_after=2):
         wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\nsys.exit(7)"
         following = _follow((sys.executable, "-c", wait, str(tmp_path / "go")), tmp_path)
@@ -123,7 +123,7 @@ def _forgotten(run_dir):
     return "Invalid job id" in done.stderr
 
 
-def test_submit_ctrl_c_detaches_and_the_same_command_follows_again(cluster, tmp_path):
+def test_submit_ctrl_c_detaches_and_the_same_command_reattaches(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(_launcher(lives), tmp_path)
     _until(lambda: _lives(lives))
@@ -143,7 +143,7 @@ def test_submit_ctrl_c_detaches_and_the_same_command_follows_again(cluster, tmp_
     assert len(_lives(lives)) == 1
 
 
-def test_rl_status_and_stop_of_a_job_that_waits_for_nodes(cluster, tmp_path):
+def test_status_and_stop_of_a_pending_job(cluster, tmp_path):
     names_of(tmp_path / "run").add(JOB, json.dumps("slurm"))  # as the command leaves it that hands a run in
     other = cluster.run("sbatch", "--parsable", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 600")
     following = _follow(_launcher(tmp_path / "lives"), tmp_path / "run")
@@ -165,7 +165,7 @@ def test_rl_status_and_stop_of_a_job_that_waits_for_nodes(cluster, tmp_path):
     assert not _lives(tmp_path / "lives")
 
 
-def test_submit_warned_before_the_time_limit_job_is_requeued_and_goes_on(cluster, tmp_path):
+def test_submit_job_signaled_before_its_time_limit_is_requeued(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(_launcher(lives, "second"), tmp_path)
     _until(lambda: _lives(lives))
@@ -179,7 +179,7 @@ def test_submit_warned_before_the_time_limit_job_is_requeued_and_goes_on(cluster
     assert "asked twice" not in said
 
 
-def test_submit_time_limit_is_near_slurm_itself_warns(cluster, tmp_path):
+def test_submit_slurm_signals_the_job_before_its_time_limit(cluster, tmp_path):
     lives = tmp_path / "lives"  # one minute, of which the warning may take all
     following = _follow(_launcher(lives, "second"), tmp_path, time_limit="1")
 
@@ -189,7 +189,7 @@ def test_submit_time_limit_is_near_slurm_itself_warns(cluster, tmp_path):
     assert len(_lives(lives)) == 2
 
 
-def test_submit_requeue_off_or_used_up_job_ends_with_the_launchers_code(cluster, tmp_path):
+def test_submit_without_requeues_returns_the_launchers_exit_code(cluster, tmp_path):
     for name, options in (("off", {"requeue": False}), ("used up", {"max_requeues": 0})):
         lives = tmp_path / f"{name}-lives"
         following = _follow(_launcher(lives), tmp_path / name, **options)
@@ -201,7 +201,7 @@ def test_submit_requeue_off_or_used_up_job_ends_with_the_launchers_code(cluster,
         assert (following.returncode, len(_lives(lives))) == (143, 1)
 
 
-def test_submit_cancelled_by_scancel_is_not_requeued_and_asked_once(cluster, tmp_path):
+def test_submit_job_canceled_by_scancel_gets_one_sigterm_and_no_requeue(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(_launcher(lives, "asked", "0.5"), tmp_path)
     _until(lambda: _lives(lives))
@@ -216,7 +216,7 @@ def test_submit_cancelled_by_scancel_is_not_requeued_and_asked_once(cluster, tmp
     assert len(_lives(lives)) == 1
 
 
-def test_submit_preempted_job_saves_and_goes_on_after_the_other(cluster, tmp_path):
+def test_submit_preempted_job_saves_and_is_requeued(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(_launcher(lives, "second"), tmp_path, partition="front")
     _until(lambda: _lives(lives))
@@ -229,7 +229,7 @@ def test_submit_preempted_job_saves_and_goes_on_after_the_other(cluster, tmp_pat
     assert "asked twice" not in said
 
 
-def test_submit_node_of_the_job_is_lost_slurm_starts_it_again(cluster, tmp_path):
+def test_submit_job_with_a_lost_node_is_requeued_by_slurm(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(_launcher(lives, "second"), tmp_path, nodes=2)
     _until(lambda: _lives(lives))
@@ -260,7 +260,7 @@ with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=1, spare_nodes=2)) as sched
 """A launcher with agents on its spare nodes, too."""
 
 
-def test_submit_spare_nodes_and_the_launchers_own_node_is_lost_the_job_starts_again(cluster, tmp_path):
+def test_submit_job_with_spares_and_lost_launcher_node_is_requeued(cluster, tmp_path):
     lives = tmp_path / "lives"
     following = _follow(
         (sys.executable, "-c", RUN, str(lives), str(tmp_path / "own")), tmp_path, nodes=1, spare_nodes=2
@@ -295,7 +295,7 @@ with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=2)) as scheduler:
 """A launcher that starts its workers anew when a node is lost."""
 
 
-def test_submit_node_is_lost_and_slurm_does_not_know_the_launcher_has_the_job_started_again(tmp_path):
+def test_submit_launcher_requeues_the_job_if_slurm_misses_a_lost_node(tmp_path):
     lives = tmp_path / "lives"
     with slurm(lost_after=200, requeue_after=5) as cluster:  # it would take eight minutes to see it
         following = _follow((sys.executable, "-c", LOST, str(lives), str(tmp_path / "own")), tmp_path, nodes=2)
@@ -319,7 +319,7 @@ def test_submit_node_is_lost_and_slurm_does_not_know_the_launcher_has_the_job_st
         ({"constraint": "huge"}, ("at most 0",)),
     ],
 )
-def test_resources_that_slurm_has_not_are_refused_before_anything_starts(cluster, options, words):
+def test_resources_slurm_cannot_provide_raise_config_error(cluster, options, words):
     with pytest.raises(ConfigError) as error:
         SlurmSchedulerConfig(**options).resources()
     assert all(word in str(error.value) for word in words)
@@ -335,7 +335,7 @@ def test_resources_that_slurm_has_not_are_refused_before_anything_starts(cluster
         ({"sbatch_args": ["--no-such-option"]}, ("no-such-option", "job.sh")),
     ],
 )
-def test_submit_sbatch_refuses_is_told_in_a_sentence_with_a_remedy(cluster, tmp_path, options, words):
+def test_submit_sbatch_failure_raises_one_line_config_error(cluster, tmp_path, options, words):
     submission = JobSubmission((sys.executable, "-c", "pass"), tmp_path, ())
     with pytest.raises(ConfigError) as error:
         SlurmSchedulerConfig(**options).submit(submission)

@@ -56,7 +56,7 @@ class TestSlurmScheduler(SchedulerConformance):
             yield scheduler
 
 
-def test_scheduler_node_is_lost_its_worker_fails_and_comes_back_on_the_spare(cluster, tmp_path):
+def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path):
     config = SlurmSchedulerConfig(nodes=2, spare_nodes=1, poll_seconds=0.5)
     with allocation(cluster, "-N3"), SlurmScheduler(tmp_path, config) as scheduler:
         workers = scheduler.create_workers(JobSpec("role", SLEEP, count=2, cpus=2))
@@ -74,7 +74,7 @@ def test_scheduler_node_is_lost_its_worker_fails_and_comes_back_on_the_spare(clu
 
 
 @pytest.mark.nightly
-def test_scheduler_nodes_says_who_is_left_once_slurm_has_noticed(cluster, tmp_path):
+def test_scheduler_resources_omit_a_node_that_is_down(cluster, tmp_path):
     config = SlurmSchedulerConfig(poll_seconds=0.2)
     with allocation(cluster, "-N3"):
         before = [node.name for node in config.resources().nodes]
@@ -86,7 +86,7 @@ def test_scheduler_nodes_says_who_is_left_once_slurm_has_noticed(cluster, tmp_pa
         cluster.revive(before[1])
 
 
-def test_scheduler_heterogeneous_job_servers_and_trainers_run_on_their_own_parts(cluster, tmp_path):
+def test_scheduler_heterogeneous_job_places_roles_on_their_components(cluster, tmp_path):
     config = SlurmSchedulerConfig(nodes=1, server_nodes=2)
     with allocation(cluster, "-N1", "-pfront", ":", "-N2", "-pback"), SlurmScheduler(tmp_path, config) as scheduler:
         servers = scheduler.create_workers(JobSpec("rollout", SLEEP, count=2, cpus=2))
@@ -97,7 +97,7 @@ def test_scheduler_heterogeneous_job_servers_and_trainers_run_on_their_own_parts
         assert trainers[0].node in ("node0", "node1")
 
 
-def test_scheduler_made_up_gpus_are_handed_out_as_slurm_counts_them(tmp_path):
+def test_scheduler_simulated_gpus_are_assigned_one_per_worker(tmp_path):
     with slurm(nodes=2, gpus=2) as cluster, allocation(cluster, "-N2", "--gpus-per-node=2"):
         config = SlurmSchedulerConfig()
         assert config.resources().gpus == 4

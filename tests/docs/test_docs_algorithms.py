@@ -64,7 +64,7 @@ PARTS = ("algorithm.loss.kind=tempered", "algorithm.correction.kind=smooth", "al
         ),
     ],
 )
-def test_example_parts_are_found_and_train(installed, tmp_path, overrides):
+def test_example_components_are_loaded_and_train(installed, tmp_path, overrides):
     engine = ReferenceTrainEngine()
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     engine.initialize(FinetuneSpec(str(model), 1, optimizer=OptimizerConfig(lr=1e-3)))
@@ -80,7 +80,7 @@ def test_example_parts_are_found_and_train(installed, tmp_path, overrides):
     engine.destroy()
 
 
-def test_example_loss_is_its_formula(installed):
+def test_example_loss_matches_its_formula(installed):
     old, trained = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     terms = policy_terms(torch.tensor([0.1, 0.5]), old, torch.tensor([1.0, -2.0]), trained)
     losses, marks = load_component(_config(*PARTS, "algorithm.loss.options.power=0.8").loss)(terms)
@@ -89,7 +89,7 @@ def test_example_loss_is_its_formula(installed):
     assert marks["clip/high"].tolist() == [False, True]
 
 
-def test_example_correction_and_mask_are_their_formulas(installed):
+def test_example_correction_and_mask_match_their_formulas(installed):
     batch = make_batch(2, lengths=(3, 3))
     batch["loss_mask"] = torch.ones(2, 3, dtype=torch.bool)
     batch["advantages"] = torch.tensor([[-1.0] * 3, [1.0] * 3])
@@ -101,7 +101,7 @@ def test_example_correction_and_mask_are_their_formulas(installed):
     assert load_component(algorithm.mask)(off).tolist() == [True] * 3 + [False] * 3
 
 
-def test_example_advantage_is_that_of_the_only_right_answer(installed):
+def test_example_advantage_rewards_only_a_unique_correct_completion(installed):
     batch = make_batch(8, lengths=(4, 4)).exclude("advantages")
     batch["loss_mask"][:] = True
     batch["rewards"] = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])
@@ -109,12 +109,12 @@ def test_example_advantage_is_that_of_the_only_right_answer(installed):
     assert batch["advantages"][:, 0].tolist() == [1.0] + [0.0] * 7
 
 
-def test_example_misspelt_constant_is_refused(installed):
+def test_example_misspelled_option_raises_config_error(installed):
     with pytest.raises(ConfigError, match=r"expected options of algorithm.loss.kind=tempered .*, found powr\."):
         load_component(_config(*PARTS, "algorithm.loss.options.powr=0.8").loss)
 
 
-def test_docs_name_every_preset_and_only_those():
+def test_docs_list_exactly_the_presets():
     presets = {path.stem for path in (ROOT / "apps/src/rl_apps/conf/algorithm").glob("*.yaml")}
     named = set(re.findall(r"^\| `(\w+)`", DOCS, re.MULTILINE))
     assert named == presets

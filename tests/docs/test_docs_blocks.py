@@ -134,7 +134,7 @@ def _benchmark(words: list[str]) -> None:
 
 
 def _pytest(words: list[str]) -> None:
-    """Files of a page run in `test_tests_of_the_pages_pass`, all in one process; without files, one is collected. Of
+    """Files of a page run in `test_pytest_files_of_the_pages_pass`, all in one process; without files, one is collected. Of
     tests with a mark there may be none in it: that there is such a mark must do."""
     if "-m" in words:
         assert f"@pytest.mark.{words[words.index('-m') + 1]}:" in _run(sys.executable, "-m", "pytest", "--markers")
@@ -286,7 +286,7 @@ def sandbox(
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
-def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
+def test_block_has_a_supported_language(block: Block) -> None:
     groups = {
         group
         for file in ROOT.glob("packages/*/pyproject.toml")
@@ -308,7 +308,7 @@ def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - WITH_OTHER_SETTINGS))
-def test_settings_that_a_page_names_exist(page: str, configs: list[Any]) -> None:
+def test_settings_on_a_page_exist(page: str, configs: list[Any]) -> None:
     inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
     named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")
     for setting in (match.group(1) for match in named if match):
@@ -327,7 +327,7 @@ def _has(config: Any, setting: str) -> bool:
     return True
 
 
-def test_pages_that_run_elsewhere_are_named_there() -> None:
+def test_pages_run_by_other_tests_are_named_in_them() -> None:
     for page, test in ELSEWHERE.items():
         assert page in (ROOT / "tests" / "docs" / test).read_text()
 
@@ -348,7 +348,7 @@ def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_command_of_a_page_runs_or_is_parsed(page: str, command: str, sandbox: Path) -> None:
+def test_command_of_a_page_succeeds(page: str, command: str, sandbox: Path) -> None:
     found = _handler(command)
     assert found is not None
     run, words = found
@@ -357,7 +357,7 @@ def test_command_of_a_page_runs_or_is_parsed(page: str, command: str, sandbox: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_tests_of_the_pages_pass(tmp_path: Path) -> None:
+def test_pytest_files_of_the_pages_pass(tmp_path: Path) -> None:
     files, folders = [], []
     for page in sorted({b.page for b in BLOCKS}):
         named = [word for b in BLOCKS if b.page == page for c in b.commands() if " pytest " in c for word in c.split()]

@@ -34,7 +34,7 @@ def _code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_our_names_are_settings() -> None:
+def test_setting_column_lists_existing_settings() -> None:
     configs = [APP.config([f"allocation={server}:d1+fsdp:d1"]) for server in ("embedded", "vllm")]
     keys = {key for config in configs for key, _, _ in describe(config)}
     named = [name.partition("=")[0] for row in ROWS for name in _code(row[3]) if name not in NO_SETTINGS]
@@ -43,7 +43,7 @@ def test_our_names_are_settings() -> None:
     assert [name for name in named if not any(key == name or key.startswith(f"{name}.") for key in keys)] == []
 
 
-def test_names_of_trl_are_its_own() -> None:
+def test_trl_column_lists_names_of_trl() -> None:
     spec, training = find_spec("trl"), find_spec("transformers")
     assert spec is not None
     assert training is not None
@@ -64,7 +64,7 @@ def test_names_of_trl_are_its_own() -> None:
     assert [value for value in values - {"accelerate"} if f'"{value}"' not in text] == []
 
 
-def test_setting_that_an_unknown_one_is_answered_with_is_that_of_its_row() -> None:
+def test_synonyms_suggest_the_setting_of_the_row() -> None:
     wrong = []
     for row in ROWS:
         ours = [name.partition("=")[0] for name in _code(row[3])]
@@ -77,13 +77,13 @@ def test_setting_that_an_unknown_one_is_answered_with_is_that_of_its_row() -> No
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3])
-def test_row_has_a_name_of_ours_and_of_somebody_else(row: list[str]) -> None:
+def test_row_has_a_setting_and_a_name_of_another_library(row: list[str]) -> None:
     assert len(row) == 4
     assert row[3]
     assert any(row[:3])
 
 
-def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
+def test_cispo_with_clip_high_4_caps_the_weight_at_5() -> None:
     trained = torch.ones(2, dtype=torch.bool)
     terms = policy_terms(torch.zeros(2), torch.tensor([0.0, -3.0]), torch.ones(2), trained)
     terms.logprobs = torch.tensor([-1.0, -1.0])  # the loss is the weight
@@ -93,7 +93,7 @@ def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
     assert loss(terms)[0].tolist() == pytest.approx([1.0, 5.0])
 
 
-def test_dual_clip_of_verl_is_an_option_of_the_loss() -> None:
+def test_clip_loss_option_dual_clip_bounds_the_loss() -> None:
     trained = torch.ones(1, dtype=torch.bool)
     terms = policy_terms(torch.zeros(1), torch.tensor([-3.0]), torch.tensor([-1.0]), trained)
     loss = load_component(LossConfig("clip", options={"dual_clip": 3.0}))
@@ -102,7 +102,7 @@ def test_dual_clip_of_verl_is_an_option_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize(("drift", "kept"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])
-def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: bool) -> None:
+def test_geometric_mask_matches_the_inverse_bounds_of_verl(drift: float, kept: bool) -> None:
     batch = make_batch(1, lengths=(4, 4))
     batch["loss_mask"][:] = True
     packed = pack(batch)
@@ -114,7 +114,7 @@ def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: b
     assert mask(off).tolist() == [not kept] * 4
 
 
-def test_batch_std_is_around_the_mean_of_the_batch() -> None:
+def test_normalize_by_batch_uses_the_std_around_the_batch_mean() -> None:
     rewards, groups = torch.tensor([0.0, 1.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1])
     over = normalization_scope(rewards, groups)
 

@@ -15,7 +15,7 @@ def _tests(path):
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_every_failure_of_the_table_has_a_test_that_exists():
+def test_every_failure_in_the_table_names_existing_tests():
     text = (ROOT / "docs" / "failures.md").read_text()
     _, _, section = text.partition("## Which test shows it")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]

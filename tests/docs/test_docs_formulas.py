@@ -21,14 +21,14 @@ PARTS = [
 FORMULAS = re.findall(r"\$\$\n(.*?)\n\$\$|(?<!\$)\$([^$\n]+)\$", PAGE, re.DOTALL)
 
 
-def test_page_has_every_part_of_ours() -> None:
+def test_page_lists_every_component() -> None:
     parts = [*PARTS, *(f"`{name}`" for name in (*AGGREGATIONS, *ESTIMATORS))]
 
     assert len(PARTS) >= 13
     assert [part for part in parts if part not in PAGE] == []
 
 
-def test_functions_that_the_page_names_are_there() -> None:
+def test_functions_on_the_page_exist() -> None:
     modules = re.findall(r"`(rl_trainers\.algorithms\.functional\.\w+)(?:\.(\w+))?`", PAGE)
     loaded = [importlib.import_module(name) for name, _ in modules]
     named = {function for _, function in modules if function}
@@ -39,5 +39,5 @@ def test_functions_that_the_page_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("formula", sorted({shown or within for shown, within in FORMULAS}))
-def test_formula_is_math_that_browsers_show(formula: str) -> None:
+def test_formula_converts_to_mathml(formula: str) -> None:
     assert "\\" not in convert(formula), "a command that is not known stays as it is"

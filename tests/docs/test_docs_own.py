@@ -45,14 +45,14 @@ def own_app(tmp_path):
 
 
 @pytest.mark.slow
-def test_own_app_of_the_docs_is_explained_and_planned(own_app):
+def test_own_app_explain_and_dry_run_print_its_settings(own_app):
     explain, plan, _ = _commands(OWN_APP)
 
     assert "  words=5\n      Words of each answer that are learned from." in _run(own_app, explain)
     assert "#   3 words of each answer" in _run(own_app, plan)
 
 
-def test_own_app_of_the_docs_is_found_by_its_entry_point(own_app):
+def test_own_app_is_found_by_its_entry_point(own_app):
     points = tomllib.loads(_block(OWN_APP, "toml"))["project"]["entry-points"]["rl.apps"]
     metadata = own_app / "my_app-1.0.dist-info"
     metadata.mkdir()
@@ -65,7 +65,7 @@ def test_own_app_of_the_docs_is_found_by_its_entry_point(own_app):
 
 
 @pytest.mark.nightly  # for every commit test_apps_own_app.py runs one
-def test_own_app_of_the_docs_runs_to_its_end(own_app):
+def test_own_app_runs_20_steps_and_lowers_the_loss(own_app):
     *_, train = _commands(OWN_APP)
 
     assert "Training loss: " in _run(own_app, train)
@@ -76,7 +76,7 @@ def test_own_app_of_the_docs_runs_to_its_end(own_app):
     assert records[-1]["loss/train"] < records[0]["loss/train"]
 
 
-def test_what_the_page_calls_public_is_there_and_all_that_its_app_uses():
+def test_public_names_on_the_page_exist_and_cover_the_app():
     table = dict(re.findall(r"^\| `(rl_(?:apps|monitor)\.[\w.]+)` \| (.*) \|$", OWN_APP, re.MULTILINE))
     for module, what in table.items():
         names = re.findall(r"`(\w+)`", what)
@@ -88,7 +88,7 @@ def test_what_the_page_calls_public_is_there_and_all_that_its_app_uses():
 
 
 @pytest.mark.slow
-def test_own_loop_of_the_docs_learns_publishes_and_ends(tmp_path):
+def test_own_loop_publishes_three_versions_and_saves(tmp_path):
     (tmp_path / "own_loop.py").write_text(_block(OWN_LOOP, "python"))
     make_tiny_model(tmp_path / "MODEL", layers=1, hidden=32)
     (command,) = _commands(OWN_LOOP)

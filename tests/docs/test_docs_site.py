@@ -34,11 +34,11 @@ import reference  # noqa: E402 - a script beside the site's settings
 
 
 @pytest.mark.parametrize("place", reference.PAGES)
-def test_page_is_what_its_sources_make(place: str) -> None:
+def test_generated_page_matches_its_sources(place: str) -> None:
     assert (ROOT / place).read_text() == reference.PAGES[place](), f"out of date: {reference.COMMAND}"
 
 
-def test_settings_of_every_command_stand_on_their_page() -> None:
+def test_settings_page_lists_the_settings_of_every_command() -> None:
     named = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE))
     derived = ("ref.engine.", "critic.engine.")  # those of `actor.engine`
     for name in sum(reference.APPS.values(), ()):
@@ -55,14 +55,14 @@ class PlantedConfig(hh_rlhf.DPOConfig):
     """How many <seeds>, or `|`."""
 
 
-def test_new_setting_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_page_shows_a_new_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = replace(hh_rlhf.DPO, schema=PlantedConfig)
     monkeypatch.setattr(reference.registry, "load", lambda group, name: planted if "dpo" in name else load(group, name))
 
     assert "| `planted` | `7` | How many &lt;seeds>, or `\\|`. | dpo |" in reference.settings_page()
 
 
-def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_page_shows_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_figures(commands: Any) -> None:
         commands.add_parser("figures", help="what they mean").add_argument("--planted", default=7, help="(%(default)s)")
 
@@ -74,7 +74,7 @@ def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the site
 
 
-def test_page_of_the_docs_is_in_a_section_of_the_site() -> None:
+def test_every_page_is_in_a_section_of_the_site() -> None:
     named = re.findall(r"(?:root|file|glob): (\S+)", (SOURCES / "toc.yml").read_text())
     listed = {path.relative_to(ROOT).as_posix() for name in named for path in ROOT.glob(f"{name}.md")}
 
@@ -139,13 +139,13 @@ def _dead(site: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_site_has_every_page_no_dead_link_and_nothing_to_fetch(site: Path) -> None:
+def test_site_has_every_page_and_no_dead_or_remote_link(site: Path) -> None:
     assert [page for page in PAGES if not (site / page).with_suffix(".html").exists()] == []
     assert _dead(site) == {}
 
 
 @pytest.mark.slow
-def test_site_with_dead_links_is_an_error(tmp_path: Path) -> None:
+def test_site_build_with_dead_links_fails(tmp_path: Path) -> None:
     shutil.copytree(SOURCES, tmp_path / "infra" / "docs")
     (tmp_path / "infra" / "docs" / "toc.yml").write_text("root: README\n")
     (tmp_path / "README.md").write_text("# A page\n\n[page](gone.md) [heading](#nowhere) ![picture](gone.png)\n")
@@ -158,7 +158,7 @@ def test_site_with_dead_links_is_an_error(tmp_path: Path) -> None:
         assert said in output
 
 
-def test_dead_links_and_files_from_a_network_are_seen(tmp_path: Path) -> None:
+def test_dead_links_and_remote_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "one.html").write_text(
         '<a href="two.html#here">1</a><a href="two.html#gone">2</a><a href="3.html">3</a>'
     )
@@ -197,7 +197,7 @@ def _open(page: Path, profile: Path, query: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_browser_shows_the_front_page_and_what_is_searched_for(site: Path, tmp_path: Path) -> None:
+def test_browser_shows_front_page_and_search_results(site: Path, tmp_path: Path) -> None:
     _, front = _open(site / "README.html", tmp_path)
     found, searched = _open(site / "search.html", tmp_path, "?q=staleness")
 
@@ -207,7 +207,7 @@ def test_browser_shows_the_front_page_and_what_is_searched_for(site: Path, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_browser_opens_every_page_without_a_word_on_the_console(site: Path, tmp_path: Path) -> None:
+def test_browser_opens_every_page_without_console_messages(site: Path, tmp_path: Path) -> None:
     pages = sorted({*site.rglob("*.html")} - {site / "index.html"})  # which leads to README.html at once
     assert len(pages) > 50
 
@@ -215,7 +215,7 @@ def test_browser_opens_every_page_without_a_word_on_the_console(site: Path, tmp_
 
 
 @pytest.mark.slow
-def test_probe_sees_an_error_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_probe_reports_script_errors_and_missing_files(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text('<html><head></head><body><script src="gone.js"></script><script>broken()</script></body></html>')
 

@@ -27,7 +27,7 @@ LAST_WORDS = {
 """What each says of its run at the end."""
 
 
-def test_tutorials_are_numbered_and_there_is_one_for_every_command() -> None:
+def test_tutorials_are_numbered_and_cover_every_command() -> None:
     assert [program.stem.partition("_")[0] for program in PROGRAMS] == [str(i + 1) for i in range(len(PROGRAMS))]
     commands = {point.name for point in entry_points(group="rl.apps")} - {
         "grpo",
@@ -38,7 +38,7 @@ def test_tutorials_are_numbered_and_there_is_one_for_every_command() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_tutorial_is_checked_by_its_dry_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_dry_run_exits_0(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(program), "--dry-run"])
 
@@ -51,7 +51,7 @@ def test_tutorial_is_checked_by_its_dry_run(program: Path, tmp_path: Path, monke
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_tutorial_runs_to_its_last_words(program: Path, tmp_path: Path) -> None:
+def test_tutorial_prints_its_summary(program: Path, tmp_path: Path) -> None:
     command = (sys.executable, str(program), "total_steps=2")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)
 

@@ -38,7 +38,7 @@ def test_check_learning_run_that_learned_passes(tmp_path: Path) -> None:
         (1, {"loss/policy": float("nan")}, "not finite: loss/policy"),
     ],
 )
-def test_check_learning_planted_fault_is_named(
+def test_check_learning_names_an_injected_fault(
     tmp_path: Path, step: int, change: dict[str, float | None], complaint: str
 ) -> None:
     steps = [dict(figures) for figures in LEARNED]

@@ -38,7 +38,7 @@ def _script(name):
     ],
     ids=["none", "pair", "triangle", "two pairs, one reached from the other", "two circles that share a module"],
 )
-def test_find_circles_gives_the_largest_sets_that_import_each_other(imports, expected):
+def test_find_circles_returns_maximal_import_cycles(imports, expected):
     found = _script("import_circles").find_circles(imports)
 
     assert sorted(found) == sorted(expected)
@@ -66,7 +66,7 @@ def _lint_imports(directory, contract):
     )
 
 
-def test_lint_imports_pair_hidden_in_a_function_is_refused_with_both_lines(tmp_path):
+def test_lint_imports_cycle_through_a_function_fails_with_both_lines(tmp_path):
     done = _lint_imports(tmp_path, "")
 
     assert done.returncode == 1, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_lint_imports_pair_hidden_in_a_function_is_refused_with_both_lines(tmp_p
     assert "planted.second -> planted.first (l. 2)" in done.stdout
 
 
-def test_lint_imports_pair_of_which_one_import_is_ignored_passes(tmp_path):
+def test_lint_imports_cycle_with_an_ignored_import_passes(tmp_path):
     done = _lint_imports(tmp_path, 'ignore_imports = ["planted.second -> planted.first"]')
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_lint_imports_pair_of_which_one_import_is_ignored_passes(tmp_path):
 # ---- statements
 
 
-def test_statements_docstrings_and_layout_do_not_count():
+def test_statements_excludes_docstrings_and_layout():
     count = _script("count_statements").statements
 
     plain = "x = 1\nif x:\n    y = 2\n"
@@ -92,7 +92,7 @@ def test_statements_docstrings_and_layout_do_not_count():
     assert count("def f():\n    '''Doc.'''\n    return 1\n") == 2
 
 
-def test_count_statements_prints_the_total_without_testing(tmp_path):
+def test_count_statements_prints_the_total_without_test_helpers(tmp_path):
     source = tmp_path / "packages" / "rl-one" / "src" / "rl_one"
     (source / "testing").mkdir(parents=True)
     (source / "__init__.py").write_text("x = 1\ny = 2\n")
@@ -134,7 +134,7 @@ def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
         "fixup! feat: more",
     ],
 )
-def test_commit_message_of_the_form_passes(message):
+def test_commit_message_in_conventional_form_passes(message):
     assert _script("commit_message").problem(message) == ""
 
 
@@ -151,7 +151,7 @@ def test_commit_message_of_the_form_passes(message):
         ("feat: more\nand more", "empty line after the subject, found 'and more'"),
     ],
 )
-def test_commit_message_of_another_form_is_rejected(message, problem):
+def test_commit_message_in_another_form_is_rejected(message, problem):
     assert problem in _script("commit_message").problem(message)
 
 
@@ -215,7 +215,7 @@ def test_lint_language_banned_word_in_a_checked_folder_fails(tmp_path):
     assert (done.returncode, "README.md:1: banned word 'anew'" in done.stderr) == (1, True)
 
 
-def test_every_script_is_in_the_list_of_scripts():
+def test_ci_scripts_are_listed_in_the_readme():
     listed = (CI.parent / "README.md").read_text()
 
     assert [path.name for path in CI.iterdir() if path.name != "__pycache__" and path.name not in listed] == []
@@ -225,7 +225,7 @@ def test_every_script_is_in_the_list_of_scripts():
 
 
 @pytest.mark.parametrize("failing", ["ruff check .", "infra/servers/build.py vllm", "pytest -q --all"])
-def test_ci_ends_with_the_message_of_what_fails(tmp_path, failing):
+def test_ci_stops_with_the_message_of_the_failed_command(tmp_path, failing):
     """The servers' environment is built before the tests, which would otherwise be skipped."""
     asked = tmp_path / "asked"
     uv = tmp_path / "uv"
@@ -244,7 +244,7 @@ def test_ci_ends_with_the_message_of_what_fails(tmp_path, failing):
 
 
 @pytest.mark.parametrize(("declared", "code"), [(["numpy"], 0), ([], 1)])
-def test_lint_import_in_a_function_that_no_dependency_declares_is_named(tmp_path, declared, code):
+def test_lint_undeclared_dependency_in_a_function_is_reported(tmp_path, declared, code):
     (options,) = re.findall(r"deptry (src tests .*)\)", (CI / "lint.sh").read_text())
     for name in ("src", "tests"):
         (tmp_path / name).mkdir()
@@ -266,7 +266,7 @@ PACKAGES = [*sorted(path.name for path in (ROOT / "packages").iterdir()), "rl-ap
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_that_is_installed_alone_passes_its_quick_tests(package):
+def test_package_installed_alone_passes_its_quick_tests(package):
     command, alone = [str(CI / "test_package.sh"), package], {"ALONE_ENVIRONMENT": ".venv-alone-nightly"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **alone})
 
@@ -351,7 +351,7 @@ def test_nightly_part_over_its_limit_is_stopped_and_fails(nightly):
 # ---- tests that fail by chance
 
 
-def test_flaky_shuffle_keeps_the_tests_of_a_file_together():
+def test_flaky_shuffle_keeps_tests_of_a_file_together():
     items = [SimpleNamespace(path=path, name=number) for path in "abcd" for number in range(5)]
 
     orders = []
@@ -403,7 +403,7 @@ def test_flaky_test_that_fails_in_one_of_two_runs_is_printed(tmp_path, monkeypat
 # ---- what is left out of a run of the tests
 
 
-def test_marks_leave_tests_out_whatever_their_folder_is_called(tmp_path):
+def test_marks_select_tests_regardless_of_the_folder_name(tmp_path):
     checkout = tmp_path / "nightly"
     checkout.mkdir()
     (checkout / "conftest.py").write_text((ROOT / "conftest.py").read_text())

@@ -29,14 +29,14 @@ def _locked(name):
     return {package["version"] for package in packages if package["name"] == name}
 
 
-def test_there_is_a_file_for_a_cpu_for_one_environment_and_for_two():
+def test_image_files_are_listed_in_the_readme():
     assert FILES == ["Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.servers"]
     listed = (ROOT / "infra" / "README.md").read_text()
     assert [name for name in FILES if name not in listed] == []
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bases_are_pinned_and_what_is_copied_or_synced_is_there(name):
+def test_base_images_are_pinned_and_synced_packages_exist(name):
     instructions = _instructions(name)
     stages = {match[1] for _, rest in instructions if (match := re.search(r" AS (\w+)$", rest))}
 
@@ -53,21 +53,21 @@ def test_bases_are_pinned_and_what_is_copied_or_synced_is_there(name):
     assert all((ROOT / source).is_file() for source in re.findall(r"type=bind,source=([^, ]+)", " ".join(syncs)))
 
 
-def test_all_have_the_same_uv_and_leave_the_same_out():
+def test_image_files_share_the_uv_version_and_ignored_files():
     text = {name: (CONTAINERS / name).read_text() for name in FILES}
 
     assert len({re.search(r"(?:UV_VERSION=|astral-sh/uv:)([\d.]+)", content)[1] for content in text.values()}) == 1
     assert len({(CONTAINERS / f"{name}.dockerignore").read_text() for name in FILES}) == 1
 
 
-def test_extras_of_the_one_environment_are_there():
+def test_server_extras_of_the_cuda_image_exist():
     extras = tomllib.loads((ROOT / "packages" / "rl-inference" / "pyproject.toml").read_text())["project"]
 
     assert set(SERVERS) <= set(extras["optional-dependencies"])
     assert '--extra "$SERVER"' in (CONTAINERS / "Dockerfile.cuda").read_text()
 
 
-def test_all_run_as_a_user_and_start_from_the_same_environment():
+def test_images_run_as_a_user_with_the_environment_on_path():
     for name in FILES:
         instructions = _instructions(name)
         users = [rest for instruction, rest in instructions if instruction == "USER"]
@@ -111,7 +111,7 @@ def _uv(words, directory, environment):
     ("name", "server"),
     [("Dockerfile.cpu", ""), *(("Dockerfile.cuda", s) for s in SERVERS), ("Dockerfile.servers", "")],
 )
-def test_install_steps_resolve_in_a_fresh_directory(name, server, tmp_path):
+def test_install_steps_resolve_in_an_empty_directory(name, server, tmp_path):
     """As `uv sync --dry-run`; the first with the two files alone that its layer sees."""
     third_party, whole = _install_steps(name, server)
     first = tmp_path / "first"
@@ -130,7 +130,7 @@ def test_install_steps_resolve_in_a_fresh_directory(name, server, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-def test_install_steps_of_the_cpu_run_in_a_fresh_directory_and_its_command_is_there(tmp_path):
+def test_cpu_install_steps_provide_a_working_command(tmp_path):
     third_party, whole = _install_steps("Dockerfile.cpu", "")
     context, environment = _context(tmp_path / "rl"), tmp_path / "venv"
 
@@ -151,14 +151,14 @@ def test_install_steps_of_the_cpu_run_in_a_fresh_directory_and_its_command_is_th
 
 
 @pytest.mark.parametrize(("server", "repository"), [("vllm", "vllm/vllm-openai"), ("sglang", "lmsysorg/sglang")])
-def test_servers_are_of_the_version_that_is_locked(server, repository):
+def test_servers_image_has_the_locked_server_version(server, repository):
     (tag,) = re.findall(rf"FROM {repository}:v([\d.]+) AS {server}", (CONTAINERS / "Dockerfile.servers").read_text())
 
     assert _locked(server) == {tag}
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_command_of_the_servers_image_composes(capsys, monkeypatch, server):
+def test_command_of_the_servers_image_has_valid_settings(capsys, monkeypatch, server):
     from rl_apps.cli.driver import main
 
     (command,) = (rest for instruction, rest in _instructions("Dockerfile.servers") if instruction == "CMD")

@@ -92,7 +92,7 @@ def test_kubernetes_pods_have_images_versions_limits_and_shared_volumes(path):
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
-def test_kubernetes_commands_plan_a_run_for_which_the_pods_have_room(path, no_cluster, capsys):
+def test_kubernetes_commands_plan_a_run_that_fits_the_pods(path, no_cluster, capsys):
     found = yaml.safe_load(path.read_text())
     entrypoint = found["spec"].get("entrypoint")
     commands = [shlex.split(entrypoint)[1:]] if entrypoint else _commands(path.read_text())
@@ -119,7 +119,7 @@ def test_kubernetes_commands_plan_a_run_for_which_the_pods_have_room(path, no_cl
         assert f"of {replicas * int(limit['cpu'])} cores" in said or f"of {gpus} GPUs" in said
 
 
-def test_ray_cluster_is_what_rays_launcher_takes():
+def test_ray_cluster_file_matches_the_schema_of_ray():
     jsonschema = pytest.importorskip("jsonschema")
     package = pytest.importorskip("ray")
     schema = json.loads((Path(package.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
@@ -130,7 +130,7 @@ def test_ray_cluster_is_what_rays_launcher_takes():
 
 
 @pytest.mark.parametrize("name", ["gsm8k_grpo.yaml", "container.yaml"])
-def test_slurm_settings_plan_a_run_and_its_batch_script(name, no_cluster, capsys):
+def test_slurm_settings_print_a_plan_and_a_batch_script(name, no_cluster, capsys):
     text = (INFRA / "slurm" / name).read_text()
     commands = _commands(text)
     assert commands
@@ -152,14 +152,14 @@ def _last_command(script):
 
 
 @pytest.mark.parametrize("script", ["slurm/gsm8k_grpo.sbatch", "ray/submit.sh"])
-def test_scripts_are_right_and_their_commands_plan_a_run(script, no_cluster, capsys, tmp_path):
+def test_scripts_have_valid_syntax_and_their_commands_plan_a_run(script, no_cluster, capsys, tmp_path):
     assert subprocess.run(["/bin/bash", "-n", INFRA / script], check=False).returncode == 0
     words = [*_last_command(script), f"run_dir={tmp_path}", "cluster.nodes=2", "launcher.options.cores_per_node=2"]
     assert "recover.every=20" in words
     assert "2 nodes" in _plan(words, capsys, "cluster.device=cpu")
 
 
-def test_examples_name_no_host_but_examples():
+def test_examples_use_only_known_host_names():
     for path in (
         path for folder in ("slurm", "ray", "kubernetes", "containers") for path in (INFRA / folder).iterdir()
     ):

@@ -27,14 +27,14 @@ def _dry_run(tmp_path, *extras):
 
 
 @pytest.mark.parametrize(("extra", "other"), [("vllm", "sglang"), ("sglang", "vllm")])
-def test_extra_of_the_apps_brings_the_server_and_not_the_other(tmp_path, extra, other):
+def test_extra_installs_its_server_and_not_the_other(tmp_path, extra, other):
     said = _dry_run(tmp_path, extra).stderr
 
     assert f"+ {extra}==" in said
     assert f"+ {other}==" not in said
 
 
-def test_both_servers_in_one_environment_are_refused(tmp_path):
+def test_both_server_extras_together_conflict(tmp_path):
     done = _dry_run(tmp_path, "vllm", "sglang")
 
     assert done.returncode != 0

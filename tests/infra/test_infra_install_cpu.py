@@ -37,7 +37,7 @@ esac
     return tmp_path
 
 
-def test_torch_comes_first_from_the_index_for_cpus_and_stays_that_build(uv):
+def test_install_pins_torch_to_the_cpu_build(uv):
     (uv / "installed").write_text("numpy==2.5.5\ntorch==2.14.1+cpu\n")
 
     done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "ray", "plot")
@@ -48,7 +48,7 @@ def test_torch_comes_first_from_the_index_for_cpus_and_stays_that_build(uv):
     assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
 
 
-def test_workspace_installs_the_dev_group_with_torch_for_cpus(uv):
+def test_install_workspace_adds_the_dev_group_to_the_cpu_torch(uv):
     (uv / "installed").write_text("torch==2.14.1+cpu\n")
 
     done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "--workspace")
@@ -60,7 +60,7 @@ def test_workspace_installs_the_dev_group_with_torch_for_cpus(uv):
     assert installs == [["--torch-backend", "cpu", "torch"], ["--group", "dev"]]
 
 
-def test_cuda_libraries_that_are_there_afterwards_are_named(uv):
+def test_install_names_cuda_libraries_in_the_environment(uv):
     (uv / "installed").write_text("nvidia-cublas==13.1\ntorch==2.14.1\ntriton==3.8.0\n")
 
     done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv")
@@ -77,7 +77,7 @@ def _locked(*words):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_nothing_but_torch_brings_cuda_libraries():
+def test_only_torch_depends_on_cuda_libraries():
     assert [line for line in _locked() if line.startswith(CUDA)]
 
     assert [line for line in _locked("--prune", "torch") if line.startswith(CUDA)] == []
@@ -85,7 +85,7 @@ def test_nothing_but_torch_brings_cuda_libraries():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_install_has_a_torch_without_cuda_and_runs(tmp_path, record_property):
+def test_install_provides_a_torch_without_cuda_and_runs(tmp_path, record_property):
     try:
         socket.create_connection(("download.pytorch.org", 443), timeout=10).close()
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_markdown_format_planted_faults_are_found_and_ours_has_none(tmp_path):
+def test_markdown_check_finds_injected_faults_and_the_repository_passes(tmp_path):
     rumdl = [
         str(Path(sys.executable).with_name("rumdl")),
         "check",

@@ -23,12 +23,12 @@ def _named(values):
 
 
 @pytest.mark.parametrize("package", **_named(PACKAGES))
-def test_files_of_a_package_agree(package):
+def test_release_files_of_a_package_agree(package):
     assert workspace.faults(package) == []
 
 
 @pytest.mark.parametrize("package", **_named(PACKAGES))
-def test_readme_says_how_to_install_the_package_and_has_an_example(package):
+def test_readme_has_install_command_and_example(package):
     page = (package.folder / "README.md").relative_to(workspace.ROOT).as_posix()
     found = readme.blocks(page, workspace.ROOT)
     asked = check.asked_for(page, "\n".join(command for block in found for command in block.commands()))
@@ -37,13 +37,13 @@ def test_readme_says_how_to_install_the_package_and_has_an_example(package):
     assert any(block.is_program for block in found)
 
 
-def test_every_script_is_in_the_list_of_scripts():
+def test_release_scripts_are_listed_in_the_readme():
     listed = (workspace.ROOT / "infra" / "README.md").read_text()
 
     assert [path.name for path in check.DOWNSTREAM.parent.glob("*.py") if path.name not in listed] == []
 
 
-def test_projects_downstream_ask_for_one_package_each():
+def test_downstream_projects_require_one_package_each():
     found = {project.name: check.uses(project).name for project in check.DOWNSTREAM.iterdir()}
 
     assert found == {"rewards": "rl-rewards", "losses": "rl-trainers"}
@@ -104,7 +104,7 @@ def _edit(path, before, after):
 # ---- tags
 
 
-def test_tag_is_annotated_with_the_changes_of_the_version(root):
+def test_tag_annotation_lists_the_changes_of_the_version(root):
     assert tag.tag("rl-user", root) == "rl-user-v0.1.0"
 
     assert _git(root, "cat-file", "-t", "rl-user-v0.1.0") == "tag\n"
@@ -127,7 +127,7 @@ def test_tag_is_annotated_with_the_changes_of_the_version(root):
         ("LICENSE", "Free.", "Not free.", "expected a copy of LICENSE"),
     ],
 )
-def test_tag_of_files_that_contradict_each_other_is_refused(root, path, before, after, complaint):
+def test_tag_with_inconsistent_files_raises_release_error(root, path, before, after, complaint):
     _edit(root / "packages" / "rl-user" / path, before, after)
     _commit(root)
 
@@ -136,14 +136,14 @@ def test_tag_of_files_that_contradict_each_other_is_refused(root, path, before, 
     assert _git(root, "tag") == ""
 
 
-def test_tag_of_a_tree_with_changes_is_refused(root):
+def test_tag_with_uncommitted_changes_raises_release_error(root):
     (root / "new.txt").write_text("")
 
     with pytest.raises(workspace.ReleaseError, match=r"found\n\?\? new.txt\ncommit"):
         tag.tag("rl-user", root)
 
 
-def test_tag_that_is_there_is_refused_and_stays(root):
+def test_tag_that_exists_raises_release_error_and_is_unchanged(root):
     tag.tag("rl-user", root)
     first = _git(root, "rev-parse", "rl-user-v0.1.0")
     (root / "more.txt").write_text("")
@@ -156,7 +156,7 @@ def test_tag_that_is_there_is_refused_and_stays(root):
 
 
 @pytest.mark.parametrize("program", [tag, bump, check])
-def test_unknown_package_is_refused_with_those_that_there_are(program, capsys):
+def test_unknown_package_exits_2_and_lists_the_packages(program, capsys):
     words = ["rl-nothing", "patch"] if program is bump else ["rl-nothing"]
 
     assert workspace.ended(lambda: program.main(words)) == 2
@@ -169,11 +169,11 @@ def test_unknown_package_is_refused_with_those_that_there_are(program, capsys):
 @pytest.mark.parametrize(
     ("version", "expected"), [("0.1.3", ">=0.1,<0.2"), ("0.9.0", ">=0.9,<0.10"), ("1.4.2", ">=1.4,<2")]
 )
-def test_compatible_range_ends_before_what_may_break(version, expected):
+def test_compatible_range_excludes_the_next_breaking_version(version, expected):
     assert workspace.compatible(Version(version)) == expected
 
 
-def test_bump_raises_the_version_wherever_it_is_named(root):
+def test_bump_minor_updates_version_ranges_and_changelogs(root):
     base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
     _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- `f` is gone.\n\n## 0.1.0\n")
 
@@ -188,7 +188,7 @@ def test_bump_raises_the_version_wherever_it_is_named(root):
     assert tag.tag("rl-base", root) == "rl-base-v0.2.0"
 
 
-def test_bump_of_a_patch_leaves_what_uses_the_package_as_it_is(root):
+def test_bump_patch_does_not_change_dependent_packages(root):
     base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
     _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- A fault less.\n\n## 0.1.0\n")
 
@@ -198,7 +198,7 @@ def test_bump_of_a_patch_leaves_what_uses_the_package_as_it_is(root):
     assert "Unreleased" not in (user / "CHANGELOG.md").read_text()
 
 
-def test_bump_puts_the_new_range_above_changes_that_are_there(root):
+def test_bump_adds_the_new_range_above_existing_changes(root):
     for name, change in (("rl-base", "- `f` is gone."), ("rl-user", "- More.")):
         log = root / "packages" / name / "CHANGELOG.md"
         _edit(log, "## 0.1.0\n", f"## Unreleased\n\n{change}\n\n## 0.1.0\n")
@@ -209,7 +209,7 @@ def test_bump_puts_the_new_range_above_changes_that_are_there(root):
     assert changes == "- Needs `rl-base` 0.2.\n- More."
 
 
-def test_bump_without_changes_is_refused(root):
+def test_bump_without_changes_raises_release_error(root):
     with pytest.raises(workspace.ReleaseError, match="expected changes under '## Unreleased', found none to release"):
         bump.bump("rl-base", "patch", root)
 
@@ -217,7 +217,7 @@ def test_bump_without_changes_is_refused(root):
 # ---- what was built
 
 
-def test_missing_and_strange_files_of_what_was_built_are_named(root):
+def test_built_files_missing_or_unexpected_are_reported(root):
     package = workspace.package_named("rl-base", root)
     sdist = [f"rl_base-0.1.0/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml")]
     wheel = ["rl_base/__init__.py", "rl_base/py.typed", "rl_base-0.1.0.dist-info/licenses/LICENSE", "tests/test_it.py"]
@@ -231,18 +231,18 @@ def test_missing_and_strange_files_of_what_was_built_are_named(root):
     assert check.wheel_faults(package, wheel[1:3]) == ["rl-base: expected rl_base/__init__.py in the wheel, found none"]
 
 
-def test_packages_of_ours_that_are_used_are_built_too(root):
+def test_with_ours_adds_dependencies_of_the_workspace(root):
     assert [package.name for package in workspace.with_ours(["rl-user"], root)] == ["rl-base", "rl-user"]
     assert [package.name for package in workspace.with_ours(["rl-base"], root)] == ["rl-base"]
 
 
-def test_readme_that_does_not_say_how_to_install_is_refused():
+def test_readme_without_install_command_raises_release_error():
     assert check.asked_for("README.md", "uv pip install 'packages/rl-base[a,b]' numpy") == ["rl-base[a,b]", "numpy"]
     with pytest.raises(workspace.ReleaseError, match=r"README.md: expected how the package is installed"):
         check.asked_for("README.md", "uv sync")
 
 
-def test_environment_has_nothing_that_was_not_installed_in_it(tmp_path, monkeypatch):
+def test_environment_ignores_pythonpath(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(workspace.ROOT / "packages" / "rl-rewards" / "src"))
     program = tmp_path / "main.py"
     program.write_text("import rl_rewards\n")
@@ -251,7 +251,7 @@ def test_environment_has_nothing_that_was_not_installed_in_it(tmp_path, monkeypa
         check.Environment(tmp_path / "environment", {}).run(program)
 
 
-def test_command_that_does_not_end_is_ended(monkeypatch):
+def test_command_over_its_deadline_raises_release_error(monkeypatch):
     monkeypatch.setattr(workspace, "DEADLINE", 0.1)
 
     with pytest.raises(workspace.ReleaseError, match=r"sleep 60 ...: expected an end within 0 s"):
@@ -259,7 +259,7 @@ def test_command_that_does_not_end_is_ended(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_rewards_are_built_installed_and_used(tmp_path, capsys):
+def test_rl_rewards_is_built_installed_and_used(tmp_path, capsys):
     check.main(["rl-rewards", "--out", str(tmp_path)])
 
     built = f"rl_rewards-{workspace.package_named('rl-rewards').version}"

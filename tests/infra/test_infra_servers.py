@@ -30,7 +30,7 @@ def _finish(pins, directory, lock):
     (directory / builder.DONE).write_text("{}")
 
 
-def test_interpreter_is_built_once_and_again_for_other_pins(tmp_path):
+def test_interpreter_is_built_once_per_set_of_pins(tmp_path):
     built = []
 
     def make(pins, directory, lock):
@@ -45,7 +45,7 @@ def test_interpreter_is_built_once_and_again_for_other_pins(tmp_path):
     assert built == [first.parents[1], other.parents[1]]
 
 
-def test_interpreter_interrupted_build_is_thrown_away(tmp_path):
+def test_interpreter_after_an_interrupted_build_is_rebuilt(tmp_path):
     def interrupted(pins, directory, lock):
         directory.mkdir()
         (directory / "half").write_text("")
@@ -58,7 +58,7 @@ def test_interpreter_interrupted_build_is_thrown_away(tmp_path):
     assert [path.name for path in directory.iterdir()] == [builder.DONE]
 
 
-def test_interpreter_two_at_once_build_once(tmp_path, monkeypatch):
+def test_interpreter_concurrent_calls_build_once(tmp_path, monkeypatch):
     begun, waits, go_on, built = threading.Event(), threading.Event(), threading.Event(), []
     monkeypatch.setattr(builder, "_say", lambda text: "waiting for another build" in text and waits.set())
 
@@ -80,7 +80,7 @@ def test_interpreter_two_at_once_build_once(tmp_path, monkeypatch):
     assert len(built) == 1
 
 
-def test_interpreter_process_left_by_a_killed_build_holds_the_lock(tmp_path):
+def test_interpreter_waits_for_a_child_process_of_a_killed_build(tmp_path):
     """What a build started may go on writing into the directory after the build itself was killed."""
     started = []
 
@@ -103,7 +103,7 @@ def test_interpreter_process_left_by_a_killed_build_holds_the_lock(tmp_path):
 
 
 @pytest.mark.slow
-def test_build_makes_an_environment_with_a_stand_in_for_the_driver(tmp_path):
+def test_build_creates_an_environment_with_a_driver_stub(tmp_path):
     pins = replace(PINS, requirements=("pip",), driver_stub=("cuInit",))
 
     python = builder.interpreter(pins, tmp_path)
@@ -115,7 +115,7 @@ def test_build_makes_an_environment_with_a_stand_in_for_the_driver(tmp_path):
 
 
 @pytest.mark.nightly
-def test_build_that_fails_says_which_step_and_is_not_used(tmp_path):
+def test_build_failure_names_the_step_and_is_not_reused(tmp_path):
     pins = replace(PINS, requirements=("pip",), imports=("no_such_module",))
 
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_build_that_fails_says_which_step_and_is_not_used(tmp_path):
             builder.interpreter(pins, tmp_path)
 
 
-def test_build_without_the_python_a_compiler_or_space_names_it(tmp_path, monkeypatch):
+def test_build_without_space_compiler_or_python_raises_missing_error(tmp_path, monkeypatch):
     with pytest.raises(builder.MissingError, match=r"expected 1e\+12 GB of free space .*found \d+\.\d.*--cache"):
         builder.require_space(tmp_path, 1e12)
 
@@ -138,7 +138,7 @@ def test_build_without_the_python_a_compiler_or_space_names_it(tmp_path, monkeyp
         builder.find_python("3.11")
 
 
-def test_find_python_that_is_not_on_the_path_is_fetched_by_uv(tmp_path, monkeypatch):
+def test_find_python_missing_on_path_is_fetched_by_uv(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     uv = tmp_path / "uv"
@@ -157,14 +157,14 @@ esac
         builder.find_python("3.9")
 
 
-def test_interpreter_cache_that_cannot_be_made_is_named(tmp_path):
+def test_interpreter_cache_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(builder.MissingError, match=r"file/servers .*--cache"):
         builder.interpreter(PINS, tmp_path / "file" / "servers")
 
 
-def test_pins_are_exact_and_unknown_servers_are_refused():
+def test_pins_are_exact_and_an_unknown_server_exits_2():
     pins = builder.read_pins()
 
     assert all(requirement.count("==") == 1 for table in pins.values() for requirement in table.requirements)
@@ -173,7 +173,7 @@ def test_pins_are_exact_and_unknown_servers_are_refused():
     assert "expected servers of vllm, sglang, found tgi" in done.stderr
 
 
-def test_every_script_of_the_servers_is_in_the_list_of_scripts():
+def test_server_scripts_are_listed_in_the_readme():
     listed = (ROOT / "infra" / "README.md").read_text()
 
     assert [path.name for path in SERVERS.glob("*.py") if path.name not in listed] == []

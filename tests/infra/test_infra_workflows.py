@@ -26,13 +26,13 @@ def _complaints(*paths):
     return CliRunner().invoke(check_jsonschema, words)
 
 
-def test_there_is_a_workflow_for_changes_wheels_docs_and_the_night():
+def test_workflows_cover_changes_docs_nightly_run_and_wheels():
     assert [path.name for path in WORKFLOWS] == ["ci.yml", "docs.yml", "nightly.yml", "wheels.yml"]
     assert {"lint", "matrix"} <= set(_read("ci.yml")["jobs"])
     assert [path.name for path in WORKFLOWS if "schedule" in _read(path.name)["on"]] == ["nightly.yml"]
 
 
-def test_workflows_have_the_form_that_github_takes():
+def test_workflows_match_the_github_schema():
     done = _complaints(*WORKFLOWS)
 
     assert done.exit_code == 0, done.output
@@ -42,7 +42,7 @@ def test_workflows_have_the_form_that_github_takes():
     ("before", "after"),
     [("runs-on:", "run-on:"), ("timeout-minutes: 20", "timeout-minutes: soon"), ("steps:", "step:")],
 )
-def test_workflow_of_another_form_is_refused(tmp_path, before, after):
+def test_workflow_with_an_invalid_field_fails_the_schema_check(tmp_path, before, after):
     text = (WORKFLOWS[0].parent / "docs.yml").read_text()
     assert before in text
     (tmp_path / "docs.yml").write_text(text.replace(before, after))
@@ -51,7 +51,7 @@ def test_workflow_of_another_form_is_refused(tmp_path, before, after):
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_scripts_of_a_workflow_are_there(workflow):
+def test_scripts_of_a_workflow_exist(workflow):
     jobs = _read(workflow.name)["jobs"].values()
     commands = "\n".join(step["run"] for job in jobs for step in job["steps"] if "run" in step)
     scripts = re.findall(r"(?m)(?:^|\s)((?:infra|tests)/\S+)", commands)
@@ -87,7 +87,7 @@ def test_nightly_matrix_of_another_python_lists_every_package():
         (["uv.lock"], ["rl-apps", "rl-contracts", "rl-rewards"]),
     ],
 )
-def test_changed_packages_lists_those_that_a_path_affects(paths, expected):
+def test_changed_packages_lists_packages_affected_by_a_path(paths, expected):
     folders = {"rl-apps": "apps", **{name: f"packages/{name}" for name in ("rl-contracts", "rl-rewards")}}
 
     assert CHANGED["affected"](paths, folders) == expected
@@ -101,7 +101,7 @@ def test_changed_packages_unknown_base_lists_all(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == sorted(workspace.packages())
 
 
-def test_tag_of_every_package_starts_its_wheels():
+def test_tag_of_every_package_triggers_the_wheels_workflow():
     (pattern,) = _read("wheels.yml")["on"]["push"]["tags"]
 
     assert [p.tag for p in workspace.packages().values() if not fnmatch(p.tag, pattern)] == []

@@ -22,7 +22,7 @@ PACKAGES = [
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_readme_of_a_package_names_what_it_exports(package: str) -> None:
+def test_readme_of_a_package_lists_its_exports(package: str) -> None:
     readme = (ROOT / "packages" / package.replace("_", "-") / "README.md").read_text()
 
     missing = [name for name in importlib.import_module(package).__all__ if f"`{name}" not in readme]
@@ -30,7 +30,7 @@ def test_readme_of_a_package_names_what_it_exports(package: str) -> None:
     assert not missing
 
 
-def test_public_api_differs_from_the_kept_list_fails(
+def test_public_api_that_differs_from_the_stored_list_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "infra" / "ci")

@@ -51,7 +51,7 @@ def _refused(monkeypatch, capsys, directory, model, address, **options):
     return err
 
 
-def test_attached_address_of_no_such_server_or_of_nobody_is_refused(monkeypatch, capsys, tmp_path, model):
+def test_attached_address_without_a_suitable_server_is_rejected(monkeypatch, capsys, tmp_path, model):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -65,7 +65,7 @@ def test_attached_address_of_no_such_server_or_of_nobody_is_refused(monkeypatch,
 
 
 @pytest.mark.nightly
-def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatch, capsys, tmp_path, model):
+def test_attached_server_with_other_key_model_or_directory_is_rejected(monkeypatch, capsys, tmp_path, model):
     other = prepare_embedded(1, EmbeddedRecipe(shape=ModelShape(layers=1), warm_up=None), cache_dir=tmp_path / "cache")
     with _server(model, tmp_path, "server") as server:
         refused = _refused(monkeypatch, capsys, tmp_path, model, server.address, key="another")
@@ -87,7 +87,7 @@ def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatc
         ({"weights_dir": ""}, "it does not accept weight updates"),
     ],
 )
-def test_attached_server_with_a_past_or_without_updates_is_refused(
+def test_attached_server_at_another_version_or_read_only_is_rejected(
     monkeypatch, capsys, tmp_path, model, options, message
 ):
     with _server(model, tmp_path, "server", **options) as server:
@@ -95,7 +95,7 @@ def test_attached_server_with_a_past_or_without_updates_is_refused(
 
 
 @pytest.mark.nightly
-def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(monkeypatch, capsys, tmp_path, model):
+def test_attached_server_with_raw_or_truncated_logprobs_is_rejected(monkeypatch, capsys, tmp_path, model):
     fault = tmp_path / "fault"
     fault.write_text("")
     monkeypatch.setenv("FAULT_FILE", str(fault))
@@ -110,9 +110,7 @@ def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(m
             assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
 
 
-def test_attached_server_of_a_kind_that_says_nothing_of_itself_is_seen_by_its_log_probs(
-    monkeypatch, capsys, tmp_path, model
-):
+def test_attached_server_without_info_is_rejected_by_its_logprobs(monkeypatch, capsys, tmp_path, model):
     kind = "rl_contracts.testing.null_inference:NullInferenceEngine"  # whose model has another vocabulary
     settings = (f"allocation={kind}:d1+fsdp:d1", "rollout.server.addresses=[http://null:1]", f"model.path={model}")
 

@@ -114,7 +114,7 @@ def alarm(run: Run, steps: int) -> str:
     return str(caught.value)
 
 
-def test_temperature_changed_on_the_server_is_named_by_the_gap_gate(fleet):
+def test_gap_gate_names_a_changed_temperature(fleet):
     with fleet.run(0) as run:
         fleet.plant("temperature", 0)
         message = alarm(run, 3)
@@ -124,7 +124,7 @@ def test_temperature_changed_on_the_server_is_named_by_the_gap_gate(fleet):
     assert "at temperature 0.7 instead" in message
 
 
-def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
+def test_gap_gate_names_a_stale_prefix_cache(fleet):
     with fleet.run(0) as run:
         fleet.plant("cache not flushed", 0)
         message = alarm(run, 4)
@@ -141,7 +141,7 @@ def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
 )
-def test_weights_that_the_server_does_not_compare_are_named_by_the_gap_gate(fleet, faults, cause):
+def test_gap_gate_names_weights_that_the_server_did_not_compare(fleet, faults, cause):
     with fleet.run(0) as run:
         fleet.plant(faults, 0)
         message = alarm(run, 1)
@@ -150,7 +150,7 @@ def test_weights_that_the_server_does_not_compare_are_named_by_the_gap_gate(flee
     assert cause in message
 
 
-def test_one_server_of_two_behind_is_named_by_the_gap_gate(fleet):
+def test_gap_gate_names_the_server_with_outdated_weights(fleet):
     with fleet.run(0, 1) as run:
         run.step()  # the gate looks at each in turn, and it is the second's now
         fleet.plant("one behind", 1)
@@ -173,7 +173,7 @@ def test_one_server_of_two_behind_is_named_by_the_gap_gate(fleet):
     ],
     ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept", "one_of_two_behind"],
 )
-def test_fault_of_one_server_of_two_is_named_by_the_canary(fleet, faults, named):
+def test_canary_names_the_faulty_server_of_two(fleet, faults, named):
     with fleet.run(0, 1, canary="always") as run:
         fleet.plant(faults, 1)
         message = alarm(run, 1)
@@ -190,7 +190,7 @@ def test_fault_of_one_server_of_two_is_named_by_the_canary(fleet, faults, named)
         pytest.param("stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),  # each ends a server
     ],
 )
-def test_load_that_missed_a_parameter_is_named_by_the_servers_own_comparison_and_ends_it(fleet, faults, server):
+def test_load_that_misses_a_parameter_is_reported_and_ends_the_server(fleet, faults, server):
     with fleet.run(server) as run:
         fleet.plant(faults, server)
         message = alarm(run, 1)
@@ -215,7 +215,7 @@ async def in_flight(engine: HttpEngine, asked: Sequence[ModelRequest]) -> list[a
 
 
 @pytest.mark.nightly
-async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answers_and_its_place(fleet):
+async def test_hung_server_with_passing_health_checks_is_evicted(fleet):
     """The process that computes is frozen; the one that speaks HTTP goes on."""
     hung, other = fleet.servers
     children = psutil.Process(hung.process.pid).children(recursive=True)

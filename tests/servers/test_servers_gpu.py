@@ -26,7 +26,7 @@ KEY = "a key of this run"
 @pytest.mark.gpu
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_ipc_server_of_others_on_the_same_gpu_computes_with_what_was_sent(kind: str, tmp_path: Path) -> None:
+async def test_ipc_update_of_a_server_on_the_same_gpu_serves_the_new_weights(kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed here: uv sync --package rl-apps --extra {kind}")
     engine, config = (VLLMEngine, VLLMEngineConfig) if kind == "vllm" else (SGLangEngine, SGLangEngineConfig)
@@ -57,7 +57,7 @@ async def test_ipc_server_of_others_on_the_same_gpu_computes_with_what_was_sent(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1500)
-async def test_vllm_that_sleeps_gives_its_gpu_back_and_goes_on_with_its_version(tmp_path: Path) -> None:
+async def test_vllm_sleep_frees_gpu_memory_and_wake_keeps_the_version(tmp_path: Path) -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed here: uv sync --package rl-apps --extra vllm")
     models = Models(tmp_path, tied=True)
@@ -82,7 +82,7 @@ async def test_vllm_that_sleeps_gives_its_gpu_back_and_goes_on_with_its_version(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_embedded_server_on_the_trainers_gpu_gives_its_memory_back_while_that_learns(tmp_path: Path) -> None:
+def test_embedded_server_sleeps_while_the_trainer_uses_its_gpu(tmp_path: Path) -> None:
     settings = ("allocation='embedded:d1|fsdp:d1'", "cluster.device=cuda", "total_steps=3", "evaluation.rows=0")
     line = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={tmp_path / 'run'}", *settings]
 

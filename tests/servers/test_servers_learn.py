@@ -155,7 +155,7 @@ def _nothing_lost(steps: list[dict[str, Any]], prompts: int) -> None:
 
 
 @pytest.mark.nightly
-def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, record_property):
+def test_run_with_one_of_two_vllm_servers_killed_learns(start, record_property):
     """By the default route, until both are there again and it has learned. The processes of a server die at once, as
     where memory runs out."""
     command = start("vllm", 2, "total_steps=400")
@@ -189,7 +189,7 @@ def _gain(records: list[dict[str, Any]]) -> float:
 @pytest.mark.nightly
 @pytest.mark.parametrize("route", ["disk", "broadcast"])
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_one_server_learns_the_task_over_each_route(start, learned, server, route):
+def test_run_with_one_server_learns_over_each_route(start, learned, server, route):
     command = start(server, 1, f"publish.route={route}")
 
     _nothing_lost(learned(command), 32)
@@ -207,7 +207,7 @@ def test_one_server_learns_the_task_over_each_route(start, learned, server, rout
         ("sglang", "megatron:p2", "broadcast"),
     ],
 )
-def test_servers_of_others_compute_with_what_ranks_of_megatron_publish(start, server, trainer, route):
+def test_servers_match_the_weights_that_megatron_ranks_publish(start, server, trainer, route):
     command = start(
         server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.sequences=8", trainer=trainer
     )

@@ -70,7 +70,7 @@ def refused(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_port_in_use_is_refused(refused, kind):
+def test_port_in_use_is_rejected(refused, kind):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         told = refused(kind, f"rollout.port={port}")
@@ -79,7 +79,7 @@ def test_port_in_use_is_refused(refused, kind):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_interpreter_without_the_server_is_refused(refused, kind):
+def test_interpreter_without_the_server_is_rejected(refused, kind):
     for python in (sys.executable, str(interpreter_of(OTHER[kind]))):
         told = refused(kind, f"rollout.server.python={python}")
 
@@ -91,7 +91,7 @@ def test_interpreter_without_the_server_is_refused(refused, kind):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", BOTH)
-def test_interpreter_with_a_server_of_another_version_is_refused(refused, monkeypatch, kind):
+def test_interpreter_with_another_server_version_is_rejected(refused, monkeypatch, kind):
     python = interpreter_of(kind)
     later(monkeypatch)
 
@@ -115,7 +115,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly  # a server takes minutes to give up
 @pytest.mark.parametrize("kind", BOTH)
-def test_model_that_the_server_cannot_load_is_told_with_its_log(tmp_path, kind, record_property):
+def test_model_that_the_server_cannot_load_fails_with_its_log(tmp_path, kind, record_property):
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysForCausalLM"]}))
@@ -173,7 +173,7 @@ def attached(
 
 
 @NIGHTLY
-def test_attached_server_that_refuses_the_key_is_refused(refused, monkeypatch, attached):
+def test_attached_server_with_another_key_is_rejected(refused, monkeypatch, attached):
     monkeypatch.setenv("RL_RUN_KEY", "another key")
 
     told = refused(attached.name, *attached.settings, run_dir=attached.run_dir)
@@ -183,7 +183,7 @@ def test_attached_server_that_refuses_the_key_is_refused(refused, monkeypatch, a
 
 
 @NIGHTLY
-def test_attached_server_of_another_version_or_temperature_is_refused(refused, monkeypatch, attached):
+def test_attached_server_with_raw_logprobs_or_other_version_is_rejected(refused, monkeypatch, attached):
     monkeypatch.setenv("RL_RUN_KEY", KEY)
     attached.faults.write_text("temperature")
     told = refused(attached.name, *attached.settings, run_dir=attached.run_dir)
@@ -198,7 +198,7 @@ def test_attached_server_of_another_version_or_temperature_is_refused(refused, m
 
 
 @NIGHTLY
-def test_attached_address_of_a_server_of_another_kind_is_refused(refused, monkeypatch, attached, tmp_path, model):
+def test_attached_server_of_another_kind_is_rejected(refused, monkeypatch, attached, tmp_path, model):
     monkeypatch.setenv("RL_RUN_KEY", KEY)
     other = OTHER[attached.name]
 

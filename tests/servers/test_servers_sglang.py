@@ -68,7 +68,7 @@ class TestSGLangEngine(ServerSuite):
         assert self.models.difference(response, temperature) < TOLERANCE
 
 
-async def test_answer_goes_on_after_an_end_token_that_does_not_count(engine, models):
+async def test_completion_continues_after_an_ignored_end_token(engine, models):
     """SGLang cannot ignore end tokens and stop at others: it is asked again after each. All tokens are as likely, so
     that of 16 answers one in 65,000 times none has an end token before its stop token."""
     end, stop = AutoTokenizer.from_pretrained(models.paths[0]).eos_token_id, 9
@@ -82,7 +82,7 @@ async def test_answer_goes_on_after_an_end_token_that_does_not_count(engine, mod
     assert any(each.resubmissions for each in found)
 
 
-async def test_requests_that_cannot_be_served_say_why_and_end_no_server(engine, server):
+async def test_invalid_requests_raise_inference_error_and_the_server_stays_up(engine, server):
     for bad, told in (([1, 100000], "from 0 to"), ([5] * CONTEXT, "expected at most 1023 tokens")):
         with pytest.raises(InferenceError, match=told):
             await engine.agenerate(make_request(bad, 1))
@@ -96,7 +96,7 @@ async def test_requests_that_cannot_be_served_say_why_and_end_no_server(engine, 
     assert len((await engine.agenerate(make_request(SHARED, 1))).output_ids) == 16
 
 
-def test_key_is_neither_in_the_log_nor_in_what_the_server_says(server):
+def test_key_is_absent_from_log_command_line_and_server_info(server):
     asked = urllib.request.Request(f"{server.address}/server_info", headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         assert KEY not in answer.read().decode()

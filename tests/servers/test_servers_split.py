@@ -63,7 +63,7 @@ class TestSplitServer(UpdateSuite):
     pass
 
 
-def test_each_part_is_a_process_of_its_own(server):
+def test_each_tensor_parallel_rank_is_a_separate_process(server):
     children = psutil.Process(server.process.pid).children(recursive=True)
     titles = [" ".join(child.cmdline()) for child in children]
 

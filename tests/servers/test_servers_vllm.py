@@ -72,7 +72,7 @@ class TestVLLMEngine(ServerSuite):
         assert self.models.difference(response, temperature) < TOLERANCE
 
 
-async def test_group_members_that_wait_inside_read_no_keys_and_values_of_older_weights(engine, models, weights_dir):
+async def test_queued_group_members_do_not_reuse_an_outdated_kv_cache(engine, models, weights_dir):
     """They passed the door with the salt of the version before, whose blocks the others of their group hold."""
     await engine.stats()
     first = engine.version
@@ -93,7 +93,7 @@ async def test_group_members_that_wait_inside_read_no_keys_and_values_of_older_w
     assert max(models.difference(each) for each in responses) < TOLERANCE
 
 
-async def test_stop_strings_are_found(engine, models):
+async def test_stop_string_ends_the_completion(engine, models):
     free = await engine.agenerate(make_request(SHARED, 1, tokens=40, temperature=0.0))
     tokenizer = AutoTokenizer.from_pretrained(models.paths[0])
     text = tokenizer.decode(free.output_ids[8:10])
@@ -103,7 +103,7 @@ async def test_stop_strings_are_found(engine, models):
     assert (len(stopped.output_ids) <= 10, stopped.stop_reason) == (True, "stop")
 
 
-async def test_requests_that_the_server_refuses_say_why(engine, server):
+async def test_invalid_requests_raise_inference_error(engine, server):
     for bad, told in (([1, 100000], "out of vocabulary"), ([5] * CONTEXT, "longer than the maximum model length")):
         with pytest.raises(InferenceError, match=told):
             await engine.agenerate(make_request(bad, 1))

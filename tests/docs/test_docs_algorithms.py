@@ -1,4 +1,4 @@
-"""The example of docs/algorithms.md: its file and its entry points, installed and used by name."""
+"""Install the example of docs/algorithms.md and use its components by name."""
 
 import re
 import sys
@@ -32,31 +32,33 @@ def _block(language):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A distribution that has the example's file and registers its entry points."""
+    """Add a distribution with the example's module and entry points to `sys.path`."""
     (tmp_path / "my_parts.py").write_text(_block("python"))
-    points = tomllib.loads(_block("toml"))["project"]["entry-points"]
+    entry_points = tomllib.loads(_block("toml"))["project"]["entry-points"]
     lines = [
-        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+        line
+        for group, names in entry_points.items()
+        for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
     ]
     metadata = tmp_path / "my_parts-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_parts", raising=False)  # another test's
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)  # imported by another test
 
 
 def _config(*overrides):
     return APP.config(list(overrides)).algorithm
 
 
-PARTS = ("algorithm.loss.kind=tempered", "algorithm.correction.kind=smooth", "algorithm.mask.kind=drifted")
+COMPONENTS = ("algorithm.loss.kind=tempered", "algorithm.correction.kind=smooth", "algorithm.mask.kind=drifted")
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*PARTS, "algorithm.advantage.kind=only_right", "algorithm.loss.options.power=0.8"),
+        (*COMPONENTS, "algorithm.advantage.kind=only_right", "algorithm.loss.options.power=0.8"),
         (
             "algorithm.loss.kind=my_parts:tempered_loss",
             "algorithm.mask.kind=my_parts:drifted_rows+second_moment",
@@ -83,7 +85,7 @@ def test_example_components_are_loaded_and_train(installed, tmp_path, overrides)
 def test_example_loss_matches_its_formula(installed):
     old, trained = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     terms = policy_terms(torch.tensor([0.1, 0.5]), old, torch.tensor([1.0, -2.0]), trained)
-    losses, marks = load_component(_config(*PARTS, "algorithm.loss.options.power=0.8").loss)(terms)
+    losses, marks = load_component(_config(*COMPONENTS, "algorithm.loss.options.power=0.8").loss)(terms)
     ratio = torch.tensor([0.1, 0.5]).exp().clamp(max=1.28)
     torch.testing.assert_close(losses, -(ratio**0.8) / 0.8 * torch.tensor([1.0, -2.0]))
     assert marks["clip/high"].tolist() == [False, True]
@@ -93,7 +95,7 @@ def test_example_correction_and_mask_match_their_formulas(installed):
     batch = make_batch(2, lengths=(3, 3))
     batch["loss_mask"] = torch.ones(2, 3, dtype=torch.bool)
     batch["advantages"] = torch.tensor([[-1.0] * 3, [1.0] * 3])
-    packed, algorithm = pack(batch), _config(*PARTS)
+    packed, algorithm = pack(batch), _config(*COMPONENTS)
     off = OffPolicy(torch.tensor([0.0, 1.0, 2.0] * 2), packed["loss_mask"], packed)
     weights, marks = load_component(algorithm.correction)(off)
     torch.testing.assert_close(weights, 2 * (off.log_ratio.exp() / 2).tanh())
@@ -111,7 +113,7 @@ def test_example_advantage_rewards_only_a_unique_correct_completion(installed):
 
 def test_example_misspelled_option_raises_config_error(installed):
     with pytest.raises(ConfigError, match=r"expected options of algorithm.loss.kind=tempered .*, found powr\."):
-        load_component(_config(*PARTS, "algorithm.loss.options.powr=0.8").loss)
+        load_component(_config(*COMPONENTS, "algorithm.loss.options.powr=0.8").loss)
 
 
 def test_docs_list_exactly_the_presets():

@@ -1,8 +1,8 @@
-"""Every code block of the documentation runs here, or is parsed for a reason that a list gives.
+"""Run every code block of the documentation, or parse it if `HANDLERS` gives a reason not to run it.
 
-A block whose first line is a comment with a file's name is that file. Python blocks of a page run in order, in one
-namespace. What a page's commands ask for lies in the directory in which it runs: `DIR` (data), `CHECKPOINT` (a model),
-`RUN` (an empty run). Blocks marked as text are output, or no code.
+A block whose first line is a comment with a file name is written to that file. Python blocks of a page run in order,
+in one namespace. The working directory has the placeholders that pages use: `DIR` (data), `CHECKPOINT` (a model) and
+`RUN` (an empty run directory). Blocks marked as text are skipped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ELSEWHERE = {
     "docs/own-loop.md": "test_docs_own.py",
     **{page: "test_docs_tutorials.py" for page in PAGES if re.match(r"docs/tutorials/\d", page)},
 }
-"""Pages whose blocks another test runs, and which."""
+"""Pages whose blocks another test runs, and the file of that test."""
 
 WITH_OTHER_SETTINGS = {"docs/settings.md", "docs/coming-from.md"}
-"""Pages whose settings are looked at elsewhere: one is made of them, one has those of others."""
+"""Pages whose settings other tests check: one is generated, one also names settings of other libraries."""
 
 FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
-"""What a name with a dot ends with if it is no setting."""
+"""Suffixes of dotted names that are files, not settings."""
 
 
 BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in blocks(page, ROOT)]
@@ -61,20 +61,20 @@ COMMANDS = [
 
 
 def _app(name: str) -> Callable[[list[str]], None]:
-    """An app ends once it has shown what it would run, or whatever else it is asked for."""
+    """Return a function that runs an app with `--dry-run`, or with the options of the command that print and exit."""
 
     def run(words: list[str]) -> None:
         from rl_apps.cli.driver import main
 
-        only_shows = {"--help", "--dry-run", "--cfg"} & set(words)
+        only_prints = {"--help", "--dry-run", "--cfg"} & set(words)
         words = [_with_servers(word) for word in words]
-        assert main(name, words if only_shows else [*words, "--dry-run"]) == 0
+        assert main(name, words if only_prints else [*words, "--dry-run"]) == 0
 
     return run
 
 
 def _with_servers(word: str) -> str:
-    """The word, where it stands for an interpreter with real servers with one that says it has them."""
+    """Replace the placeholder of an interpreter with real servers by a script that reports their versions."""
     if word != "rollout.server.python=PYTHON":
         return word
     python = Path("python-with-servers").absolute()
@@ -85,22 +85,22 @@ def _with_servers(word: str) -> str:
 
 
 def _rl(words: list[str]) -> None:
-    """`run` is an app like any, so is its name, and so is what `doctor` would start; `replay` looks for a batch in an
-    empty run, and `watch` for one."""
+    """Run a command of `rl`. `run NAME`, `doctor NAME` and `NAME` dry-run the app NAME; commands that read a run fail,
+    because `RUN` is empty."""
     from rl_apps.cli.main import main
 
-    command, what, *rest = [*words, ""]
-    if command == "run" or (command == "doctor" and what):
-        _app(what)(rest[:-1])
+    command, target, *rest = [*words, ""]
+    if command == "run" or (command == "doctor" and target):
+        _app(target)(rest[:-1])
     elif command in registry.available("rl.apps"):
-        _app(command)([what, *rest][:-1])
-    elif command == "plan":  # an empty run is none, whose rates could be taken
+        _app(command)([target, *rest][:-1])
+    elif command == "plan":  # the empty `RUN` has no rates to plan with
         assert main(words) == (2 if "RUN" in words else 0)
-    elif command == "figures" or (command, what) == ("generate", "CHECKPOINT"):
+    elif command == "figures" or (command, target) == ("generate", "CHECKPOINT"):
         assert main(words) == 0
     else:
-        lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
-        assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)
+        problem = "no saved batches" if command == "replay" else "expected the directory of a run"
+        assert f"{target}: {problem}" in _error_output(lambda: main(words), 2)
 
 
 def _tutorial(words: list[str]) -> None:
@@ -134,8 +134,7 @@ def _benchmark(words: list[str]) -> None:
 
 
 def _pytest(words: list[str]) -> None:
-    """Files of a page run in `test_pytest_files_of_the_pages_pass`, all in one process; without files, one is collected. Of
-    tests with a mark there may be none in it: that there is such a mark must do."""
+    """Check the mark of `-m`, or collect one file; `test_pytest_files_of_the_pages_pass` runs the files of a page."""
     if "-m" in words:
         assert f"@pytest.mark.{words[words.index('-m') + 1]}:" in _run(sys.executable, "-m", "pytest", "--markers")
     elif not any(word.endswith(".py") for word in words):
@@ -162,14 +161,14 @@ def _commit(words: list[str]) -> None:
 
 
 def _install(words: list[str]) -> None:
-    """Folders of ours exist, and have the extras that are named; so do other packages of ours, where no folder is."""
+    """Check that the folders and packages exist in the workspace and have the named extras."""
     folders = {package.folder.relative_to(ROOT).as_posix(): package for package in packages().values()}
-    ours = {**packages(), **folders}
-    others = {"--torch-backend", "cpu", "torch", "transformers", "uv"}
-    for word in (word for word in words if word not in others):
+    local_packages = {**packages(), **folders}
+    skipped = {"--torch-backend", "cpu", "torch", "transformers", "uv"}
+    for word in (word for word in words if word not in skipped):
         name, _, extras = word.removesuffix("]").partition("[")
-        assert name in ours
-        assert not extras or set(extras.split(",")) <= set(ours[name].project["optional-dependencies"])
+        assert name in local_packages
+        assert not extras or set(extras.split(",")) <= set(local_packages[name].project["optional-dependencies"])
 
 
 def _uv(words: list[str]) -> None:
@@ -183,38 +182,47 @@ def _hooks(words: list[str]) -> None:
 WHOLE = ""
 HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python -m rl_datasets.validate": (_validate, WHOLE),
-    "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
+    "rl": (_rl, "replay needs a run with a saved batch; test_resume_commands.py creates one"),
     "python -m rl_inference.embedded_server": (_server, "serves until it is stopped: its options are parsed"),
-    "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
-    "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
+    "python tests/benchmarks/": (
+        _benchmark,
+        "minutes: its options are parsed; test_benchmarks_run.py runs a small one",
+    ),
+    "python docs/tutorials/": (
+        _tutorial,
+        "minutes: --dry-run; the nightly run of test_docs_tutorials.py runs two steps",
+    ),
     "pytest": (_pytest, "would run this test again: one file is collected"),
     "python infra/ci/": (_benchmark, "hours: its options are parsed; test_infra_checks.py runs it small"),
     "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
     "git commit": (_commit, "changes the repository: its message is checked"),
     "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
     "python infra/docs/": (_parsed, "writes into docs/: it is parsed; test_docs_site.py compares what it would write"),
-    "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
-    "infra/install_cpu.sh": (_script, "makes an environment: its syntax is checked; test_infra_install_cpu.py runs it"),
+    "infra/ci/": (_script, "takes minutes or creates an environment: its syntax is checked, CI runs it"),
+    "infra/install_cpu.sh": (
+        _script,
+        "creates an environment: its syntax is checked; test_infra_install_cpu.py runs it",
+    ),
     "infra/docs/": (_script, "its syntax is checked; test_docs_site.py builds the site"),
     ".ci/run": (_script, "would run this test again: its syntax is checked"),
-    "uv pip install": (_install, "changes the environment: there is such a package"),
-    "pip install": (_install, "changes the environment: there is such a package"),
+    "uv pip install": (_install, "changes the environment: the package must exist"),
+    "pip install": (_install, "changes the environment: the package must exist"),
     "uv sync": (_uv, "changes the environment: its options are parsed"),
     "pre-commit install": (_hooks, "changes the repository: the hooks are validated"),
     **{point.name: (_app(point.name), "minutes: --dry-run") for point in entry_points(group="rl.apps")},
 }
-"""What runs a command, by how the command begins, and why it does not run whole."""
+"""Handler per beginning of a command, and why it does not run the command as written (`WHOLE`: it does)."""
 
 
 def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
-    """What runs a command, and the words that it is given."""
+    """Return the handler of a command and its arguments, or None."""
     command = re.sub(r"^([A-Z_]+=\S* )*", "", command)
     # the workspace itself has no extras
     command = re.sub(r"^uv run (--no-sync )?(--package rl-apps (--extra \w+ )?)?", "", command)
-    for beginning, (run, _) in HANDLERS.items():
-        if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
+    for prefix, (run, _) in HANDLERS.items():
+        if command == prefix or command.startswith(prefix if prefix.endswith("/") else prefix + " "):
             with_name = run in (_benchmark, _parsed, _script, _tutorial, _uv)
-            rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
+            rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(prefix) :]
             return run, shlex.split(rest)
     return None
 
@@ -225,11 +233,11 @@ def _run(*command: str, timeout: float = 280) -> str:
     return done.stdout
 
 
-def _said_on_error(call: Callable[[], int], code: int) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+def _error_output(call: Callable[[], int], code: int) -> str:
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         assert call() == code
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 # ---- where a page runs
@@ -237,7 +245,7 @@ def _said_on_error(call: Callable[[], int], code: int) -> str:
 
 @pytest.fixture(scope="module")
 def configs() -> list[Any]:
-    """The defaults of every app, and of one with each kind of server and of scheduler."""
+    """Default settings of every app, and of one app with each kind of server and each scheduler."""
     apps = {point.name: point.load() for point in entry_points(group="rl.apps")}
     servers = [f"allocation={point.name}:d1+fsdp:d1" for point in entry_points(group="rl.inference_engines")]
     schedulers = [f"launcher={point.name}" for point in entry_points(group="rl.schedulers")]
@@ -247,7 +255,7 @@ def configs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with the data, model, run and config of an earlier run that pages name."""
+    """Directory with the data, model, empty run directory and config that pages use."""
     from rl_apps.programs.gsm8k_grpo import APP
     from rl_apps.settings.compose import to_yaml
     from rl_contracts.testing.models import make_tiny_model
@@ -264,7 +272,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sandbox(
     request: pytest.FixtureRequest, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """The directory of a page, with its files; it is the current one, and modules are found in it."""
+    """Working directory with the files of a page; Python imports modules from it."""
     for name in ("DIR", "CHECKPOINT", "RUN"):
         (tmp_path / name).symlink_to(shared / name)
     (tmp_path / "path" / "to").mkdir(parents=True)
@@ -297,14 +305,14 @@ def test_block_has_a_supported_language(block: Block) -> None:
             compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         case "console":
             unknown = [command for command in block.commands() if _handler(command) is None]
-            assert not unknown, "nothing runs or parses these: add them to HANDLERS"
-            assert block.commands(), "a console block has commands behind `$ `"
+            assert not unknown, "these commands have no handler: add them to HANDLERS"
+            assert block.commands(), "a console block needs a command after `$ `"
         case "toml":
             assert set(tomllib.loads(block.text)["project"]["entry-points"]) <= groups | {"rl.apps"}
         case "yaml":
-            assert block.file, "a first line `# name.yaml` says which file it is, so that a command can use it"
+            assert block.file, "a YAML block needs a first line `# name.yaml`, so that a command can use the file"
         case other:
-            assert other == "text", "nothing runs or parses this"
+            assert other == "text", "this language has no handler"
 
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - WITH_OTHER_SETTINGS))
@@ -320,7 +328,7 @@ def test_settings_on_a_page_exist(page: str, configs: list[Any]) -> None:
 def _has(config: Any, setting: str) -> bool:
     for name in setting.split("."):
         if isinstance(config, dict):
-            return True  # constants of a part of somebody's own
+            return True  # options of a custom component
         if not hasattr(config, name):
             return False
         config = getattr(config, name)
@@ -343,15 +351,15 @@ def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
         try:
             exec(code, namespace)
         except SystemExit as ended:
-            assert ended.code in (0, None)  # noqa: PT017 - a program may end by itself
+            assert ended.code in (0, None)  # noqa: PT017 - a program may exit
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_command_of_a_page_succeeds(page: str, command: str, sandbox: Path) -> None:
-    found = _handler(command)
-    assert found is not None
-    run, words = found
+    handler = _handler(command)
+    assert handler is not None
+    run, words = handler
     run(words)
 
 
@@ -369,7 +377,7 @@ def test_pytest_files_of_the_pages_pass(tmp_path: Path) -> None:
     settings = (
         "[pytest]",
         f"pythonpath = {' '.join(map(str, folders))}",
-        "asyncio_mode = auto",  # as in the workspace
+        "asyncio_mode = auto",  # the workspace uses the same mode
         "asyncio_default_fixture_loop_scope = function",
     )
     (tmp_path / "pytest.ini").write_text("\n".join(settings))

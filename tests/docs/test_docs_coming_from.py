@@ -1,4 +1,4 @@
-"""docs/coming-from.md: our names are settings that there are, and TRL's are of the version that is named."""
+"""Names in the table of docs/coming-from.md exist: settings of this project, and names of the installed TRL."""
 
 import math
 import re
@@ -27,7 +27,7 @@ ROWS = [
     if line.startswith("| ") and not line.startswith("| AReaL")
 ]
 NO_SETTINGS = {"+", "RolloutWorkflow.arun_episode", "Trajectory", "sglang:d4+fsdp:d4"}
-"""Code in our column that is no setting."""
+"""Code in the last column that is not a setting."""
 
 
 def _code(cell: str) -> list[str]:
@@ -55,25 +55,25 @@ def test_trl_column_lists_names_of_trl() -> None:
         Path(str(training.origin)).parent / "training_args.py",
     ]
     text = "\n".join(source.read_text() for source in sources)
-    known = set(re.findall(r"^ +(\w+): ", text, re.MULTILINE)) | {"GRPOTrainer"}
+    trl_names = set(re.findall(r"^ +(\w+): ", text, re.MULTILINE)) | {"GRPOTrainer"}
 
     named = [name for row in ROWS for name in _code(row[2]) if name not in values]
 
     assert len(named) > 40
-    assert [name for name in named if name not in known] == []
+    assert [name for name in named if name not in trl_names] == []
     assert [value for value in values - {"accelerate"} if f'"{value}"' not in text] == []
 
 
 def test_synonyms_suggest_the_setting_of_the_row() -> None:
-    wrong = []
+    mismatches = []
     for row in ROWS:
-        ours = [name.partition("=")[0] for name in _code(row[3])]
+        settings = [name.partition("=")[0] for name in _code(row[3])]
         for name in (name.partition("=")[0] for cell in row[:3] for name in _code(cell)):
-            answer = SYNONYMS.get(name.rsplit(".", 1)[-1])
-            if answer and ours and not any(f"{one}.".startswith(f"{answer}.") for one in ours):
-                wrong.append((name, answer, ours))
+            suggestion = SYNONYMS.get(name.rsplit(".", 1)[-1])
+            if suggestion and settings and not any(f"{setting}.".startswith(f"{suggestion}.") for setting in settings):
+                mismatches.append((name, suggestion, settings))
 
-    assert wrong == []
+    assert mismatches == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3])
@@ -101,8 +101,8 @@ def test_clip_loss_option_dual_clip_bounds_the_loss() -> None:
     assert loss(terms)[0].tolist() == pytest.approx([3.0])
 
 
-@pytest.mark.parametrize(("drift", "kept"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])
-def test_geometric_mask_matches_the_inverse_bounds_of_verl(drift: float, kept: bool) -> None:
+@pytest.mark.parametrize(("drift", "accepted"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])
+def test_geometric_mask_matches_the_inverse_bounds_of_verl(drift: float, accepted: bool) -> None:
     batch = make_batch(1, lengths=(4, 4))
     batch["loss_mask"][:] = True
     packed = pack(batch)
@@ -110,14 +110,14 @@ def test_geometric_mask_matches_the_inverse_bounds_of_verl(drift: float, kept: b
     off = OffPolicy(log_ratio, packed["loss_mask"], packed)
     mask = load_component(MaskConfig("ratio", level="geometric", low=0.667, high=2.0))
 
-    assert (math.log(0.5) <= -float(log_ratio.mean()) <= math.log(1.5)) is kept
-    assert mask(off).tolist() == [not kept] * 4
+    assert (math.log(0.5) <= -float(log_ratio.mean()) <= math.log(1.5)) is accepted
+    assert mask(off).tolist() == [not accepted] * 4
 
 
 def test_normalize_by_batch_uses_the_std_around_the_batch_mean() -> None:
     rewards, groups = torch.tensor([0.0, 1.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1])
-    over = normalization_scope(rewards, groups)
+    scope = normalization_scope(rewards, groups)
 
-    found = normalize(rewards, over["group"], over["batch"])
+    advantages = normalize(rewards, scope["group"], scope["batch"])
 
-    assert found.tolist() == pytest.approx([x / float(rewards.std()) for x in (-0.5, 0.5, -0.5, 0.5)], abs=1e-5)
+    assert advantages.tolist() == pytest.approx([x / float(rewards.std()) for x in (-0.5, 0.5, -0.5, 0.5)], abs=1e-5)

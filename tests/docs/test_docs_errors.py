@@ -1,4 +1,4 @@
-"""The messages of docs/errors.md are those of our sources."""
+"""The sources contain the messages of docs/errors.md."""
 
 import re
 from functools import cache
@@ -11,8 +11,8 @@ MESSAGES = re.findall(r"^\| `([^|]+)` \|", (ROOT / "docs" / "errors.md").read_te
 
 
 @cache
-def _lines() -> str:
-    """What our sources write: each text on one line, with `…` for what varies."""
+def _sources() -> str:
+    """Return all sources with string literals joined to one line and `…` for replacement fields."""
     files = (*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/src/**/*.py"))
     joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
     return re.sub(r"\{[^{}\n]*\}|`[^`\n]*`", "…", joined)
@@ -20,7 +20,7 @@ def _lines() -> str:
 
 def _is_written(message: str) -> bool:
     pattern = "[^\n]*".join(re.escape(part) for part in message.split("…"))
-    return re.search(pattern, _lines()) is not None
+    return re.search(pattern, _sources()) is not None
 
 
 def test_page_lists_more_than_30_messages() -> None:

@@ -1,4 +1,4 @@
-"""The page of failures names for each of them a test that is there."""
+"""docs/failures.md names an existing test for each failure."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ROWS = 18
 
 
 def _tests(path):
-    """Names of the tests of a file, those of its classes too."""
+    """Return the names of all functions and methods of a file."""
     tree = ast.parse((ROOT / path).read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 

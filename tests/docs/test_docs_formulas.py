@@ -1,4 +1,4 @@
-"""docs/formulas.md has every part that is ours, and names functions that there are; browsers can show its formulas."""
+"""docs/formulas.md lists every built-in component and existing functions, and its formulas convert to MathML."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from rl_trainers.algorithms.functional.aggregation import AGGREGATIONS
 from rl_trainers.algorithms.functional.kl import ESTIMATORS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formulas.md").read_text()
-PARTS = [
+COMPONENTS = [
     f"`{point.name}`" if group != "rl.advantages" else f"`algorithm.advantage.kind={point.name}`"
     for group in ("rl.advantages", "rl.policy_losses", "rl.corrections", "rl.masks")
     for point in entry_points(group=group)
@@ -22,10 +22,10 @@ FORMULAS = re.findall(r"\$\$\n(.*?)\n\$\$|(?<!\$)\$([^$\n]+)\$", PAGE, re.DOTALL
 
 
 def test_page_lists_every_component() -> None:
-    parts = [*PARTS, *(f"`{name}`" for name in (*AGGREGATIONS, *ESTIMATORS))]
+    names = [*COMPONENTS, *(f"`{name}`" for name in (*AGGREGATIONS, *ESTIMATORS))]
 
-    assert len(PARTS) >= 13
-    assert [part for part in parts if part not in PAGE] == []
+    assert len(COMPONENTS) >= 13
+    assert [name for name in names if name not in PAGE] == []
 
 
 def test_functions_on_the_page_exist() -> None:
@@ -38,6 +38,6 @@ def test_functions_on_the_page_exist() -> None:
     assert [name for name in sorted(named) if not any(hasattr(module, name) for module in loaded)] == []
 
 
-@pytest.mark.parametrize("formula", sorted({shown or within for shown, within in FORMULAS}))
+@pytest.mark.parametrize("formula", sorted({display or inline for display, inline in FORMULAS}))
 def test_formula_converts_to_mathml(formula: str) -> None:
-    assert "\\" not in convert(formula), "a command that is not known stays as it is"
+    assert "\\" not in convert(formula), "the converter does not know this command"

@@ -1,4 +1,4 @@
-"""The page about what needs a GPU names every test with that mark, and no other."""
+"""docs/howto/gpu.md lists exactly the tests with the mark `gpu`."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ FOLDERS = ("tests", "packages/*/tests", "apps/tests")
 
 
 def _marked():
-    """`path::test` of every test, or class of tests, with the mark, also where only some of its cases have it."""
+    """Yield `path::test` for each test or test class with the mark, or with the mark on some of its cases."""
     for folder in FOLDERS:
         for path in ROOT.glob(f"{folder}/**/test_*.py"):
             text = path.read_text()
-            for place in re.finditer(r"pytest\.mark\.gpu\b", text):
-                test = re.search(r"(?:def|class) ([tT]est_?\w+)", text[place.end() :])
+            for mark in re.finditer(r"pytest\.mark\.gpu\b", text):
+                test = re.search(r"(?:def|class) ([tT]est_?\w+)", text[mark.end() :])
                 if test is not None:
                     yield f"{path.relative_to(ROOT)}::{test[1]}"
 

@@ -1,4 +1,4 @@
-"""The programs of docs/own-app.md and docs/own-loop.md run as they stand there, by the commands that stand there."""
+"""Run the programs of docs/own-app.md and docs/own-loop.md with the commands on these pages."""
 
 import importlib
 import json
@@ -53,18 +53,18 @@ def test_own_app_explain_and_dry_run_print_its_settings(own_app):
 
 
 def test_own_app_is_found_by_its_entry_point(own_app):
-    points = tomllib.loads(_block(OWN_APP, "toml"))["project"]["entry-points"]["rl.apps"]
+    entry_points = tomllib.loads(_block(OWN_APP, "toml"))["project"]["entry-points"]["rl.apps"]
     metadata = own_app / "my_app-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-app\nVersion: 1.0\n")
-    lines = ["[rl.apps]", *(f"{name} = {value}" for name, value in points.items())]
+    lines = ["[rl.apps]", *(f"{name} = {value}" for name, value in entry_points.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
-    (named,) = re.findall(r"\(`(rl run first-words)`\)", OWN_APP)
+    (command,) = re.findall(r"\(`(rl run first-words)`\)", OWN_APP)
 
-    assert _run(own_app, f"{named} --help").startswith("first-words: Supervised learning")
+    assert _run(own_app, f"{command} --help").startswith("first-words: Supervised learning")
 
 
-@pytest.mark.nightly  # for every commit test_apps_own_app.py runs one
+@pytest.mark.nightly  # test_apps_own_app.py runs a similar app for each commit
 def test_own_app_runs_20_steps_and_lowers_the_loss(own_app):
     *_, train = _commands(OWN_APP)
 
@@ -78,8 +78,8 @@ def test_own_app_runs_20_steps_and_lowers_the_loss(own_app):
 
 def test_public_names_on_the_page_exist_and_cover_the_app():
     table = dict(re.findall(r"^\| `(rl_(?:apps|monitor)\.[\w.]+)` \| (.*) \|$", OWN_APP, re.MULTILINE))
-    for module, what in table.items():
-        names = re.findall(r"`(\w+)`", what)
+    for module, cell in table.items():
+        names = re.findall(r"`(\w+)`", cell)
         assert names, module
         assert all(hasattr(importlib.import_module(module), name) for name in names), module
     used = re.findall(r"^from (rl_(?:apps|monitor)\.[\w.]+) import", _block(OWN_APP, "python"), re.MULTILINE)

@@ -1,7 +1,4 @@
-"""The docs as a site: it is built without a warning, no link is dead, nothing is fetched, and a browser shows it.
-
-And the pages that are made of the sources are what the sources would make.
-"""
+"""Check the generated pages, and the site: no warnings, no dead links, no remote files, no errors in a browser."""
 
 import html
 import re
@@ -28,19 +25,19 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "infra" / "docs"
 sys.path.insert(0, str(SOURCES))
 
-import reference  # noqa: E402 - a script beside the site's settings
+import reference  # noqa: E402 - a script in the folder of the site's configuration
 
-# ---- pages that are made of the sources
+# ---- pages generated from the sources
 
 
-@pytest.mark.parametrize("place", reference.PAGES)
-def test_generated_page_matches_its_sources(place: str) -> None:
-    assert (ROOT / place).read_text() == reference.PAGES[place](), f"out of date: {reference.COMMAND}"
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_generated_page_matches_its_sources(page: str) -> None:
+    assert (ROOT / page).read_text() == reference.PAGES[page](), f"out of date: {reference.COMMAND}"
 
 
 def test_settings_page_lists_the_settings_of_every_command() -> None:
     named = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE))
-    derived = ("ref.engine.", "critic.engine.")  # those of `actor.engine`
+    derived = ("ref.engine.", "critic.engine.")  # the page lists them once, as `actor.engine`
     for name in sum(reference.APPS.values(), ()):
         app: App = load("rl.apps", name)
         settings = {key for key, _, _ in describe(app.config([])) if not key.startswith(derived)}
@@ -48,27 +45,27 @@ def test_settings_page_lists_the_settings_of_every_command() -> None:
 
 
 @dataclass
-class PlantedConfig(hh_rlhf.DPOConfig):
-    """A command with one setting more."""
+class ExtraConfig(hh_rlhf.DPOConfig):
+    """Settings of DPO with one more field."""
 
-    planted: int = 7
-    """How many <seeds>, or `|`."""
+    extra: int = 7
+    """Number of <seeds>, or `|`."""
 
 
 def test_settings_page_shows_a_new_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = replace(hh_rlhf.DPO, schema=PlantedConfig)
-    monkeypatch.setattr(reference.registry, "load", lambda group, name: planted if "dpo" in name else load(group, name))
+    app = replace(hh_rlhf.DPO, schema=ExtraConfig)
+    monkeypatch.setattr(reference.registry, "load", lambda group, name: app if "dpo" in name else load(group, name))
 
-    assert "| `planted` | `7` | How many &lt;seeds>, or `\\|`. | dpo |" in reference.settings_page()
+    assert "| `extra` | `7` | Number of &lt;seeds>, or `\\|`. | dpo |" in reference.settings_page()
 
 
 def test_commands_page_shows_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_figures(commands: Any) -> None:
-        commands.add_parser("figures", help="what they mean").add_argument("--planted", default=7, help="(%(default)s)")
+        commands.add_parser("figures", help="list metrics").add_argument("--extra", default=7, help="(%(default)s)")
 
     monkeypatch.setattr(main, "_add_models", add_figures)
 
-    assert "| `--planted PLANTED` | (7) |" in reference.commands_page()
+    assert "| `--extra EXTRA` | (7) |" in reference.commands_page()
 
 
 # ---- the site
@@ -82,7 +79,7 @@ def test_every_page_is_in_a_section_of_the_site() -> None:
 
 
 def _build(source: Path, site: Path) -> tuple[int, str]:
-    """Exit code of `infra/docs/build.sh`'s command, and what it said."""
+    """Run the command of `infra/docs/build.sh`; return its exit code and output."""
     flags = ("--quiet", "--nitpicky", "--fail-on-warning", "--keep-going", "-c", str(source / "infra" / "docs"))
     assert all(flag in (SOURCES / "build.sh").read_text() for flag in flags[:-1])
     command = (sys.executable, "-m", "sphinx", *flags, str(source), str(site))
@@ -92,15 +89,15 @@ def _build(source: Path, site: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("docs") / "site"
-    code, said = _build(ROOT, place)
-    assert code == 0, said
-    return place
+    directory = tmp_path_factory.mktemp("docs") / "site"
+    code, output = _build(ROOT, directory)
+    assert code == 0, output
+    return directory
 
 
 @dataclass
 class Page(HTMLParser):
-    """What a page of the site links to, and what can be linked to on it."""
+    """Links, fetched files and anchors of a page of the site."""
 
     path: Path
 
@@ -112,14 +109,14 @@ class Page(HTMLParser):
         self.feed(self.path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        said = dict(attrs)
-        self.anchors |= {value for name in ("id", "name") if (value := said.get(name))}
+        attributes = dict(attrs)
+        self.anchors |= {value for name in ("id", "name") if (value := attributes.get(name))}
         for name in ("href", "src"):
-            if value := said.get(name):
+            if value := attributes.get(name):
                 (self.links if tag == "a" else self.fetched).append(value)
 
     def dead(self, pages: dict[Path, "Page"]) -> Iterator[str]:
-        """Links and files of the page that lead nowhere, and what it would fetch from a network."""
+        """Yield links and files of the page that do not exist, and files that it would fetch from a network."""
         for link in (*self.links, *self.fetched):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -127,15 +124,15 @@ class Page(HTMLParser):
                     yield link
                 continue
             target = (self.path.parent / unquote(parts.path)).resolve() if parts.path else self.path
-            known = pages.get(target)
-            if not target.is_file() or (known and unquote(parts.fragment) not in known.anchors):
+            page = pages.get(target)
+            if not target.is_file() or (page and unquote(parts.fragment) not in page.anchors):
                 yield link
 
 
 def _dead(site: Path) -> dict[str, list[str]]:
     pages = {path: Page(path) for path in site.rglob("*.html")}
-    found = {str(path.relative_to(site)): list(page.dead(pages)) for path, page in pages.items()}
-    return {name: links for name, links in found.items() if links}
+    dead = {str(path.relative_to(site)): list(page.dead(pages)) for path, page in pages.items()}
+    return {name: links for name, links in dead.items() if links}
 
 
 @pytest.mark.slow
@@ -154,8 +151,8 @@ def test_site_build_with_dead_links_fails(tmp_path: Path) -> None:
     code, output = _build(tmp_path, tmp_path / "site")
 
     assert code == 1
-    for said in ("not found: 'gone.md'", "not found: 'nowhere'", "not readable: gone.png", "AGENTS.md: WARNING"):
-        assert said in output
+    for warning in ("not found: 'gone.md'", "not found: 'nowhere'", "not readable: gone.png", "AGENTS.md: WARNING"):
+        assert warning in output
 
 
 def test_dead_links_and_remote_files_are_reported(tmp_path: Path) -> None:
@@ -170,48 +167,48 @@ def test_dead_links_and_remote_files_are_reported(tmp_path: Path) -> None:
 
 
 PROBE = """<script>
-const said = [];
-for (const kind of ["error", "warn"]) console[kind] = (...words) => said.push(words.join(" "));
-window.addEventListener("error", (event) => said.push(event.message || `not loaded: ${event.target.src}`), true);
+const messages = [];
+for (const kind of ["error", "warn"]) console[kind] = (...words) => messages.push(words.join(" "));
+window.addEventListener("error", (event) => messages.push(event.message || `not loaded: ${event.target.src}`), true);
 window.addEventListener("load", () => setTimeout(() => {
-  document.body.dataset.probe = JSON.stringify(said);
+  document.body.dataset.probe = JSON.stringify(messages);
 }, 500));
 </script>"""
-"""Keeps what a page says on the console, and what of it was not loaded."""
+"""Script that collects console messages and files that failed to load."""
 
 
 def _open(page: Path, profile: Path, query: str = "") -> tuple[str, str]:
-    """What a browser makes of a page, and what the page said on the console, as JSON."""
+    """Open a page in a browser; return its DOM and its console messages as JSON."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("no chromium is installed here, so no browser opens the page")
+        pytest.skip("needs Chromium or Chrome to open the page")
     probed = page.with_name(f"probed-{page.name}")
     probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-    place = ("--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={profile}", f"{probed.as_uri()}{query}")
-    done = subprocess.run([browser, *options, *place], capture_output=True, text=True, timeout=180, check=False)
+    more = ("--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={profile}", f"{probed.as_uri()}{query}")
+    done = subprocess.run([browser, *options, *more], capture_output=True, text=True, timeout=180, check=False)
     probed.unlink()
-    said = re.search(r'data-probe="([^"]*)"', done.stdout)
-    assert said, f"{page.name} did not load: {done.stderr[-2000:]}"
-    return done.stdout, html.unescape(said[1])
+    messages = re.search(r'data-probe="([^"]*)"', done.stdout)
+    assert messages, f"{page.name} did not load: {done.stderr[-2000:]}"
+    return done.stdout, html.unescape(messages[1])
 
 
 @pytest.mark.slow
 def test_browser_shows_front_page_and_search_results(site: Path, tmp_path: Path) -> None:
-    _, front = _open(site / "README.html", tmp_path)
-    found, searched = _open(site / "search.html", tmp_path, "?q=staleness")
+    _, front_messages = _open(site / "README.html", tmp_path)
+    results, search_messages = _open(site / "search.html", tmp_path, "?q=staleness")
 
-    assert front == searched == "[]"
-    assert 'href="docs/asynchronous.html' in found
+    assert front_messages == search_messages == "[]"
+    assert 'href="docs/asynchronous.html' in results
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_browser_opens_every_page_without_console_messages(site: Path, tmp_path: Path) -> None:
-    pages = sorted({*site.rglob("*.html")} - {site / "index.html"})  # which leads to README.html at once
+    pages = sorted({*site.rglob("*.html")} - {site / "index.html"})  # index.html redirects to README.html
     assert len(pages) > 50
 
-    assert {page.name: said for page in pages if (said := _open(page, tmp_path)[1]) != "[]"} == {}
+    assert {page.name: messages for page in pages if (messages := _open(page, tmp_path)[1]) != "[]"} == {}
 
 
 @pytest.mark.slow
@@ -219,7 +216,7 @@ def test_probe_reports_script_errors_and_missing_files(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text('<html><head></head><body><script src="gone.js"></script><script>broken()</script></body></html>')
 
-    _, said = _open(page, tmp_path / "profile")
+    _, messages = _open(page, tmp_path / "profile")
 
-    assert "gone.js" in said
-    assert "broken is not defined" in said
+    assert "gone.js" in messages
+    assert "broken is not defined" in messages

@@ -1,6 +1,6 @@
-"""The programs of docs/tutorials run: every commit as far as `--dry-run`, and whole at night, with fewer steps.
+"""Run the programs of docs/tutorials: with `--dry-run` for each commit, and with two steps in the nightly run.
 
-Their pages are made of them, by infra/docs/reference.py: docs/tutorials/1_gsm8k_sft.md, docs/tutorials/2_gsm8k_grpo.md,
+infra/docs/reference.py generates their pages: docs/tutorials/1_gsm8k_sft.md, docs/tutorials/2_gsm8k_grpo.md,
 docs/tutorials/3_ppo.md, docs/tutorials/4_hh_rlhf_rm.md, docs/tutorials/5_hh_rlhf_dpo.md,
 docs/tutorials/6_multi_turn_math.md, docs/tutorials/7_math_agent.md.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.py"))
-LAST_WORDS = {
+SUMMARIES = {
     "1_gsm8k_sft": r"loss on unseen sums: \d+\.\d\d before, \d+\.\d\d after",
     "2_gsm8k_grpo": r"step 2: reward -?\d\.\d\d, staleness \d\.\d",
     "3_ppo": r"accuracy \d\.\d\d before, \d\.\d\d after\nexplained variance -?\d+\.\d\d, clipped \d",
@@ -24,7 +24,7 @@ LAST_WORDS = {
     "6_multi_turn_math": r"step 2: reward \d\.\d\d, turns \d\.\d\d",
     "7_math_agent": r"step 2: reward \d\.\d\d, calls \d\.\d\d",
 }
-"""What each says of its run at the end."""
+"""Pattern of the last lines that each program prints."""
 
 
 def test_tutorials_are_numbered_and_cover_every_command() -> None:
@@ -56,4 +56,4 @@ def test_tutorial_prints_its_summary(program: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(LAST_WORDS[program.stem], done.stdout), done.stdout
+    assert re.search(SUMMARIES[program.stem], done.stdout), done.stdout

@@ -1,4 +1,4 @@
-"""The same command learns on one machine, on a real Ray cluster and under a real Slurm; and the real GSM8K runs."""
+"""The default run learns on one machine, on a real Ray cluster and in a real Slurm, and trains on the GSM8K files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rl_contracts.testing.models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 GSM8K = Path("../shared/data/gsm8k")
-"""The real one, seen from the repository."""
+"""Directory of the GSM8K data set, relative to the repository."""
 SECONDS = 1500
-"""For a whole command on a busy machine."""
+"""Time limit of one command on a busy machine."""
 ONE_CORE = {"cluster.cores": 1}
-"""Of a node, for all nodes are this machine: threads that wait for a core that others have take three times as long."""
+"""All nodes share the cores of this machine; with more threads than cores a step takes three times as long."""
 SHORT = {
     "recipe": "embedded",
     "seed": 3,
@@ -43,8 +43,10 @@ SHORT = {
     "recover.every": 4,
     **ONE_CORE,
 }
-"""Short problems and large groups, as in test_presets_learn.py: twenty steps are enough to see a difference. With
-seed 1 they are not on every processor, for the rounding of the warm-up makes another model."""
+"""Short problems and large groups, as in test_presets_learn.py, so that the reward rises within 20 steps.
+
+With seed 1 it does not rise on every processor, because rounding during the warm-up changes the model.
+"""
 
 pytestmark = pytest.mark.timeout(SECONDS + 300)
 
@@ -60,23 +62,23 @@ def checker() -> ModuleType:
 
 @pytest.fixture(scope="module", params=CLUSTERS)
 def launcher(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """The settings of each launcher, whose cluster stands."""
+    """Settings of each launcher with a running cluster."""
     with running_cluster(request.param) as settings:
         yield settings
 
 
-def _committed(command: Command, route: str) -> str:
-    """The route by which weights came, as the record of the last commit says."""
+def _committed_route(command: Command, route: str) -> str:
+    """Return the route in the record of the last commit."""
     record = weights_directory(command.run_dir, route) / "committed.json"
     command.wait_for(record.exists)
-    found: str = json.loads(record.read_text())["meta"]["route"]
-    return found
+    committed: str = json.loads(record.read_text())["meta"]["route"]
+    return committed
 
 
-def _whole(steps: list[dict[str, Any]], number: int, prompts: int, unscored: int = 0) -> None:
-    """Every step took all of its prompts and published its version, and servers and trainer agree.
+def _assert_steps_complete(steps: list[dict[str, Any]], number: int, prompts: int, unscored: int = 0) -> None:
+    """Check that every step trained on all its prompts and published its version, and that the log-prob gap is small.
 
-    No group failed but those whose reward worker was killed while it scored them, at most `unscored`.
+    At most `unscored` groups may fail, because a test killed the reward worker that scored them.
     """
     assert [r["step"] for r in steps] == [r["version"] for r in steps] == list(range(1, number + 1))
     assert {r["groups/trained"] for r in steps} == {prompts}
@@ -95,19 +97,19 @@ def test_default_run_with_server_and_trainer_on_two_nodes_learns(
     begin = time.monotonic()
     command = start_command("gsm8k-grpo", launcher | ONE_CORE | {"publish.route": route})
     nodes = set(nodes_of(command).values())
-    committed = _committed(command, route)
-    said = command.finish(SECONDS)
+    committed = _committed_route(command, route)
+    output = command.finish(SECONDS)
 
     steps, accuracy = command.steps(), checker.values(command.records(), "eval/accuracy")
     record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
-    each = mean(r["time/step"] for r in steps)
-    record_property("steps, seconds of one, of all", f"{len(steps)}, {each:.2f}, {time.monotonic() - begin:.0f}")
+    seconds = mean(r["time/step"] for r in steps)
+    record_property("steps, seconds of one, of all", f"{len(steps)}, {seconds:.2f}, {time.monotonic() - begin:.0f}")
     assert len(nodes) == (1 if launcher["launcher"] == "local" else 2)
     assert committed == route
     assert checker.problems(command.records(), start=0.55, end=0.90, staleness=1) == []
-    _whole(steps, 90, prompts=32)
+    _assert_steps_complete(steps, 90, prompts=32)
     assert {(r["server/servers"], r["server/rejoins"]) for r in steps} == {(1, 0)}
-    assert "restart 1 of" not in said
+    assert "restart 1 of" not in output
 
 
 @pytest.fixture(scope="module")
@@ -134,53 +136,53 @@ def test_gsm8k_data_with_a_random_model_runs_five_steps(
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
     assert all(r["tokens"] > 0 for r in steps)
     if name == "gsm8k-grpo":
-        _whole(steps, 5, prompts=4)
-        learned = command.trained_completions()
-        assert len(learned) == 20
-        assert set(learned.values()) == {4}
+        _assert_steps_complete(steps, 5, prompts=4)
+        completions = command.trained_completions()
+        assert len(completions) == 20
+        assert set(completions.values()) == {4}
     checkpoint = command.run_dir / "checkpoints" / "step_5" / "model.safetensors"
     assert checkpoint.is_file()
 
 
-def _improved(command: Command, record_property: Callable[[str, object], None], unscored: int = 0) -> None:
-    """All steps are there, each once, and the last five brought more reward than the first five."""
+def _assert_improved(command: Command, record_property: Callable[[str, object], None], unscored: int = 0) -> None:
+    """Check that every step ran once and that the last five steps have a higher mean reward than the first five."""
     steps = command.steps()
     rewards = [r["reward/mean"] for r in steps]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     record_property("mean reward, first and last five steps", f"{first:.3f}, {last:.3f}")
-    _whole(steps, SHORT["total_steps"], prompts=16, unscored=unscored)
+    _assert_steps_complete(steps, SHORT["total_steps"], prompts=16, unscored=unscored)
     assert last >= first + 0.05
-    learned = command.trained_completions()
-    assert (len(learned), set(learned.values())) == (len(steps) * 16, {16})
+    completions = command.trained_completions()
+    assert (len(completions), set(completions.values())) == (len(steps) * 16, {16})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer_too", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_slurm_run_with_killed_trainer_and_node_improves(start_command, record_property, trainer_too):
-    """Weights by broadcast. CI kills the node with the trainer alone: a restart costs a busy machine a minute."""
+@pytest.mark.parametrize("kill_trainer", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_slurm_run_with_killed_trainer_and_node_improves(start_command, record_property, kill_trainer):
+    """Weights by broadcast. Only the nightly case also kills the trainer, because a restart can take a minute."""
     with slurm(lost_after=8) as cluster:
         settings = SHORT | settings_of("slurm", spare_nodes=1) | {"publish.route": "broadcast"}
         command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: len(command.steps()) > 5)
-        assert _committed(command, "broadcast") == "broadcast"
-        if trainer_too:
+        assert _committed_route(command, "broadcast") == "broadcast"
+        if kill_trainer:
             command.send_signal("actor-0", signal.SIGKILL)
             command.wait_for(lambda: "restart 1 of 3" in command.output)
             command.wait_for(lambda: len(command.steps()) > 10)
-        launchers = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
-        [lost] = {*nodes_of(command).values()} - {launchers}
+        launcher_node = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
+        [lost] = {*nodes_of(command).values()} - {launcher_node}
         cluster.kill_node(lost)
-        said = command.finish(400)
+        output = command.finish(400)
 
-    assert "actor-0 was killed by SIGKILL" in said or not trainer_too
-    assert f"lost with node {lost}" in said
-    assert f"restart {1 + trainer_too} of 3" in said
-    _improved(command, record_property)
+    assert "actor-0 was killed by SIGKILL" in output or not kill_trainer
+    assert f"lost with node {lost}" in output
+    assert f"restart {1 + kill_trainer} of 3" in output
+    _assert_improved(command, record_property)
 
 
 @pytest.mark.slow
 def test_ray_run_with_killed_reward_worker_and_server_improves(start_command, record_property):
-    """Weights by disk, so that the only server can be replaced."""
+    """Weights by disk, because only this route allows replacing a single server."""
     with ray(nodes=2):
         command = start_command("gsm8k-grpo", SHORT | settings_of("ray") | {"publish.route": "disk"})
         command.wait_for(lambda: len(command.steps()) > 4)
@@ -188,11 +190,11 @@ def test_ray_run_with_killed_reward_worker_and_server_improves(start_command, re
         next(child for child in children if "rl_contracts.reward_worker" in child.cmdline()).kill()
         command.wait_for(lambda: len(command.steps()) > 8)
         assert len(set(nodes_of(command).values())) == 2
-        assert _committed(command, "disk") == "disk"
+        assert _committed_route(command, "disk") == "disk"
         command.send_signal("rollout-0", signal.SIGKILL)
-        said = command.finish(400)
+        output = command.finish(400)
 
-    assert "rollout-0 was killed by SIGKILL" in said
-    assert "trainers" not in said.partition("rollout-0 was killed")[2].partition("\n")[0]
+    assert "rollout-0 was killed by SIGKILL" in output
+    assert "trainers" not in output.partition("rollout-0 was killed")[2].partition("\n")[0]
     assert command.steps()[-1]["server/rejoins"] >= 1
-    _improved(command, record_property, unscored=1)
+    _assert_improved(command, record_property, unscored=1)

@@ -1,4 +1,4 @@
-"""The Slurm scheduler in real allocations of the four-node cluster: what every scheduler promises, and lost nodes."""
+"""The Slurm scheduler in real allocations of the four-node cluster: the conformance suite, and lost nodes."""
 
 import os
 import sys
@@ -18,25 +18,25 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 @pytest.fixture(scope="module")
 def cluster():
-    with slurm(lost_after=8) as found:
-        yield found
+    with slurm(lost_after=8) as running:
+        yield running
 
 
 @contextmanager
 def allocation(cluster, *options):
-    """A job without a script, in which this process counts as the batch script."""
+    """Allocate a job without a script, with this process in the role of the batch script."""
     cluster.run("salloc", "--no-shell", "--exclusive", "--no-kill", "-Q", "-J", "test", *options)
-    job = min(cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%A").split(), key=int)  # of the first part
+    job = min(cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%A").split(), key=int)  # id of the first component
     os.environ["SLURM_JOB_ID"] = job
     try:
         yield job
     finally:
         del os.environ["SLURM_JOB_ID"]
         cluster.run("scancel", job)
-        _until(lambda: cluster.run("squeue", "-h") == "")
+        _wait_until(lambda: cluster.run("squeue", "-h") == "")
 
 
-def _until(condition, seconds=120.0):
+def _wait_until(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
@@ -64,11 +64,11 @@ def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path
         lost = workers[1]
 
         cluster.kill_node(lost.node)
-        _until(lambda: [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING, WorkerStatus.FAILED])
+        _wait_until(lambda: [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING, WorkerStatus.FAILED])
         assert lost.node in lost.cause
-        again = scheduler.restart_worker(lost)
+        restarted = scheduler.restart_worker(lost)
 
-        assert again.node not in {worker.node for worker in workers}
+        assert restarted.node not in {worker.node for worker in workers}
         assert [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING] * 2
         cluster.revive(lost.node)
 
@@ -77,13 +77,13 @@ def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path
 def test_scheduler_resources_omit_a_node_that_is_down(cluster, tmp_path):
     config = SlurmSchedulerConfig(poll_seconds=0.2)
     with allocation(cluster, "-N3"):
-        before = [node.name for node in config.resources().nodes]
+        names = [node.name for node in config.resources().nodes]
 
-        cluster.kill_node(before[1])
-        cluster.await_state(before[1], "down*")
+        cluster.kill_node(names[1])
+        cluster.await_state(names[1], "down*")
 
-        assert [node.name for node in config.resources().nodes] == [before[0], before[2]]
-        cluster.revive(before[1])
+        assert [node.name for node in config.resources().nodes] == [names[0], names[2]]
+        cluster.revive(names[1])
 
 
 def test_scheduler_heterogeneous_job_places_roles_on_their_components(cluster, tmp_path):
@@ -102,9 +102,9 @@ def test_scheduler_simulated_gpus_are_assigned_one_per_worker(tmp_path):
         config = SlurmSchedulerConfig()
         assert config.resources().gpus == 4
         with SlurmScheduler(tmp_path, config) as scheduler:
-            show = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
-            workers = scheduler.create_workers(JobSpec("role", show, count=4, gpus=1))
-            _until(lambda: all(worker.exit_code == 0 for worker in scheduler.poll()))
+            print_devices = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+            workers = scheduler.create_workers(JobSpec("role", print_devices, count=4, gpus=1))
+            _wait_until(lambda: all(worker.exit_code == 0 for worker in scheduler.poll()))
 
-            seen = sorted((worker.node, scheduler.logs(worker).strip()) for worker in workers)
-            assert seen == [("node0", "0"), ("node0", "1"), ("node1", "0"), ("node1", "1")]
+            devices = sorted((worker.node, scheduler.logs(worker).strip()) for worker in workers)
+            assert devices == [("node0", "0"), ("node0", "1"), ("node1", "0"), ("node1", "1")]

@@ -1,4 +1,4 @@
-"""Runs in which something dies at random moments: each comes to its end, and uses every prompt once."""
+"""Runs with fault injection at random moments: each exhausts its data and uses every prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_apps.run.components import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
 KILLS = ("kill_server", "kill_trainer", "kill_launcher")
-PROCESSES = (
+PROCESS_FAULTS = (
     "kill_server",
     "stop_server",
     "kill_trainer",
@@ -31,10 +31,11 @@ PROCESSES = (
     "kill_launcher",
     "stop_launcher",
 )
+CLUSTER_FAULTS = (*PROCESS_FAULTS, "truncate_point", "lose_node")
 ALLOCATIONS = {"broadcast": "embedded:d2+fsdp:d2", "disk": "embedded:d1+fsdp:d1"}
-"""By the route of weights on a cluster: an only server can be replaced where they lie on a disk."""
-HEADS = {"broadcast": 2, "disk": 1}
-"""Replicas of the trainer in these, each with a head that has a share of the data."""
+"""Allocation per weight route on a cluster; only the route `disk` allows replacing a single server."""
+DP_LEADERS = {"broadcast": 2, "disk": 1}
+"""Data-parallel leaders of these allocations; each has a shard of the data."""
 DISK_MIB = 256
 
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def environment() -> Iterator[None]:
-    """In which all processes find the reward of `chaos`, also those of clusters that start later."""
+    """Let all processes import the reward of `chaos`, also processes of clusters that start later."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(chaos.__file__).parent))
         yield
@@ -53,11 +54,11 @@ def environment() -> Iterator[None]:
 
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path | None]:
-    """A file system of its own that can be filled; None where this process may not mount one."""
+    """Mount a small file system that a test can fill; yield None if this process may not mount one."""
     directory.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(directory)]
     if subprocess.run(["mount", *options], capture_output=True).returncode:
-        print("a disk that is full is left out: this user may not mount a file system")
+        print("skipping the full-disk fault: this user may not mount a file system")
         yield None
         return
     try:
@@ -66,41 +67,41 @@ def small_disk(directory: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def most_left(endings: Counter[str], heads: int) -> float:
-    """How many prompts may be left over when the first head has used up its share of the data.
+def max_left_over(outcomes: Counter[str], dp_leaders: int) -> float:
+    """Return the number of prompts that may be left over when the first data-parallel leader exhausts its shard.
 
-    Of one head none: it trains on a last batch that is smaller. Of two, those by which the other was slower: both have
-    trained on as many prompts, of random shares of the data, of which unlike parts were rejected or failed. Of n a head
-    uses n p, give or take sqrt(n p (1 - p)), so for the same batches it takes n, give or take that over p. Allowed are
-    three deviations of the difference of two heads.
+    A single leader leaves none, because it trains on a smaller last batch. Several leaders train on the same number of
+    prompts, but reject or fail different numbers of them. With a probability p to train on a prompt, a leader trains
+    on n p ± sqrt(n p (1 - p)) of n prompts, so the same batches take n ± sqrt(n (1 - p) / p) prompts. The bound is
+    three standard deviations of the difference between two leaders.
     """
-    used = endings["trained"] / (endings.total() - endings["left_over"])
-    return 3 * (2 * endings.total() / heads * (1 - used) / used) ** 0.5 if heads > 1 else 0
+    trained = outcomes["trained"] / (outcomes.total() - outcomes["left_over"])
+    return 3 * (2 * outcomes.total() / dp_leaders * (1 - trained) / trained) ** 0.5 if dp_leaders > 1 else 0
 
 
-def examine(
-    part: chaos.ChaosRun, prompts: int, epochs: int, record: Callable[[str, object], None], heads: int = 1
+def check_run(
+    part: chaos.ChaosRun, prompts: int, epochs: int, record: Callable[[str, object], None], dp_leaders: int = 1
 ) -> None:
-    """Tell what was done, and look whether all that was asked for was done, and whether the account holds."""
-    endings = check_accounting(part.run_dir, range(prompts), epochs)
-    figures = {
+    """Record the statistics of a run; check that every kind of fault was injected and that the account holds."""
+    outcomes = check_accounting(part.run_dir, range(prompts), epochs)
+    statistics = {
         "faults": dict(part.injected),
         "seconds between faults": part.fault_intervals(),
         "starts": part.starts,
         "steps": part._step(),
         "seconds": round(part.seconds),
-        "endings": dict(endings),
+        "outcomes": dict(outcomes),
         "shared memory left": len(part.leftover_shared_memory()),
     }
-    for name, value in figures.items():
+    for name, value in statistics.items():
         record(name, value)
-    print(figures)
+    print(statistics)
     assert part.injected.total() >= part.faults
     assert part.missing_kinds() == []
     assert not weights_directory(part.run_dir).exists()
-    assert endings["rejected"] > 0
-    assert endings["failed"] > 0
-    assert endings["left_over"] <= most_left(endings, heads)
+    assert outcomes["rejected"] > 0
+    assert outcomes["failed"] > 0
+    assert outcomes["left_over"] <= max_left_over(outcomes, dp_leaders)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +142,13 @@ def test_faults_are_each_injected_once_before_any_repeats(tmp_path: Path) -> Non
 def test_local_run_with_three_kills_uses_every_prompt_once(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """One of a server, a trainer and the launcher each, in turn."""
+    """Kill a server, a trainer and the launcher once each."""
     run_dir, prompts, epochs = tmp_path / "run", 120, 2
     small = {"allocation": "embedded:d1+fsdp:d1", "recover.every": 1}
     command = chaos.grpo_command(model, run_dir, prompts, epochs, **small)
     part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", 3, 3, fault_interval=(2, 5), once=True, kinds=KILLS)
     part.run(seconds=240)
-    examine(part, prompts, epochs, record_property)
+    check_run(part, prompts, epochs, record_property)
     assert set(part.injected) == {*KILLS}
 
 
@@ -157,19 +158,18 @@ def test_local_run_with_three_kills_uses_every_prompt_once(
 def test_local_run_with_random_faults_uses_every_prompt_once(
     seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Seeds 1 and 3 save no batches, as most runs do: of these the account compares what is told with the data and the
-    steps alone, and not with the rows that were trained on, so that "twice in a batch" is looked for in 0 and 2."""
+    """Seeds 1 and 3 save no batches, as most runs do; the account then cannot find duplicate sequences in a batch."""
     with small_disk(tmp_path / "disk") as disk:
-        run_dir, prompts, epochs, heads = (disk or tmp_path) / "run", 500, 4, 2 if seed < 2 else 1
-        more = {
-            "allocation": f"embedded:d{heads}+fsdp:d{heads}",
-            "checkpoint.save_batches": str(seed % 2 == 0).lower(),  # for which there must be room
+        run_dir, prompts, epochs, dp_leaders = (disk or tmp_path) / "run", 500, 4, 2 if seed < 2 else 1
+        settings = {
+            "allocation": f"embedded:d{dp_leaders}+fsdp:d{dp_leaders}",
+            "checkpoint.save_batches": str(seed % 2 == 0).lower(),  # batches need disk space
         }
-        command = chaos.grpo_command(model, run_dir, prompts, epochs, **more)
-        kinds = (*PROCESSES, "truncate_checkpoint", *(["fill_disk"] if disk else []))
+        command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
+        kinds = (*PROCESS_FAULTS, "truncate_checkpoint", *(["fill_disk"] if disk else []))
         part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", seed, 20, kinds, disk=disk)
         part.run(seconds=2400)
-        examine(part, prompts, epochs, record_property, heads)
+        check_run(part, prompts, epochs, record_property, dp_leaders)
 
 
 @pytest.mark.nightly
@@ -178,7 +178,7 @@ def test_local_run_with_random_faults_uses_every_prompt_once(
 def test_slurm_run_with_lost_nodes_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Four nodes, each with a temporary directory of its own, of which the run has two and a spare one."""
+    """The cluster has four nodes with separate temporary directories; the run uses two and has one spare."""
     with slurm(lost_after=4, requeue_after=8, kill_wait=5) as cluster:
 
         def lose(rng: random.Random) -> str:
@@ -191,17 +191,14 @@ def test_slurm_run_with_lost_nodes_uses_every_prompt_once(
         run_dir, prompts, epochs = tmp_path / "run", 500, 2
         settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
-        part = chaos.ChaosRun(
-            command,
+        part = chaos.ChaosRun(command,
             run_dir,
             tmp_path / "chaos.log",
             seed,
-            15,
-            (*PROCESSES, "truncate_checkpoint", "lose_node"),
-            kill_node=lose,
-        )
+            15, CLUSTER_FAULTS,
+            kill_node=lose)
         part.run(seconds=2400)
-        examine(part, prompts, epochs, record_property, HEADS[route])
+        check_run(part, prompts, epochs, record_property, DP_LEADERS[route])
 
 
 @pytest.mark.nightly
@@ -210,8 +207,10 @@ def test_slurm_run_with_lost_nodes_uses_every_prompt_once(
 def test_ray_run_with_lost_nodes_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Three nodes, each with a temporary directory of its own, of which the run has two. Ray's head is not killed: with
-    it the cluster is gone. With seed 21 Ray keeps the run's names."""
+    """The cluster has three nodes with separate temporary directories; the run uses two.
+
+    The test never kills Ray's head, because this would end the cluster. With seed 21, Ray stores the names of the run.
+    """
     with ray(nodes=3) as cluster:
         nodes = [1, 2]
 
@@ -226,14 +225,11 @@ def test_ray_run_with_lost_nodes_uses_every_prompt_once(
         names = "files" if seed == 20 else "ray"
         settings = settings_of("ray", names=names) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
-        part = chaos.ChaosRun(
-            command,
+        part = chaos.ChaosRun(command,
             run_dir,
             tmp_path / "chaos.log",
             seed,
-            15,
-            (*PROCESSES, "truncate_checkpoint", "lose_node"),
-            kill_node=lose,
-        )
+            15, CLUSTER_FAULTS,
+            kill_node=lose)
         part.run(seconds=2400)
-        examine(part, prompts, epochs, record_property, HEADS[route])
+        check_run(part, prompts, epochs, record_property, DP_LEADERS[route])

@@ -1,4 +1,4 @@
-"""The learning check of CI passes runs that learned and names what is wrong with others."""
+"""infra/ci/check_learning.py accepts runs that learned and names the problem of other runs."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def test_check_learning_run_that_learned_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "change", "complaint"),
+    ("step", "change", "message"),
     [
         (0, {"eval/accuracy": 0.7}, "before training is 0.700"),
         (2, {"eval/accuracy": 0.5}, "after training is 0.500"),
@@ -39,13 +39,13 @@ def test_check_learning_run_that_learned_passes(tmp_path: Path) -> None:
     ],
 )
 def test_check_learning_names_an_injected_fault(
-    tmp_path: Path, step: int, change: dict[str, float | None], complaint: str
+    tmp_path: Path, step: int, change: dict[str, float | None], message: str
 ) -> None:
-    steps = [dict(figures) for figures in LEARNED]
+    steps = [dict(metrics) for metrics in LEARNED]
     steps[step] |= change
     result = check(tmp_path, steps)
     assert result.returncode == 1
-    assert complaint in result.stderr
+    assert message in result.stderr
 
 
 def test_check_learning_run_without_metrics_fails(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What CI and hooks check: planted circles of imports, surplus statements, wrong messages are named."""
+"""Scripts of CI and of the commit hooks: they report injected faults."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ def _script(name):
     return module
 
 
-# ---- circles of imports
+# ---- import cycles
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,23 @@ def _script(name):
         ({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
         ({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"b"}}, [["a", "b", "c", "d"]]),
     ],
-    ids=["none", "pair", "triangle", "two pairs, one reached from the other", "two circles that share a module"],
+    ids=["none", "pair", "triangle", "two pairs, one imports the other", "two cycles with a shared module"],
 )
 def test_find_circles_returns_maximal_import_cycles(imports, expected):
-    found = _script("import_circles").find_circles(imports)
+    cycles = _script("import_circles").find_circles(imports)
 
-    assert sorted(found) == sorted(expected)
+    assert sorted(cycles) == sorted(expected)
 
 
 def _lint_imports(directory, contract):
-    (directory / "planted").mkdir()
-    (directory / "planted" / "__init__.py").write_text("")
-    (directory / "planted" / "first.py").write_text("from planted.second import two\n\none = 1\n")
-    (directory / "planted" / "second.py").write_text(
-        "def two():\n    from planted.first import one\n\n    return 2 * one\n"
+    (directory / "cyclic").mkdir()
+    (directory / "cyclic" / "__init__.py").write_text("")
+    (directory / "cyclic" / "first.py").write_text("from cyclic.second import two\n\none = 1\n")
+    (directory / "cyclic" / "second.py").write_text(
+        "def two():\n    from cyclic.first import one\n\n    return 2 * one\n"
     )
     (directory / "config.toml").write_text(
-        '[tool.importlinter]\nroot_packages = ["planted"]\n'
+        '[tool.importlinter]\nroot_packages = ["cyclic"]\n'
         'contract_types = ["no_circles: infra.ci.import_circles.NoCirclesContract"]\n'
         f'[[tool.importlinter.contracts]]\nname = "none"\ntype = "no_circles"\n{contract}'
     )
@@ -70,12 +70,12 @@ def test_lint_imports_cycle_through_a_function_fails_with_both_lines(tmp_path):
     done = _lint_imports(tmp_path, "")
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "planted.first -> planted.second (l. 1)" in done.stdout
-    assert "planted.second -> planted.first (l. 2)" in done.stdout
+    assert "cyclic.first -> cyclic.second (l. 1)" in done.stdout
+    assert "cyclic.second -> cyclic.first (l. 2)" in done.stdout
 
 
 def test_lint_imports_cycle_with_an_ignored_import_passes(tmp_path):
-    done = _lint_imports(tmp_path, 'ignore_imports = ["planted.second -> planted.first"]')
+    done = _lint_imports(tmp_path, 'ignore_imports = ["cyclic.second -> cyclic.first"]')
 
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -88,7 +88,7 @@ def test_statements_excludes_docstrings_and_layout():
 
     plain = "x = 1\nif x:\n    y = 2\n"
     assert count(plain) == 3
-    assert count('"""What it is."""\nx = 1; y = (\n    2\n)\n"""and more"""') == 2
+    assert count('"""Module docstring."""\nx = 1; y = (\n    2\n)\n"""Another string."""') == 2
     assert count("def f():\n    '''Doc.'''\n    return 1\n") == 2
 
 
@@ -121,7 +121,7 @@ def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
     assert ("rl_one: 15 Python files" in done.stderr) == bool(code)
 
 
-# ---- messages of commits
+# ---- commit messages
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_commit_message_range_checks_each_commit(tmp_path):
     ],
 )
 def test_lint_language_names_the_broken_rule(name, text, problem):
-    found = [message for _, message in _script("lint_language").check(name, text)]
+    problems = [message for _, message in _script("lint_language").check(name, text)]
 
-    assert [problem in message for message in found] == ([True] if problem else [])
+    assert [problem in message for message in problems] == ([True] if problem else [])
 
 
 def test_lint_language_banned_word_in_a_checked_folder_fails(tmp_path):
@@ -226,21 +226,21 @@ def test_ci_scripts_are_listed_in_the_readme():
 
 @pytest.mark.parametrize("failing", ["ruff check .", "infra/servers/build.py vllm", "pytest -q --all"])
 def test_ci_stops_with_the_message_of_the_failed_command(tmp_path, failing):
-    """The servers' environment is built before the tests, which would otherwise be skipped."""
-    asked = tmp_path / "asked"
+    """CI must build the environment of the server before the tests; without it, server tests are skipped."""
+    calls = tmp_path / "calls"
     uv = tmp_path / "uv"
-    uv.write_text(f'#!/bin/sh\necho "$*" >>{asked}\ncase "$*" in *"{failing}"*) echo why >&2; exit 1 ;; esac\n')
+    uv.write_text(f'#!/bin/sh\necho "$*" >>{calls}\ncase "$*" in *"{failing}"*) echo why >&2; exit 1 ;; esac\n')
     uv.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     command = [str(ROOT / ".ci" / "run")]
     done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (1, "why\n")
-    assert failing in asked.read_text()
-    assert ("pytest" in asked.read_text()) == (failing == "pytest -q --all")
+    assert failing in calls.read_text()
+    assert ("pytest" in calls.read_text()) == (failing == "pytest -q --all")
 
 
-# ---- what packages declare
+# ---- declared dependencies
 
 
 @pytest.mark.parametrize(("declared", "code"), [(["numpy"], 0), ([], 1)])
@@ -258,7 +258,7 @@ def test_lint_undeclared_dependency_in_a_function_is_reported(tmp_path, declared
     assert ("'numpy' imported but" in done.stderr) == bool(code)
 
 
-# ---- each package alone
+# ---- each package in a separate environment
 
 PACKAGES = [*sorted(path.name for path in (ROOT / "packages").iterdir()), "rl-apps"]
 
@@ -310,7 +310,7 @@ def test_nightly_summarize_counts_tests_reasons_and_metrics():
 
 @pytest.fixture
 def nightly(tmp_path, monkeypatch):
-    """The script in a repository with a quick test and two parts, of which the second fails."""
+    """The script, in a repository with two nightly test files; the test of the second fails."""
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n  slow: x\n  nightly: x\n  gpu: x\n")
     (tmp_path / ".gitignore").write_text("runs/\n__pycache__/\n.pytest_cache/\n")
@@ -348,7 +348,7 @@ def test_nightly_part_over_its_limit_is_stopped_and_fails(nightly):
     assert (result["passed"], len(result["failed"])) == (0, 1)
 
 
-# ---- tests that fail by chance
+# ---- flaky tests
 
 
 def test_flaky_shuffle_keeps_tests_of_a_file_together():
@@ -400,7 +400,7 @@ def test_flaky_test_that_fails_in_one_of_two_runs_is_printed(tmp_path, monkeypat
     assert "test_always" not in printed
 
 
-# ---- what is left out of a run of the tests
+# ---- test selection
 
 
 def test_marks_select_tests_regardless_of_the_folder_name(tmp_path):

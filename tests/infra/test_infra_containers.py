@@ -1,4 +1,4 @@
-"""The container files, as far as they can be checked without a daemon: what they name is there, and is one version."""
+"""Checks of the container files without a container daemon: names exist and versions agree."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SERVERS = ("sglang", "vllm")
 
 
 def _instructions(name):
-    """(instruction, arguments) of a file, lines that go on joined."""
+    """Return (instruction, arguments) pairs of a file, with continued lines joined."""
     text = re.sub(r"(?m)^\s*#.*\n", "", (CONTAINERS / name).read_text()).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
@@ -78,7 +78,7 @@ def test_images_run_as_a_user_with_the_environment_on_path():
 
 
 def _install_steps(name, server):
-    """What an image file has uv install, as words; the build argument is filled in."""
+    """Return the two `uv sync` commands of an image file, with the server as the build argument."""
     syncs = [rest for instruction, rest in _instructions(name) if instruction == "RUN" and "uv sync" in rest]
     steps = [
         sync[sync.index("uv sync") :].replace('${SERVER:+--extra "$SERVER"}', f"--extra {server}") for sync in syncs
@@ -87,7 +87,7 @@ def _install_steps(name, server):
 
 
 def _context(directory):
-    """The root of the repository as a build sees it."""
+    """Copy the tracked files of the repository to a directory and return it."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         if (ROOT / name).is_file():
@@ -112,7 +112,7 @@ def _uv(words, directory, environment):
     [("Dockerfile.cpu", ""), *(("Dockerfile.cuda", s) for s in SERVERS), ("Dockerfile.servers", "")],
 )
 def test_install_steps_resolve_in_an_empty_directory(name, server, tmp_path):
-    """As `uv sync --dry-run`; the first with the two files alone that its layer sees."""
+    """The first step must resolve with only the two files that its layer mounts."""
     third_party, whole = _install_steps(name, server)
     first = tmp_path / "first"
     first.mkdir()
@@ -120,11 +120,11 @@ def test_install_steps_resolve_in_an_empty_directory(name, server, tmp_path):
         shutil.copy(ROOT / source, first)
     (tmp_path / "whole").mkdir()
 
-    said = _uv([*third_party, "--dry-run", "--offline"], first, tmp_path / "venv")
-    assert "+ ray==" in said
-    assert "+ torch==" in said
-    assert not server or f"+ {server}==" in said
-    assert "rl-apps" not in said
+    output = _uv([*third_party, "--dry-run", "--offline"], first, tmp_path / "venv")
+    assert "+ ray==" in output
+    assert "+ torch==" in output
+    assert not server or f"+ {server}==" in output
+    assert "rl-apps" not in output
     assert "+ rl-apps" in _uv([*whole, "--dry-run", "--offline"], _context(tmp_path / "whole"), tmp_path / "venv")
 
 
@@ -137,7 +137,7 @@ def test_cpu_install_steps_provide_a_working_command(tmp_path):
     _uv(third_party, context, environment)
     assert not (environment / "bin" / "gsm8k-grpo").exists()
     _uv(whole, context, environment)
-    shutil.rmtree(context)  # nothing is installed in place
+    shutil.rmtree(context)  # the environment must not depend on the sources
 
     (command,) = (json.loads(rest) for kind, rest in _instructions("Dockerfile.cpu") if kind == "CMD")
     (tmp_path / "elsewhere").mkdir()
@@ -162,10 +162,10 @@ def test_command_of_the_servers_image_has_valid_settings(capsys, monkeypatch, se
     from rl_apps.cli.driver import main
 
     (command,) = (rest for instruction, rest in _instructions("Dockerfile.servers") if instruction == "CMD")
-    said = re.search(r"gsm8k-grpo ([^\"]+)", command)[1]
+    arguments = re.search(r"gsm8k-grpo ([^\"]+)", command)[1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
-    main("gsm8k-grpo", [*said.replace("$SERVER", server).split(), "cluster.device=cuda", "--dry-run"])
+    main("gsm8k-grpo", [*arguments.replace("$SERVER", server).split(), "cluster.device=cuda", "--dry-run"])
 
-    # everything but the interpreter of the image, which is looked for last, is as it should be
+    # The interpreter is checked last and exists only in the image, so all other settings are valid.
     assert "rollout.server.python=server-python: expected a Python interpreter" in capsys.readouterr().err

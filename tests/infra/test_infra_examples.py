@@ -1,5 +1,7 @@
-"""The examples for Slurm, Ray and Kubernetes: they parse, name what there is, and their commands plan a run; where a
-cluster can be had they run."""
+"""Examples for Slurm, Ray and Kubernetes: they parse, name existing files, and their commands plan a run.
+
+Nightly tests run them on a local Slurm and on a local Ray cluster.
+"""
 
 import json
 import os
@@ -34,38 +36,38 @@ def _locked(name):
 
 
 def _images():
-    """Tags that the first lines of the image files give."""
+    """Return the image tags in the `docker build` comments of the image files."""
     files = (path.read_text() for path in (INFRA / "containers").glob("Dockerfile.*"))
     return {tag for text in files for tag in re.findall(r"docker build .* -t (\S+) \.", text)}
 
 
 def _groups(cluster):
-    """Pod templates of a RayCluster's spec: how many, and what `ray start` is told."""
+    """Yield (replicas, group) for the head group and each worker group of a RayCluster spec."""
     yield 1, cluster["headGroupSpec"]
     for group in cluster["workerGroupSpecs"]:
         yield group["replicas"], group
 
 
 def _commands(text):
-    """Command lines in the comments of an example, without those of other programs."""
+    """Return the arguments of each `gsm8k-grpo` command in the comments of an example."""
     joined = re.sub(r"\\\n#\s*", "", text)
-    found = re.findall(r"^#\s+.*?(gsm8k-grpo [^#\n]*)", joined, flags=re.M)
-    return [shlex.split(line.partition(" && ")[0])[1:] for line in found if "=" in line]
+    lines = re.findall(r"^#\s+.*?(gsm8k-grpo [^#\n]*)", joined, flags=re.M)
+    return [shlex.split(line.partition(" && ")[0])[1:] for line in lines if "=" in line]
 
 
 def _plan(words, capsys, *more):
-    """What `--dry-run` says, where everything is right but for servers that are not installed here."""
+    """Run with `--dry-run` and return the output; the only accepted error is a server that is not installed."""
     words = [word for word in words if word != "--dry-run"]
     code = main("gsm8k-grpo", [*words, *more, "--dry-run"])
-    said = capsys.readouterr()
-    wanting = re.search(r"expected (sglang|vllm) .*found no such package", said.err)  # the last thing that is looked at
-    assert code == 0 or wanting, said.err
-    return said.out or said.err
+    printed = capsys.readouterr()
+    no_server = re.search(r"expected (sglang|vllm) .*found no such package", printed.err)  # the last check
+    assert code == 0 or no_server, printed.err
+    return printed.out or printed.err
 
 
 @pytest.fixture
 def no_cluster(monkeypatch):
-    """Neither Slurm nor Ray."""
+    """An environment without Slurm and Ray."""
     monkeypatch.setenv("PATH", "/nonexistent")
     for name in [name for name in os.environ if name.startswith(("SLURM", "RAY_"))]:
         monkeypatch.delenv(name)
@@ -73,9 +75,9 @@ def no_cluster(monkeypatch):
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 def test_kubernetes_pods_have_images_versions_limits_and_shared_volumes(path):
-    found = yaml.safe_load(path.read_text())
-    assert (found["apiVersion"], found["kind"].lower()) == ("ray.io/v1", path.stem)
-    cluster = found["spec"].get("rayClusterSpec", found["spec"])
+    manifest = yaml.safe_load(path.read_text())
+    assert (manifest["apiVersion"], manifest["kind"].lower()) == ("ray.io/v1", path.stem)
+    cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     assert cluster["rayVersion"] == _locked("ray")
     for replicas, group in _groups(cluster):
         assert group.get("minReplicas", replicas) == group.get("maxReplicas", replicas) == replicas
@@ -93,8 +95,8 @@ def test_kubernetes_pods_have_images_versions_limits_and_shared_volumes(path):
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 def test_kubernetes_commands_plan_a_run_that_fits_the_pods(path, no_cluster, capsys):
-    found = yaml.safe_load(path.read_text())
-    entrypoint = found["spec"].get("entrypoint")
+    manifest = yaml.safe_load(path.read_text())
+    entrypoint = manifest["spec"].get("entrypoint")
     commands = [shlex.split(entrypoint)[1:]] if entrypoint else _commands(path.read_text())
     assert len(commands) == 1
     (words,) = commands
@@ -102,31 +104,31 @@ def test_kubernetes_commands_plan_a_run_that_fits_the_pods(path, no_cluster, cap
     (run_dir,) = (word.partition("=")[2] for word in words if word.startswith("run_dir="))
     assert run_dir.startswith("/runs/")
 
-    workers = [group for _, group in _groups(found["spec"].get("rayClusterSpec", found["spec"]))][1:]
+    workers = [group for _, group in _groups(manifest["spec"].get("rayClusterSpec", manifest["spec"]))][1:]
     limits = [(g["replicas"], g["template"]["spec"]["containers"][0]["resources"]["limits"]) for g in workers]
     gpus = sum(replicas * int(limit.get("nvidia.com/gpu", 0)) for replicas, limit in limits)
     (allocation,) = (Allocation.parse(word.partition("=")[2]) for word in words if word.startswith("allocation="))
-    needed = sum(part.world_size for part in (*allocation.train, *allocation.inference))
+    needed = sum(engine.world_size for engine in (*allocation.train, *allocation.inference))
     assert gpus in (0, needed)
     ((replicas, limit),) = limits
-    there = [f"launcher.options.nodes={replicas}", f"launcher.options.cores_per_node={limit['cpu']}"]
-    there = [each for each in there if each.partition("=")[0] not in " ".join(words)]
+    resources = [f"launcher.options.nodes={replicas}", f"launcher.options.cores_per_node={limit['cpu']}"]
+    resources = [setting for setting in resources if setting.partition("=")[0] not in " ".join(words)]
     if gpus:
-        there += [f"launcher.options.gpus_per_node={limit['nvidia.com/gpu']}"]
-    said = _plan(words, capsys, *there)
-    if "Devices" in said:
-        assert f"on {replicas} nodes" in said
-        assert f"of {replicas * int(limit['cpu'])} cores" in said or f"of {gpus} GPUs" in said
+        resources += [f"launcher.options.gpus_per_node={limit['nvidia.com/gpu']}"]
+    plan = _plan(words, capsys, *resources)
+    if "Devices" in plan:
+        assert f"on {replicas} nodes" in plan
+        assert f"of {replicas * int(limit['cpu'])} cores" in plan or f"of {gpus} GPUs" in plan
 
 
 def test_ray_cluster_file_matches_the_schema_of_ray():
     jsonschema = pytest.importorskip("jsonschema")
     package = pytest.importorskip("ray")
     schema = json.loads((Path(package.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    found = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
-    jsonschema.validate(found, schema)
+    cluster = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
+    jsonschema.validate(cluster, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(found | {"workers": 2}, schema)
+        jsonschema.validate(cluster | {"workers": 2}, schema)
 
 
 @pytest.mark.parametrize("name", ["gsm8k_grpo.yaml", "container.yaml"])
@@ -136,16 +138,16 @@ def test_slurm_settings_print_a_plan_and_a_batch_script(name, no_cluster, capsys
     assert commands
     for words in commands:
         words = [str(ROOT / word) if word.startswith("infra/") else word for word in words]
-        said = _plan(words, capsys, "launcher.options.cores_per_node=4", "cluster.device=cpu")
-        assert "on 2 nodes" in said
-        assert "#SBATCH --nodes=3" in said  # with the spare one
-        assert "#SBATCH --time=4:00:00" in said
-        assert "recover.every" not in said.partition("# Batch script")[2]  # no warning
-    assert name != "container.yaml" or "container_image: /shared/images/rl-cuda.sqsh" in said
+        plan = _plan(words, capsys, "launcher.options.cores_per_node=4", "cluster.device=cpu")
+        assert "on 2 nodes" in plan
+        assert "#SBATCH --nodes=3" in plan  # two nodes and a spare node
+        assert "#SBATCH --time=4:00:00" in plan
+        assert "recover.every" not in plan.partition("# Batch script")[2]  # no warning
+    assert name != "container.yaml" or "container_image: /shared/images/rl-cuda.sqsh" in plan
 
 
 def _last_command(script):
-    """What a script ends with, as words, without `exec` and the arguments of the script."""
+    """Return the arguments of the last command of a script, without `"$@"` and `run_dir`."""
     line = (INFRA / script).read_text().splitlines()[-1]
     words = [word for word in shlex.split(line) if word not in ("$@", "run_dir=$run_dir")]
     return words[words.index("gsm8k-grpo") + 1 :]
@@ -172,7 +174,7 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
 
 
-def _ended(run_dir):
+def _is_finished(run_dir):
     return (run_dir / "finished").exists()
 
 
@@ -189,7 +191,7 @@ def test_sbatch_runs_on_the_four_node_slurm(model, tmp_path, monkeypatch):
         deadline = time.monotonic() + 600
         while cluster.run("squeue", "-h", "-j", job) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert _ended(run_dir), out.read_text()
+        assert _is_finished(run_dir), out.read_text()
         assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
         assert len(list((run_dir / "logs").glob("agent-node*.log"))) == 2
 
@@ -209,5 +211,5 @@ def test_submit_runs_on_the_two_node_ray_cluster(model, tmp_path, monkeypatch):
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert _ended(run_dir), done.stdout
+        assert _is_finished(run_dir), done.stdout
         assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3

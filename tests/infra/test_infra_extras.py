@@ -1,4 +1,4 @@
-"""The extras with the real servers: an environment holds one of them, or neither, as the lock has it."""
+"""Extras with inference servers: the lock file allows at most one of them per environment."""
 
 import os
 import shutil
@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def _dry_run(tmp_path, *extras):
-    """What `uv sync` would install for the apps with extras into an environment that is not there."""
+    """Run `uv sync --dry-run` for rl-apps with extras, into an empty environment."""
     if shutil.which("uv") is None:
         pytest.skip("no uv on PATH")
-    asked = [word for extra in extras for word in ("--extra", extra)]
+    flags = [word for extra in extras for word in ("--extra", extra)]
     return subprocess.run(
-        ["uv", "sync", "--dry-run", "--locked", "--offline", "--package", "rl-apps", *asked],
+        ["uv", "sync", "--dry-run", "--locked", "--offline", "--package", "rl-apps", *flags],
         cwd=ROOT,
         env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")},
         capture_output=True,
@@ -28,10 +28,10 @@ def _dry_run(tmp_path, *extras):
 
 @pytest.mark.parametrize(("extra", "other"), [("vllm", "sglang"), ("sglang", "vllm")])
 def test_extra_installs_its_server_and_not_the_other(tmp_path, extra, other):
-    said = _dry_run(tmp_path, extra).stderr
+    output = _dry_run(tmp_path, extra).stderr
 
-    assert f"+ {extra}==" in said
-    assert f"+ {other}==" not in said
+    assert f"+ {extra}==" in output
+    assert f"+ {other}==" not in output
 
 
 def test_both_server_extras_together_conflict(tmp_path):

@@ -1,4 +1,4 @@
-"""The install without CUDA libraries: where torch comes from, what else would bring them, what is said if they come."""
+"""infra/install_cpu.sh installs torch for CPUs, and reports CUDA libraries in the environment."""
 
 import os
 import shutil
@@ -21,11 +21,11 @@ def _install(path, environment, *extras):
 
 @pytest.fixture
 def uv(tmp_path):
-    """A stand-in for uv that keeps what it is asked, and says that what stands in a file is installed."""
+    """A stub of uv that records its arguments and reads the list of installed packages from a file."""
     program = tmp_path / "uv"
     program.write_text(
         f"""#!/bin/bash
-echo "$*" >>{tmp_path}/asked
+echo "$*" >>{tmp_path}/calls
 case "$1 $2" in
 "export "*) echo "torch==2.14.1" >"${{@: -1}}" ;;
 "pip install") cp "${{@: 6:1}}" {tmp_path}/constraints ;;
@@ -43,7 +43,7 @@ def test_install_pins_torch_to_the_cpu_build(uv):
     done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "ray", "plot")
 
     assert done.returncode == 0, done.stderr
-    installs = [line.split()[6:] for line in (uv / "asked").read_text().splitlines() if line.startswith("pip install")]
+    installs = [line.split()[6:] for line in (uv / "calls").read_text().splitlines() if line.startswith("pip install")]
     assert installs == [["--torch-backend", "cpu", "torch"], ["--editable", "apps[ray,plot]"]]
     assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
 
@@ -54,9 +54,9 @@ def test_install_workspace_adds_the_dev_group_to_the_cpu_torch(uv):
     done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "--workspace")
 
     assert done.returncode == 0, done.stderr
-    asked = [line.split() for line in (uv / "asked").read_text().splitlines()]
-    assert "--package" not in asked[0]
-    installs = [words[6:] for words in asked if words[:2] == ["pip", "install"]]
+    calls = [line.split() for line in (uv / "calls").read_text().splitlines()]
+    assert "--package" not in calls[0]
+    installs = [words[6:] for words in calls if words[:2] == ["pip", "install"]]
     assert installs == [["--torch-backend", "cpu", "torch"], ["--group", "dev"]]
 
 
@@ -70,7 +70,7 @@ def test_install_names_cuda_libraries_in_the_environment(uv):
 
 
 def _locked(*words):
-    """Packages of the lock that rl-apps needs."""
+    """Return the locked requirements of rl-apps."""
     if shutil.which("uv") is None:
         pytest.skip("no uv on PATH")
     command = ["uv", "export", "--quiet", "--frozen", "--no-hashes", "--no-annotate", "--package", "rl-apps", *words]
@@ -97,8 +97,8 @@ def test_install_provides_a_torch_without_cuda_and_runs(tmp_path, record_propert
     size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file())
     record_property("GB of an environment without CUDA libraries", round(size / 1e9, 2))
 
-    told = [environment / "bin" / "python", "-c", "import torch; print(torch.version.cuda)"]
-    assert subprocess.run(told, capture_output=True, text=True, check=True).stdout == "None\n"
-    shown = [environment / "bin" / "gsm8k-grpo", "--dry-run"]
-    dry = subprocess.run(shown, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert dry.returncode == 0, dry.stderr
+    command = [environment / "bin" / "python", "-c", "import torch; print(torch.version.cuda)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
+    command = [environment / "bin" / "gsm8k-grpo", "--dry-run"]
+    dry_run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert dry_run.returncode == 0, dry_run.stderr

@@ -1,4 +1,4 @@
-"""The Markdown of the project has one format, and the check of it sees planted faults."""
+"""The check of Markdown files finds injected faults, and the files of the repository pass it."""
 
 import subprocess
 import sys
@@ -15,11 +15,11 @@ def test_markdown_check_finds_injected_faults_and_the_repository_passes(tmp_path
         "--config",
         str(ROOT / "pyproject.toml"),
     ]
-    (tmp_path / "planted.md").write_text("# Title\n### Too deep\ntext\n```\nno language\n```\n")
-    planted = subprocess.run([*rumdl, str(tmp_path / "planted.md")], capture_output=True, text=True, check=False)
-    ours = subprocess.run([*rumdl, "."], cwd=ROOT, capture_output=True, text=True, check=False)
+    (tmp_path / "faulty.md").write_text("# Title\n### Too deep\ntext\n```\nno language\n```\n")
+    faulty = subprocess.run([*rumdl, str(tmp_path / "faulty.md")], capture_output=True, text=True, check=False)
+    repository = subprocess.run([*rumdl, "."], cwd=ROOT, capture_output=True, text=True, check=False)
 
-    assert planted.returncode == 1
+    assert faulty.returncode == 1
     for rule in ("MD001", "MD022", "MD040"):
-        assert rule in planted.stdout
-    assert ours.returncode == 0, ours.stdout
+        assert rule in faulty.stdout
+    assert repository.returncode == 0, repository.stdout

@@ -1,4 +1,4 @@
-"""Releases: versions, ranges, changelogs and tags agree, and what was built is used where nothing else is installed."""
+"""Releases: versions, ranges, changelogs and tags agree, and built packages work in a separate environment."""
 
 import subprocess
 import time
@@ -15,26 +15,26 @@ from packaging.version import Version
 PACKAGES = list(workspace.packages().values())
 
 
-def _named(values):
+def _parameters(values):
     return {"argvalues": values, "ids": [value.name for value in values]}
 
 
 # ---- the packages as they are
 
 
-@pytest.mark.parametrize("package", **_named(PACKAGES))
+@pytest.mark.parametrize("package", **_parameters(PACKAGES))
 def test_release_files_of_a_package_agree(package):
     assert workspace.faults(package) == []
 
 
-@pytest.mark.parametrize("package", **_named(PACKAGES))
+@pytest.mark.parametrize("package", **_parameters(PACKAGES))
 def test_readme_has_install_command_and_example(package):
     page = (package.folder / "README.md").relative_to(workspace.ROOT).as_posix()
-    found = readme.blocks(page, workspace.ROOT)
-    asked = check.asked_for(page, "\n".join(command for block in found for command in block.commands()))
+    blocks = readme.blocks(page, workspace.ROOT)
+    requirements = check.asked_for(page, "\n".join(command for block in blocks for command in block.commands()))
 
-    assert Requirement(asked[0]).name == package.name
-    assert any(block.is_program for block in found)
+    assert Requirement(requirements[0]).name == package.name
+    assert any(block.is_program for block in blocks)
 
 
 def test_release_scripts_are_listed_in_the_readme():
@@ -44,12 +44,12 @@ def test_release_scripts_are_listed_in_the_readme():
 
 
 def test_downstream_projects_require_one_package_each():
-    found = {project.name: check.uses(project).name for project in check.DOWNSTREAM.iterdir()}
+    packages = {project.name: check.uses(project).name for project in check.DOWNSTREAM.iterdir()}
 
-    assert found == {"rewards": "rl-rewards", "losses": "rl-trainers"}
+    assert packages == {"rewards": "rl-rewards", "losses": "rl-trainers"}
 
 
-# ---- a small workspace, in which faults are planted
+# ---- a small workspace for fault injection
 
 
 def _package(root, name, dependencies=""):
@@ -67,7 +67,7 @@ def _package(root, name, dependencies=""):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A repository with `rl-base`, and `rl-user`, which uses it."""
+    """A repository with the packages `rl-base` and `rl-user`, which depends on `rl-base`."""
     (tmp_path / "LICENSE").write_text("Free.\n")
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "all"\nversion = "0"\nrequires-python = ">=3.12"\n'
@@ -112,7 +112,7 @@ def test_tag_annotation_lists_the_changes_of_the_version(root):
 
 
 @pytest.mark.parametrize(
-    ("path", "before", "after", "complaint"),
+    ("path", "before", "after", "message"),
     [
         ("CHANGELOG.md", "## 0.1.0\n", "## 0.0.9\n", "expected changes under '## 0.1.0', found none"),
         ("CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- More.\n\n## 0.1.0\n", "(?s)found\n- More.\n.*bump.py"),
@@ -127,11 +127,11 @@ def test_tag_annotation_lists_the_changes_of_the_version(root):
         ("LICENSE", "Free.", "Not free.", "expected a copy of LICENSE"),
     ],
 )
-def test_tag_with_inconsistent_files_raises_release_error(root, path, before, after, complaint):
+def test_tag_with_inconsistent_files_raises_release_error(root, path, before, after, message):
     _edit(root / "packages" / "rl-user" / path, before, after)
     _commit(root)
 
-    with pytest.raises(workspace.ReleaseError, match=complaint):
+    with pytest.raises(workspace.ReleaseError, match=message):
         tag.tag("rl-user", root)
     assert _git(root, "tag") == ""
 
@@ -190,7 +190,7 @@ def test_bump_minor_updates_version_ranges_and_changelogs(root):
 
 def test_bump_patch_does_not_change_dependent_packages(root):
     base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
-    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- A fault less.\n\n## 0.1.0\n")
+    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- Fix a fault.\n\n## 0.1.0\n")
 
     assert bump.bump("rl-base", "patch", root) == []
 
@@ -214,7 +214,7 @@ def test_bump_without_changes_raises_release_error(root):
         bump.bump("rl-base", "patch", root)
 
 
-# ---- what was built
+# ---- built packages
 
 
 def test_built_files_missing_or_unexpected_are_reported(root):
@@ -270,8 +270,8 @@ def test_rl_rewards_is_built_installed_and_used(tmp_path, capsys):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_packages_are_built_installed_and_used(tmp_path, record_property):
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     check.main(["--out", str(tmp_path)])
 
-    record_property("minutes to build, install and use all packages", round((time.perf_counter() - begun) / 60, 1))
+    record_property("minutes to build, install and use all packages", round((time.perf_counter() - begin) / 60, 1))
     assert len(list(tmp_path.glob("*.whl"))) == len(PACKAGES)

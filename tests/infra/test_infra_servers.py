@@ -1,4 +1,4 @@
-"""The builder of the real servers' environments: kept, rebuilt, locked, and clear about what is missing."""
+"""infra/servers/build.py caches, rebuilds and locks environments of inference servers and names missing programs."""
 
 import importlib.util
 import subprocess
@@ -16,7 +16,7 @@ SERVERS = ROOT / "infra" / "servers"
 def _builder():
     spec = importlib.util.spec_from_file_location("servers_build", SERVERS / "build.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their own module
+    sys.modules[spec.name] = module  # `dataclass` looks up the module there
     spec.loader.exec_module(module)
     return module
 
@@ -59,21 +59,21 @@ def test_interpreter_after_an_interrupted_build_is_rebuilt(tmp_path):
 
 
 def test_interpreter_concurrent_calls_build_once(tmp_path, monkeypatch):
-    begun, waits, go_on, built = threading.Event(), threading.Event(), threading.Event(), []
+    started, waits, proceed, built = threading.Event(), threading.Event(), threading.Event(), []
     monkeypatch.setattr(builder, "_say", lambda text: "waiting for another build" in text and waits.set())
 
     def make(pins, directory, lock):
         built.append(directory)
-        begun.set()
-        assert go_on.wait(30)
+        started.set()
+        assert proceed.wait(30)
         _finish(pins, directory, lock)
 
     threads = [threading.Thread(target=builder.interpreter, args=(PINS, tmp_path, make)) for _ in range(2)]
     threads[0].start()
-    assert begun.wait(30)
+    assert started.wait(30)
     threads[1].start()
     assert waits.wait(30)
-    go_on.set()
+    proceed.set()
     for thread in threads:
         thread.join(30)
 
@@ -81,7 +81,7 @@ def test_interpreter_concurrent_calls_build_once(tmp_path, monkeypatch):
 
 
 def test_interpreter_waits_for_a_child_process_of_a_killed_build(tmp_path):
-    """What a build started may go on writing into the directory after the build itself was killed."""
+    """A child process of a killed build may still write to the directory, so it must keep the lock."""
     started = []
 
     def killed(pins, directory, lock):
@@ -108,10 +108,10 @@ def test_build_creates_an_environment_with_a_driver_stub(tmp_path):
 
     python = builder.interpreter(pins, tmp_path)
     code = "import ctypes, sys; print(sys.prefix, ctypes.CDLL('libcuda.so.1').cuInit())"
-    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    prefix, result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
-    assert Path(said[0]) == python.parents[1]
-    assert said[1] == "100"
+    assert Path(prefix) == python.parents[1]
+    assert result == "100"
 
 
 @pytest.mark.nightly
@@ -131,9 +131,9 @@ def test_build_without_space_compiler_or_python_raises_missing_error(tmp_path, m
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(builder.MissingError, match=r"expected a C compiler.*install gcc"):
         builder.find_compiler()
-    stand_in = tmp_path / "python3.11"
-    stand_in.write_text("#!/bin/sh\nexit 127\n")
-    stand_in.chmod(0o755)
+    stub = tmp_path / "python3.11"
+    stub.write_text("#!/bin/sh\nexit 127\n")
+    stub.chmod(0o755)
     with pytest.raises(builder.MissingError, match=r"expected a Python 3\.11 with venv.*no uv to fetch it; install"):
         builder.find_python("3.11")
 

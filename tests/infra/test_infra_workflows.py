@@ -1,4 +1,4 @@
-"""The workflows are what GitHub takes, and name scripts, packages and tags that there are."""
+"""The GitHub workflows match the schema and name existing scripts, packages and tags."""
 
 import json
 import os
@@ -17,13 +17,13 @@ WORKFLOWS = sorted((workspace.ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def _read(name):
-    """As strings throughout: YAML takes the key `on` for true."""
+    """Read a workflow with strings as keys and values, because YAML parses the key `on` as true."""
     return yaml.load((WORKFLOWS[0].parent / name).read_text(), Loader=yaml.BaseLoader)
 
 
-def _complaints(*paths):
-    words = ["--builtin-schema", "vendor.github-workflows", *map(str, paths)]
-    return CliRunner().invoke(check_jsonschema, words)
+def _check_schema(*paths):
+    arguments = ["--builtin-schema", "vendor.github-workflows", *map(str, paths)]
+    return CliRunner().invoke(check_jsonschema, arguments)
 
 
 def test_workflows_cover_changes_docs_nightly_run_and_wheels():
@@ -33,7 +33,7 @@ def test_workflows_cover_changes_docs_nightly_run_and_wheels():
 
 
 def test_workflows_match_the_github_schema():
-    done = _complaints(*WORKFLOWS)
+    done = _check_schema(*WORKFLOWS)
 
     assert done.exit_code == 0, done.output
 
@@ -47,7 +47,7 @@ def test_workflow_with_an_invalid_field_fails_the_schema_check(tmp_path, before,
     assert before in text
     (tmp_path / "docs.yml").write_text(text.replace(before, after))
 
-    assert _complaints(tmp_path / "docs.yml").exit_code == 1
+    assert _check_schema(tmp_path / "docs.yml").exit_code == 1
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
@@ -58,8 +58,8 @@ def test_scripts_of_a_workflow_exist(workflow):
 
     assert scripts
     assert [script for script in scripts if not (workspace.ROOT / script).is_file()] == []
-    run_as_they_are = re.findall(r"(?m)^(infra/\S+)", commands)
-    assert [script for script in run_as_they_are if not os.access(workspace.ROOT / script, os.X_OK)] == []
+    executed = re.findall(r"(?m)^(infra/\S+)", commands)
+    assert [script for script in executed if not os.access(workspace.ROOT / script, os.X_OK)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""Nothing in the sources reads a pickle or calls what would, but for megatron-core's checkpoints: its ranks exchange
-pickles with each other, through torch's collectives of objects."""
+"""The sources do not read pickles, directly or through another call, except in checkpoints of megatron-core.
+
+Its ranks exchange pickles through the object collectives of torch.
+"""
 
 import ast
 from pathlib import Path
@@ -27,22 +29,22 @@ CALLS = {
     "Manager",
     "ProcessPoolExecutor",
 }
-"""Of torch.distributed and multiprocessing; each pickles what it carries."""
+"""Names in torch.distributed and multiprocessing that pickle the objects they transport."""
 CHECKPOINTS = ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")
-"""Their ranks exchange pickles of who writes what, and pickle a list of it into the checkpoint."""
+"""Checkpoint modules whose ranks exchange write plans as pickles and store a pickled index in the checkpoint."""
 EXCEPTIONS = {
     "packages/rl-engines-megatron/src/rl_engines_megatron/weights/checkpoint.py": {
         "megatron.core.dist_checkpointing",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
     },
 }
-"""What of these is imported where."""
+"""Allowed imports from these modules, per file."""
 _DOTTED = tuple(f"{name}." for name in CHECKPOINTS)
 
 
-def _faults(text: str) -> list[str]:
-    """What in a source would unpickle: line and word."""
-    found = []
+def _unsafe_uses(text: str) -> list[str]:
+    """Return `line: name` for each import or call in a source that may unpickle data."""
+    uses = []
     tree = ast.parse(text)
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -53,35 +55,35 @@ def _faults(text: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [(node.lineno, module) for module in modules if module.partition(".")[0] in MODULES]
+            uses += [(node.lineno, module) for module in modules if module.partition(".")[0] in MODULES]
             source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             imported = [source + alias.name for alias in node.names]
-            found += [(node.lineno, name) for name in imported if f"{name}.".startswith(_DOTTED)]
+            uses += [(node.lineno, name) for name in imported if f"{name}.".startswith(_DOTTED)]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
         name = aliases.get(name, name)
-        last, given = name.rpartition(".")[2], {word.arg: ast.unparse(word.value) for word in node.keywords}
-        unsafe = last in CALLS or given.get("allow_pickle") == "True" or last == "read_pickle"
-        unsafe |= name.startswith(_DOTTED)  # by its whole name, for others are told of where they are imported
-        unsafe |= name == "torch.load" and given.get("weights_only") != "True"
-        unsafe |= last == "recv" and not node.args  # a multiprocessing connection; a socket is told how many bytes
+        last, options = name.rpartition(".")[2], {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        unsafe = last in CALLS or options.get("allow_pickle") == "True" or last == "read_pickle"
+        unsafe |= name.startswith(_DOTTED)  # calls by full name; other calls are reported at their import
+        unsafe |= name == "torch.load" and options.get("weights_only") != "True"
+        unsafe |= last == "recv" and not node.args  # a multiprocessing connection; a socket needs a size
         unsafe |= last in ("Queue", "SimpleQueue", "JoinableQueue") and name.startswith("multiprocessing")
-        found += [(node.lineno, name)] if unsafe else []
-    return [f"{line}: {word}" for line, word in found]
+        uses += [(node.lineno, name)] if unsafe else []
+    return [f"{line}: {name}" for line, name in uses]
 
 
 @pytest.mark.parametrize(
-    "planted",
+    "text",
     [
         "import pickle",
-        "import pickle as innocent",
+        "import pickle as module",
         "from cloudpickle import loads",
         "torch.load(path)",
         "from torch import load\nload(path)",
         "torch.load(path, weights_only=False)",
-        "dist.all_gather_object(found, mine)",
-        "from torch.distributed import broadcast_object_list as tell\ntell(things)",
+        "dist.all_gather_object(outputs, value)",
+        "from torch.distributed import broadcast_object_list as broadcast\nbroadcast(values)",
         "numpy.load(path, allow_pickle=True)",
         "connection.recv()",
         "multiprocessing.Queue()",
@@ -93,20 +95,20 @@ def _faults(text: str) -> list[str]:
         "from megatron.core import dist_checkpointing\ndist_checkpointing.save(state, path)",
     ],
 )
-def test_scan_reports_an_injected_unpickling_call(planted):
-    assert len(_faults(planted)) == 1
+def test_scan_reports_an_injected_unpickling_call(text):
+    assert len(_unsafe_uses(text)) == 1
 
 
 @pytest.mark.parametrize(
     "allowed", ["torch.load(path, weights_only=True)", "peer.recv(4096)", "queue.SimpleQueue()", "json.load(file)"]
 )
 def test_scan_accepts_calls_without_pickles(allowed):
-    assert _faults(allowed) == []
+    assert _unsafe_uses(allowed) == []
 
 
 @pytest.mark.slow
 def test_sources_unpickle_only_in_megatron_core_checkpoints():
     assert len(SOURCES) > 200
-    found = {str(path.relative_to(ROOT)): faults for path in SOURCES if (faults := _faults(path.read_text()))}
-    words = {file: {fault.partition(": ")[2] for fault in faults} for file, faults in found.items()}
-    assert words == EXCEPTIONS, found
+    uses = {str(path.relative_to(ROOT)): lines for path in SOURCES if (lines := _unsafe_uses(path.read_text()))}
+    names = {file: {line.partition(": ")[2] for line in lines} for file, lines in uses.items()}
+    assert names == EXCEPTIONS, uses

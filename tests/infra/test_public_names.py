@@ -1,4 +1,4 @@
-"""Public names: listed in READMEs, and compared with the list that is kept."""
+"""READMEs list the public names, and infra/ci/public_api.py compares these names with the stored list."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_public_api_that_differs_from_the_stored_list_fails(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "infra" / "ci")
     public_api = importlib.import_module("public_api")
-    kept = public_api.KEPT.read_text()
+    stored = public_api.KEPT.read_text()
     changed = tmp_path / "public_api.txt"
-    changed.write_text(kept.replace("rl_rewards.gold_number(answer", "rl_rewards.gold_number(gold"))
+    changed.write_text(stored.replace("rl_rewards.gold_number(answer", "rl_rewards.gold_number(gold"))
     monkeypatch.setattr(public_api, "KEPT", changed)
     monkeypatch.setattr(sys, "argv", ["public_api.py"])
 

@@ -1,4 +1,4 @@
-"""`rollout.server.addresses`: a run uses servers that somebody else has started, once each was looked at."""
+"""`rollout.server.addresses`: a run checks servers that it did not start, then uses them."""
 
 import http.server
 import json
@@ -14,7 +14,7 @@ from rl_apps.run.components import weights_directory
 from rl_inference.testing import ServerProcess
 
 KEY = "the key of the servers"
-FEW = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.rows=8", "evaluation.every=2")
+SHORT_RUN = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.rows=8", "evaluation.every=2")
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def _command(monkeypatch, directory, model, *addresses, key=KEY):
         "publish.route": "disk",
         "rollout.server.addresses": f"[{','.join(addresses)}]",
     }
-    return main("gsm8k-grpo", [*(f"{name}={value}" for name, value in settings.items()), *FEW])
+    return main("gsm8k-grpo", [*(f"{name}={value}" for name, value in settings.items()), *SHORT_RUN])
 
 
-def _refused(monkeypatch, capsys, directory, model, address, **options):
-    """The one sentence of a command that starts nothing and leaves nothing behind."""
+def _rejection(monkeypatch, capsys, directory, model, address, **options):
+    """Run a command that must fail before it starts a process; return its error message."""
     code = _command(monkeypatch, directory, model, address, **options)
     err = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
@@ -56,27 +56,27 @@ def test_attached_address_without_a_suitable_server_is_rejected(monkeypatch, cap
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
-        assert "/model_info answered 404" in _refused(monkeypatch, capsys, tmp_path, model, address)
+        assert "/model_info answered 404" in _rejection(monkeypatch, capsys, tmp_path, model, address)
     finally:
         server.shutdown()
         server.server_close()
 
-    assert "Cannot connect to host" in _refused(monkeypatch, capsys, tmp_path, model, address)
+    assert "Cannot connect to host" in _rejection(monkeypatch, capsys, tmp_path, model, address)
 
 
 @pytest.mark.nightly
 def test_attached_server_with_other_key_model_or_directory_is_rejected(monkeypatch, capsys, tmp_path, model):
     other = prepare_embedded(1, EmbeddedRecipe(shape=ModelShape(layers=1), warm_up=None), cache_dir=tmp_path / "cache")
     with _server(model, tmp_path, "server") as server:
-        refused = _refused(monkeypatch, capsys, tmp_path, model, server.address, key="another")
-        assert "answered 401: the request carries no valid key" in refused
-        assert "and its key in RL_RUN_KEY" in refused
+        message = _rejection(monkeypatch, capsys, tmp_path, model, server.address, key="another")
+        assert "answered 401: the request carries no valid key" in message
+        assert "and its key in RL_RUN_KEY" in message
 
-        refused = _refused(monkeypatch, capsys, tmp_path, other, server.address)
-        assert f"it serves the model {model}, but this run requires {other}" in refused
+        message = _rejection(monkeypatch, capsys, tmp_path, other, server.address)
+        assert f"it serves the model {model}, but this run requires {other}" in message
 
-        refused = _refused(monkeypatch, capsys, tmp_path / "elsewhere", model, server.address)
-        assert f"weight updates from {tmp_path}/run/weights, but this run writes them to {tmp_path}/else" in refused
+        message = _rejection(monkeypatch, capsys, tmp_path / "elsewhere", model, server.address)
+        assert f"weight updates from {tmp_path}/run/weights, but this run writes them to {tmp_path}/else" in message
 
 
 @pytest.mark.nightly
@@ -91,7 +91,7 @@ def test_attached_server_at_another_version_or_read_only_is_rejected(
     monkeypatch, capsys, tmp_path, model, options, message
 ):
     with _server(model, tmp_path, "server", **options) as server:
-        assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
+        assert message in _rejection(monkeypatch, capsys, tmp_path, model, server.address)
 
 
 @pytest.mark.nightly
@@ -107,17 +107,17 @@ def test_attached_server_with_raw_or_truncated_logprobs_is_rejected(monkeypatch,
             ("truncated", "its log-probs are those of a part of the vocabulary"),
         ):
             fault.write_text(name)
-            assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
+            assert message in _rejection(monkeypatch, capsys, tmp_path, model, server.address)
 
 
 def test_attached_server_without_info_is_rejected_by_its_logprobs(monkeypatch, capsys, tmp_path, model):
-    kind = "rl_contracts.testing.null_inference:NullInferenceEngine"  # whose model has another vocabulary
+    kind = "rl_contracts.testing.null_inference:NullInferenceEngine"  # its model has another vocabulary
     settings = (f"allocation={kind}:d1+fsdp:d1", "rollout.server.addresses=[http://null:1]", f"model.path={model}")
 
-    assert main("gsm8k-grpo", [*settings, f"run_dir={tmp_path / 'run'}", *FEW]) == 2
+    assert main("gsm8k-grpo", [*settings, f"run_dir={tmp_path / 'run'}", *SHORT_RUN]) == 2
 
-    refused = "http://null:1 is no server that this run can use: its log-probs are those of a part of the vocabulary"
-    assert refused in capsys.readouterr().err
+    message = "http://null:1 is no server that this run can use: its log-probs are those of a part of the vocabulary"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Faults planted in real servers (`faulty_plugins.py`), between a real trainer and two of them: each is named by the
-server's own comparison after a load, by the canary, or by the gap gate.
+"""Fault injection in two real servers (`faulty_plugins.py`) with a real trainer.
 
-vLLM's in CI, SGLang's nightly; they need the environments that `infra/servers/build.py` makes, and are skipped where
-there are none. Both servers of a kind start at once, and again only where a test has ended them.
+The server's check after a load, the canary or the log-prob gap gate must name each fault. The tests need the
+environments of `infra/servers/build.py`. The servers start once per kind, and again only after a test ended them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from rl_inference.testing import JobProcess
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 LONG = 300
-"""Tokens of a prompt: more than two blocks of vLLM's prefix cache on a CPU, which hold 128."""
+"""Tokens per prompt, more than two blocks of 128 tokens of vLLM's prefix cache on a CPU."""
 
 
 class Fleet:
-    """Two servers with a file of faults each, and the runs that use them one after the other."""
+    """Two servers, each with a file that selects its faults, for consecutive runs."""
 
     def __init__(self, kind: Kind, directory: Path) -> None:
         self.kind, self.directory, self._version = kind, directory, 0
@@ -46,29 +45,29 @@ class Fleet:
         self.servers = [JobProcess(self.model, log, KEY, job=job) for log, job in zip(logs, jobs, strict=True)]
 
     def ready(self) -> None:
-        """Let both run without a fault; one that has ended is started again."""
-        self.plant("", 0, 1)
+        """Turn off all faults and restart servers that ended."""
+        self.inject("", 0, 1)
         ended = [server for server in self.servers if server.process is None or server.exit_code is not None]
         for server in ended:
             server.start()
         for server in ended:
             server.wait_ready()
 
-    def plant(self, faults: str, *servers: int) -> None:
-        """Switch faults on, on some servers."""
+    def inject(self, faults: str, *servers: int) -> None:
+        """Select the faults of these servers."""
         for index in servers:
             self.faults[index].write_text(faults)
 
     def client(self, servers: Sequence[int], **settings: float) -> HttpEngine:
-        """A client of the servers of these numbers, which waits for none to come back."""
+        """Return a client of these servers that does not wait for a rejoin."""
         addresses = [self.servers[index].address for index in servers]
         options = {"progress_timeout": 60.0, "probe_timeout": 5.0, "rejoin_timeout": 0.0, **settings}
         return self.kind.client(self.spec, addresses, ClientConfig(**options))
 
     @contextmanager
     def run(self, *servers: int, **options: Any) -> Iterator[Run]:
-        """A run that uses the servers of these numbers, and has made two steps without an alarm."""
-        self._version += 100  # a server's never goes down
+        """Start a run with these servers and take two steps without an alarm."""
+        self._version += 100  # the version of a server cannot decrease
         options |= {"version": self._version, "prompt_tokens": LONG}
         with LoopThread("client") as loop:
             run = Run(self.weights, self.model, self.client(servers), loop, **options)
@@ -81,7 +80,7 @@ class Fleet:
                 run.close()
 
     def stop(self) -> None:
-        """Kill what runs."""
+        """Kill the running servers."""
         for server in self.servers:
             if server.process is not None:
                 server.stop()
@@ -103,7 +102,7 @@ def fleet(started: Fleet) -> Fleet:
 
 
 def alarm(run: Run, steps: int) -> str:
-    """What ends a run within so many steps."""
+    """Take at most `steps` steps and return the message of the error that must end the run."""
 
     def take() -> None:
         for _ in range(steps):
@@ -116,7 +115,7 @@ def alarm(run: Run, steps: int) -> str:
 
 def test_gap_gate_names_a_changed_temperature(fleet):
     with fleet.run(0) as run:
-        fleet.plant("temperature", 0)
+        fleet.inject("temperature", 0)
         message = alarm(run, 3)
 
     assert "the recorded log-probs of tokens of the current version" in message
@@ -126,7 +125,7 @@ def test_gap_gate_names_a_changed_temperature(fleet):
 
 def test_gap_gate_names_a_stale_prefix_cache(fleet):
     with fleet.run(0) as run:
-        fleet.plant("cache not flushed", 0)
+        fleet.inject("cache not flushed", 0)
         message = alarm(run, 4)
 
     assert "Likely cause: stale prefix cache" in message
@@ -143,7 +142,7 @@ def test_gap_gate_names_a_stale_prefix_cache(fleet):
 )
 def test_gap_gate_names_weights_that_the_server_did_not_compare(fleet, faults, cause):
     with fleet.run(0) as run:
-        fleet.plant(faults, 0)
+        fleet.inject(faults, 0)
         message = alarm(run, 1)
 
     assert f"the scores of {fleet.servers[0].address}" in message
@@ -152,8 +151,8 @@ def test_gap_gate_names_weights_that_the_server_did_not_compare(fleet, faults, c
 
 def test_gap_gate_names_the_server_with_outdated_weights(fleet):
     with fleet.run(0, 1) as run:
-        run.step()  # the gate looks at each in turn, and it is the second's now
-        fleet.plant("one behind", 1)
+        run.step()  # the gate checks one server per step, and the second server is next
+        fleet.inject("one behind", 1)
         message = alarm(run, 1)
 
     assert f"the scores of {fleet.servers[1].address}" in message
@@ -175,7 +174,7 @@ def test_gap_gate_names_the_server_with_outdated_weights(fleet):
 )
 def test_canary_names_the_faulty_server_of_two(fleet, faults, named):
     with fleet.run(0, 1, canary="always") as run:
-        fleet.plant(faults, 1)
+        fleet.inject(faults, 1)
         message = alarm(run, 1)
 
     assert message.startswith(f"route shm, version {run.engine.version}, {fleet.servers[1].address}: its scores ")
@@ -187,12 +186,12 @@ def test_canary_names_the_faulty_server_of_two(fleet, faults, named):
     ("faults", "server"),
     [
         pytest.param("not loaded", 0, id="update_acknowledged_but_not_loaded"),
-        pytest.param("stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),  # each ends a server
+        pytest.param("stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),  # each case ends a server
     ],
 )
 def test_load_that_misses_a_parameter_is_reported_and_ends_the_server(fleet, faults, server):
     with fleet.run(server) as run:
-        fleet.plant(faults, server)
+        fleet.inject(faults, server)
         message = alarm(run, 1)
 
     process = fleet.servers[server]
@@ -203,36 +202,36 @@ def test_load_that_misses_a_parameter_is_reported_and_ends_the_server(fleet, fau
     process.wait(30)
 
 
-async def in_flight(engine: HttpEngine, asked: Sequence[ModelRequest]) -> list[asyncio.Future[ModelResponse]]:
-    """Answers that are all being written now; asked for anew where one ended before the last began."""
+async def in_flight(engine: HttpEngine, requests: Sequence[ModelRequest]) -> list[asyncio.Future[ModelResponse]]:
+    """Return the completions once all requests run at the same time; retry if one ends too early."""
     async with asyncio.timeout(120):
         while True:
-            running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
-            while not any(each.done() for each in running):
-                if (await engine.stats())["running"] == len(asked):
+            running = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+            while not any(task.done() for task in running):
+                if (await engine.stats())["running"] == len(requests):
                     return running
             await asyncio.gather(*running)
 
 
 @pytest.mark.nightly
 async def test_hung_server_with_passing_health_checks_is_evicted(fleet):
-    """The process that computes is frozen; the one that speaks HTTP goes on."""
+    """The test freezes the compute process; the HTTP process still responds."""
     hung, other = fleet.servers
     children = psutil.Process(hung.process.pid).children(recursive=True)
-    [computes] = [p for p in children if any(name in " ".join(p.cmdline()) for name in ("EngineCore", "scheduler"))]
+    [compute] = [p for p in children if any(name in " ".join(p.cmdline()) for name in ("EngineCore", "scheduler"))]
     engine = fleet.client((0, 1), progress_timeout=10.0, update_timeout=30.0)
     try:
         running = await in_flight(engine, [make_request([*SHARED[:200], i], i, tokens=800) for i in range(8)])
-        computes.send_signal(signal.SIGSTOP)
-        answers = await asyncio.gather(*running)
+        compute.send_signal(signal.SIGSTOP)
+        responses = await asyncio.gather(*running)
         assert hung.wait_ready(10).exit_code is None
         assert "for 10 s (client.progress_timeout)" in engine._router.reasons
 
         await publish(engine, fleet.models, fleet.weights, "shm")
 
-        assert {len(answer.output_ids) for answer in answers} == {800}
-        assert {answer.server for answer in answers} == {other.address}
-        assert max(answer.resubmissions for answer in answers) >= 1
+        assert {len(response.output_ids) for response in responses} == {800}
+        assert {response.server for response in responses} == {other.address}
+        assert max(response.resubmissions for response in responses) >= 1
         assert engine.servers == [other.address]
     finally:
         hung.stop()

@@ -1,7 +1,7 @@
-"""The real SGLang on a CPU, as a run starts it: the contract of inference engines, and what it serves after updates.
+"""The real SGLang on a CPU with the command of a run: conformance suite, and log-probs after weight updates.
 
-Needs the environment that `infra/servers/build.py sglang` makes, and is skipped where there is none. One server per
-kind of head, which starts in a minute.
+The tests need the environment of `infra/servers/build.py sglang`. They start one server with a tied and one with an
+untied `lm_head`, each in about one minute.
 """
 
 from __future__ import annotations
@@ -62,44 +62,47 @@ class TestSGLangEngine(ServerSuite):
         return engine
 
     async def check(self, engine: SGLangEngine, response: ModelResponse, temperature: float = 1.0) -> None:
-        """By transformers where the server cannot score: at other temperatures than 1."""
+        """Compare with transformers, and at temperature 1 also with the scores of the server."""
         if temperature == 1:
             await super().check(engine, response, temperature)
         assert self.models.difference(response, temperature) < TOLERANCE
 
 
 async def test_completion_continues_after_an_ignored_end_token(engine, models):
-    """SGLang cannot ignore end tokens and stop at others: it is asked again after each. All tokens are as likely, so
-    that of 16 answers one in 65,000 times none has an end token before its stop token."""
+    """SGLang cannot ignore end tokens and stop at other tokens, so the client resubmits after each end token.
+
+    The temperature makes all tokens equally likely: with probability 1/65,000, none of 16 completions has an end token
+    before its stop token.
+    """
     end, stop = AutoTokenizer.from_pretrained(models.paths[0]).eos_token_id, 9
-    asked = [make_request([*SHARED, i], i, tokens=500, temperature=1e4, stop_token_ids=[stop]) for i in range(16)]
+    requests = [make_request([*SHARED, i], i, tokens=500, temperature=1e4, stop_token_ids=[stop]) for i in range(16)]
 
-    found = await asyncio.gather(*map(engine.agenerate, asked))
+    responses = await asyncio.gather(*map(engine.agenerate, requests))
 
-    assert all(each.output_ids.index(stop) == len(each.output_ids) - 1 for each in found if stop in each.output_ids)
-    assert all(stop in each.output_ids or len(each.output_ids) == 500 for each in found)
-    assert [each.resubmissions for each in found] == [each.output_ids.count(end) for each in found]
-    assert any(each.resubmissions for each in found)
+    assert all(r.output_ids.index(stop) == len(r.output_ids) - 1 for r in responses if stop in r.output_ids)
+    assert all(stop in r.output_ids or len(r.output_ids) == 500 for r in responses)
+    assert [r.resubmissions for r in responses] == [r.output_ids.count(end) for r in responses]
+    assert any(r.resubmissions for r in responses)
 
 
 async def test_invalid_requests_raise_inference_error_and_the_server_stays_up(engine, server):
-    for bad, told in (([1, 100000], "from 0 to"), ([5] * CONTEXT, "expected at most 1023 tokens")):
-        with pytest.raises(InferenceError, match=told):
-            await engine.agenerate(make_request(bad, 1))
-    stranger = SGLangEngine(spec=engine.spec)
-    stranger.initialize([server.address], "another key")
+    for prompt, message in (([1, 100000], "from 0 to"), ([5] * CONTEXT, "expected at most 1023 tokens")):
+        with pytest.raises(InferenceError, match=message):
+            await engine.agenerate(make_request(prompt, 1))
+    unauthorized = SGLangEngine(spec=engine.spec)
+    unauthorized.initialize([server.address], "another key")
     with pytest.raises(InferenceError, match=r"401.*no valid key"):
-        await stranger.agenerate(make_request(SHARED, 1))
-    await stranger.destroy()
+        await unauthorized.agenerate(make_request(SHARED, 1))
+    await unauthorized.destroy()
 
     assert server.exit_code is None
     assert len((await engine.agenerate(make_request(SHARED, 1))).output_ids) == 16
 
 
 def test_key_is_absent_from_log_command_line_and_server_info(server):
-    asked = urllib.request.Request(f"{server.address}/server_info", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        assert KEY not in answer.read().decode()
+    request = urllib.request.Request(f"{server.address}/server_info", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert KEY not in response.read().decode()
 
     assert KEY not in server.log.read_text()
     assert KEY not in Path(f"/proc/{server.process.pid}/cmdline").read_text()

@@ -1,6 +1,6 @@
-"""The real vLLM and SGLang on a CPU, one model split by tensors over two processes: what they serve after updates.
+"""The real vLLM and SGLang on a CPU with tensor parallelism over two processes: log-probs after weight updates.
 
-Needs the environments that `infra/servers/build.py` makes; what needs one that is not there is skipped.
+The tests need the environments of `infra/servers/build.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rl_inference.testing import JobProcess
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
-PARTS = 2
+RANKS = 2
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    if (cores := len(psutil.Process().cpu_affinity())) < PARTS:
-        pytest.skip(f"a model in {PARTS} parts on a CPU needs as many cores, found {cores}")
+    if (cores := len(psutil.Process().cpu_affinity())) < RANKS:
+        pytest.skip(f"{RANKS} tensor-parallel ranks need {RANKS} CPU cores; found {cores}")
     return kind_of(request.param)
 
 
@@ -45,15 +45,15 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     kind: Kind, models: Models, weights_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[JobProcess]:
-    split = ParallelStrategy(tensor=PARTS)
-    job = kind.job(ServeSpec(str(models.paths[0]), split, str(weights_dir), device="cpu", cpus=PARTS))
+    strategy = ParallelStrategy(tensor=RANKS)
+    job = kind.job(ServeSpec(str(models.paths[0]), strategy, str(weights_dir), device="cpu", cpus=RANKS))
     with JobProcess(models.paths[0], tmp_path_factory.mktemp("logs") / "server.log", key=KEY, job=job) as process:
         yield process
 
 
 @pytest.fixture
 async def engine(kind: Kind, server: JobProcess, models: Models, weights_dir: Path) -> AsyncIterator[HttpEngine]:
-    spec = ServeSpec(str(models.paths[0]), ParallelStrategy(tensor=PARTS), str(weights_dir))
+    spec = ServeSpec(str(models.paths[0]), ParallelStrategy(tensor=RANKS), str(weights_dir))
     engine = kind.client(spec, [server.address], ClientConfig(progress_timeout=120, probe_timeout=60))
     yield engine
     await engine.destroy()
@@ -67,5 +67,5 @@ def test_each_tensor_parallel_rank_is_a_separate_process(server):
     children = psutil.Process(server.process.pid).children(recursive=True)
     titles = [" ".join(child.cmdline()) for child in children]
 
-    for part in range(PARTS):
-        assert [title for title in titles if f"TP{part}" in title] != [], titles
+    for rank in range(RANKS):
+        assert [title for title in titles if f"TP{rank}" in title] != [], titles

@@ -1,7 +1,7 @@
-"""The real vLLM on a CPU, as a run starts it: the contract of inference engines, and what it serves after updates.
+"""The real vLLM on a CPU with the command of a run: conformance suite, and log-probs after weight updates.
 
-Needs the environment that `infra/servers/build.py vllm` makes, and is skipped where there is none. One server per
-module, which starts in half a minute on an idle machine and in minutes on a busy one.
+The tests need the environment of `infra/servers/build.py vllm`. The server starts in half a minute on an idle machine
+and in minutes on a busy one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rl_inference.testing import JobProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-AT_ONCE = 8
-"""Sequences that the server generates at the same time: others wait inside, behind the door."""
+MAX_SEQUENCES = 8
+"""Sequences that the server generates at the same time; further requests wait in its queue."""
 
 
 @pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.nightly)])
@@ -40,7 +40,7 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models: Models, weights_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobProcess]:
-    config = VLLMEngineConfig(python=str(interpreter_of("vllm")), context_length=CONTEXT, max_sequences=AT_ONCE)
+    config = VLLMEngineConfig(python=str(interpreter_of("vllm")), context_length=CONTEXT, max_sequences=MAX_SEQUENCES)
     spec = ServeSpec(model_path=str(models.paths[0]), device="cpu", weights_dir=str(weights_dir))
     job = VLLMEngine.server_spec(config, spec)
     log = tmp_path_factory.mktemp("logs") / "vllm.log"
@@ -59,33 +59,33 @@ async def engine(server: JobProcess, models: Models, weights_dir: Path) -> Async
 
 
 class TestVLLMEngine(ServerSuite):
-    long_completion = 900  # a tiny model makes 2,500 tokens a second
-    drains = False  # those that wait inside begin after the update
+    long_completion = 900  # a tiny model generates 2,500 tokens per second
+    drains = False  # queued requests begin after the update
 
     @pytest.fixture
     async def engine(self, engine: VLLMEngine) -> VLLMEngine:
         return engine
 
     async def check(self, engine: VLLMEngine, response: ModelResponse, temperature: float = 1.0) -> None:
-        """Against transformers: vLLM scores at temperature 1 alone, and no row that fills the context."""
+        """Compare with transformers, because vLLM scores only at temperature 1 and below the context length."""
         assert len(response.output_ids) == len(response.logprobs) == len(response.versions) > 0
         assert self.models.difference(response, temperature) < TOLERANCE
 
 
 async def test_queued_group_members_do_not_reuse_an_outdated_kv_cache(engine, models, weights_dir):
-    """They passed the door with the salt of the version before, whose blocks the others of their group hold."""
+    """Queued requests carry the cache salt of the previous version, under which their group has blocks in the cache."""
     await engine.stats()
     first = engine.version
     await engine.stage_weights(put_weights(weights_dir, first + 1, models.tensors(first + 1))[0])
     running = []
     waits = False
-    while not waits:  # asked anew where all had ended before the figures were seen
+    while not waits:  # retry if all requests ended before the stats showed a queue
         await asyncio.gather(*running)
-        asked = [make_request([*SHARED, 9], i, tokens=400) for i in range(4 * AT_ONCE)]
-        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
-        while not waits and not all(each.done() for each in running):
+        requests = [make_request([*SHARED, 9], i, tokens=400) for i in range(4 * MAX_SEQUENCES)]
+        running = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+        while not waits and not all(task.done() for task in running):
             stats = await engine.stats()
-            waits = stats["running"] >= 1 and stats["waiting"] >= AT_ONCE
+            waits = stats["running"] >= 1 and stats["waiting"] >= MAX_SEQUENCES
     await engine.commit_weights(first + 1, "keep")
     responses = await asyncio.gather(*running)
 
@@ -104,11 +104,14 @@ async def test_stop_string_ends_the_completion(engine, models):
 
 
 async def test_invalid_requests_raise_inference_error(engine, server):
-    for bad, told in (([1, 100000], "out of vocabulary"), ([5] * CONTEXT, "longer than the maximum model length")):
-        with pytest.raises(InferenceError, match=told):
-            await engine.agenerate(make_request(bad, 1))
-    stranger = VLLMEngine()
-    stranger.initialize([server.address], "another key")
+    for prompt, message in (
+        ([1, 100000], "out of vocabulary"),
+        ([5] * CONTEXT, "longer than the maximum model length"),
+    ):
+        with pytest.raises(InferenceError, match=message):
+            await engine.agenerate(make_request(prompt, 1))
+    unauthorized = VLLMEngine()
+    unauthorized.initialize([server.address], "another key")
     with pytest.raises(InferenceError, match=r"401.*no valid key"):
-        await stranger.agenerate(make_request(SHARED, 1))
-    await stranger.destroy()
+        await unauthorized.agenerate(make_request(SHARED, 1))
+    await unauthorized.destroy()

@@ -71,9 +71,9 @@ def max_left_over(outcomes: Counter[str], dp_leaders: int) -> float:
     """Return the number of prompts that may be left over when the first data-parallel leader exhausts its shard.
 
     A single leader leaves none, because it trains on a smaller last batch. Several leaders train on the same number of
-    prompts, but reject or fail different numbers of them. With a probability p to train on a prompt, a leader trains
-    on n p ± sqrt(n p (1 - p)) of n prompts, so the same batches take n ± sqrt(n (1 - p) / p) prompts. The bound is
-    three standard deviations of the difference between two leaders.
+    prompts, but reject or fail different numbers of them. Let p be the fraction of prompts that are trained. Of n
+    prompts, a leader trains on n p ± sqrt(n p (1 - p)). The same batches therefore take n ± sqrt(n (1 - p) / p)
+    prompts. The bound is three standard deviations of the difference between two leaders.
     """
     trained = outcomes["trained"] / (outcomes.total() - outcomes["left_over"])
     return 3 * (2 * outcomes.total() / dp_leaders * (1 - trained) / trained) ** 0.5 if dp_leaders > 1 else 0
@@ -138,7 +138,7 @@ def test_faults_are_each_injected_once_before_any_repeats(tmp_path: Path) -> Non
     assert part.missing_kinds() == ["kill_reward"]
 
 
-@pytest.mark.nightly  # kills of each kind are in test_clusters_learn.py and test_trainer_restarts.py
+@pytest.mark.nightly  # test_clusters_learn.py and test_trainer_restarts.py test each kind of kill
 def test_local_run_with_three_kills_uses_every_prompt_once(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

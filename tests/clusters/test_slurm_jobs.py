@@ -91,9 +91,8 @@ def _launcher(starts, ends="on_sigterm", *delay):
 
 @pytest.mark.parametrize("code", [0, 1, 2, 143])
 def test_submit_prints_the_output_and_returns_the_exit_code(cluster, tmp_path, code):
-    follower = _follow(
-        (sys.executable, "-c", f"print('some output'); raise SystemExit({code})"), tmp_path / "my run"
-    )  # a space in the path
+    command = (sys.executable, "-c", f"print('some output'); raise SystemExit({code})")
+    follower = _follow(command, tmp_path / "path with spaces")
 
     output, _ = follower.communicate(timeout=240)
 

@@ -85,8 +85,10 @@ def _with_servers(word: str) -> str:
 
 
 def _rl(words: list[str]) -> None:
-    """Run a command of `rl`. `run NAME`, `doctor NAME` and `NAME` dry-run the app NAME; commands that read a run fail,
-    because `RUN` is empty."""
+    """Run a command of `rl`.
+
+    `run NAME`, `doctor NAME` and `NAME` dry-run the app NAME. Commands that read a run fail, because `RUN` is empty.
+    """
     from rl_apps.cli.main import main
 
     command, target, *rest = [*words, ""]

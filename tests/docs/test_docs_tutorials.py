@@ -32,7 +32,7 @@ def test_tutorials_are_numbered_and_cover_every_command() -> None:
     commands = {point.name for point in entry_points(group="rl.apps")} - {
         "grpo",
         "sft",
-    }  # what the others are presets of
+    }  # the other commands are presets of these
     assert commands == set(re.findall(r'main\("([\w-]+)", settings\)', "".join(p.read_text() for p in PROGRAMS)))
 
 

@@ -5,7 +5,7 @@
 The paper (arXiv 2505.24298, version 5) trains R1-distilled Qwen models of 1.5B and 7B with staleness up to 8, and
 compares the hours of 250 steps with those of its synchronous variant: 41.0 against 14.8, and 57.7 against 25.4 (table
 1). Here both are simulated as `rl plan` does it: the rollout runtime on a simulated clock, with rates. `PUBLISHED` is
-what the paper says and where; `MISSING` is what it does not say, and what is taken instead. Nothing is fitted to the
+what the paper says and where; `ASSUMED` is what it does not say, and what is taken instead. Nothing is fitted to the
 speed-ups. Then the missing numbers are changed one at a time, in miniature. The last line is one JSON object.
 """
 
@@ -24,7 +24,7 @@ from rl_apps.plan.simulation import Setup, simulate
 
 STEPS = 250
 TOLERANCE = 0.15
-BYTES = 2
+BYTES_PER_VALUE = 2
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Model:
     """A model of table 1, and its sizes by its config.json."""
 
     parameters: float
-    multiplied: float
+    matmul_parameters: float
     """Of these, all but the input embedding."""
     layers: int
     heads: int
-    key_heads: int
+    kv_heads: int
     nodes: int
     synchronous_hours: float
     asynchronous_hours: float
@@ -50,18 +50,18 @@ class Model:
         return self.synchronous_hours / self.asynchronous_hours
 
     @property
-    def cache(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token."""
-        return 2 * self.layers * self.key_heads * self.head_size * BYTES
+        return 2 * self.layers * self.kv_heads * self.head_size * BYTES_PER_VALUE
 
 
 MODELS = {
     "1.5B": Model(1.777e9, 1.543e9, 28, 12, 2, 16, 41.0, 14.8, 427.4),
     "7B": Model(7.616e9, 7.071e9, 28, 28, 4, 24, 57.7, 25.4, 454.7),
 }
-PROMPTS, ANSWERS, LONGEST, STALENESS = 512, 16, 27_648, 8
-SERVERS_SHARE = 0.75
-EFFECTIVE = 356.6e3
+PROMPTS, COMPLETIONS, LONGEST, STALENESS = 512, 16, 27_648, 8
+SERVER_FRACTION = 0.75
+EFFECTIVE_TOKENS_PER_S = 356.6e3
 PUBLISHED = {
     "hours of 250 steps": "table 1: 41.0 and 14.8 (1.5B), 57.7 and 25.4 (7B)",
     "GPUs": "table 1: 16 and 24 nodes; section 7.1: of 8 H800",
@@ -75,8 +75,8 @@ PUBLISHED = {
     "1.5B in table 1, over 8,192 answers",
 }
 """What the paper says, and where."""
-MISSING = {
-    "answer_sigma": "how lengths are distributed: log-normal, sigma of the logarithm 0.6, as `rl plan` assumes",
+ASSUMED = {
+    "length_sigma": "how lengths are distributed: log-normal, sigma of the logarithm 0.6, as `rl plan` assumes",
     "mean length of 7B": "the same as of 1.5B",
     "prompt_tokens": "512, half of the longest",
     "decode": "time of a decoding pass: `rl plan --gpu H800`, 60 % of the bandwidth and 50 % of the FLOP/s",
@@ -90,40 +90,43 @@ MISSING = {
 
 def mean_length() -> float:
     """See `PUBLISHED`."""
-    return EFFECTIVE * MODELS["1.5B"].asynchronous_hours * 3600 / STEPS / (PROMPTS * ANSWERS)
+    return EFFECTIVE_TOKENS_PER_S * MODELS["1.5B"].asynchronous_hours * 3600 / STEPS / (PROMPTS * COMPLETIONS)
 
 
-def setup_of(model: Model, staleness: int, **missing: float) -> Setup:
+def setup_of(model: Model, staleness: int, **changes: float) -> Setup:
     """The set-up of the paper.
 
     Args:
         model: which.
         staleness: 0 for the synchronous variant.
-        missing: other values of `answer_sigma`, `pass_seconds` (beside what the data sheet gives) or `publish_seconds`.
+        missing: other values of `length_sigma`, `extra_decode_seconds` (beside what the data sheet gives) or `publish_seconds`.
     """
-    lengths = lognormal_lengths(mean_length(), missing.get("answer_sigma", 0.6), LONGEST)
-    weights, prompt, gpus = BYTES * model.parameters, 512.0, 8 * model.nodes
-    rates = {name: known.value for name, known in assumed("H800", model.parameters, weights, model.cache, 1).items()}
-    rates["decode_seconds"] += missing.get("pass_seconds", 0.0)
+    lengths = lognormal_lengths(mean_length(), changes.get("length_sigma", 0.6), LONGEST)
+    weights, prompt, gpus = BYTES_PER_VALUE * model.parameters, 512.0, 8 * model.nodes
+    rates = {
+        name: rate.value
+        for name, rate in assumed("H800", model.parameters, weights, model.kv_bytes_per_token, 1).items()
+    }
+    rates["decode_seconds"] += changes.get("extra_decode_seconds", 0.0)
     rates["train_tokens_per_s"] = 1e12 * model.tflops / flops_per_token(model, lengths)
-    room = 0.85 * DEVICES["H800"].memory - weights
+    kv_cache_bytes = 0.85 * DEVICES["H800"].memory - weights
     return Setup(
         Rates(
             **rates,
-            max_running=room // (model.cache * tokens_in_flight(prompt, lengths)),
+            max_running=kv_cache_bytes // (model.kv_bytes_per_token * tokens_in_flight(prompt, lengths)),
             episode_seconds=0.0,
-            publish_seconds=missing.get("publish_seconds", 5.0),
+            publish_seconds=changes.get("publish_seconds", 5.0),
             other_seconds=1.0,
             prompt_tokens=prompt,
             rejected_fraction=0.0,
             lengths=lengths,
         ),
         PROMPTS,
-        ANSWERS,
+        COMPLETIONS,
         staleness,
-        servers=round(gpus * SERVERS_SHARE),
+        servers=round(gpus * SERVER_FRACTION),
         replicas=1,
-        trainer_devices=gpus - round(gpus * SERVERS_SHARE),
+        trainer_devices=gpus - round(gpus * SERVER_FRACTION),
         longest=LONGEST,
         interrupt="recompute",
     )
@@ -132,17 +135,17 @@ def setup_of(model: Model, staleness: int, **missing: float) -> Setup:
 def flops_per_token(model: Model, lengths: tuple[int, ...]) -> float:
     """Of the update, and of the log-probs before it: 6 and 2 for each parameter that a token is multiplied by, and for
     each token that attention looks at, half of the row's length on average, twice over heads and layers."""
-    seen = sum(length * length for length in lengths) / sum(lengths)
-    return 8 * model.multiplied + 8 * model.layers * model.heads * model.head_size * seen
+    attended = sum(length * length for length in lengths) / sum(lengths)
+    return 8 * model.matmul_parameters + 8 * model.layers * model.heads * model.head_size * attended
 
 
-def speed_up(model: Model, size: int = 1, **missing: float) -> dict[str, Any]:
+def speed_up(model: Model, size: int = 1, **changes: float) -> dict[str, Any]:
     """Both variants, at one `size`-th."""
     hours, limits = [], []
     for staleness in (0, STALENESS):
-        found = simulate(miniature(setup_of(model, staleness, **missing), size))
-        hours.append(found.step_seconds * STEPS / 3600)
-        limits.append(found.limit)
+        plan = simulate(miniature(setup_of(model, staleness, **changes), size))
+        hours.append(plan.step_seconds * STEPS / 3600)
+        limits.append(plan.limit)
     ratio = hours[0] / hours[1]
     return {
         "speed_up": round(ratio, 2),
@@ -154,9 +157,9 @@ def speed_up(model: Model, size: int = 1, **missing: float) -> dict[str, Any]:
 
 
 CHANGES = (
-    {"answer_sigma": 0.3},
-    {"answer_sigma": 1.2},
-    {"pass_seconds": 0.006},
+    {"length_sigma": 0.3},
+    {"length_sigma": 1.2},
+    {"extra_decode_seconds": 0.006},
     {"publish_seconds": 20.0},
 )
 """Of what is missing."""
@@ -167,21 +170,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="in miniature and nothing changed, to see that it runs")
     options = parser.parse_args()
-    for title, said in (("published", PUBLISHED), ("missing, and taken instead", MISSING)):
-        print(title, *(f"  {name}: {text}" for name, text in said.items()), sep="\n")
+    for title, entries in (("published", PUBLISHED), ("missing, and taken instead", ASSUMED)):
+        print(title, *(f"  {name}: {text}" for name, text in entries.items()), sep="\n")
     began, result = time.monotonic(), {}
     for name, model in MODELS.items():
-        found = speed_up(model, 32 if options.quick else 1)
-        found["within"] = abs(found["error"]) <= TOLERANCE
-        print(f"{name}: {found}", flush=True)
+        row = speed_up(model, 32 if options.quick else 1)
+        row["within_tolerance"] = abs(row["error"]) <= TOLERANCE
+        print(f"{name}: {row}", flush=True)
         if not options.quick:
-            small = {"as above": speed_up(model, 8)["speed_up"]}
+            scaled_down = {"baseline": speed_up(model, 8)["speed_up"]}
             for change in CHANGES:
-                ((what, value),) = change.items()
-                small[f"{what}={value:g}"] = speed_up(model, 8, **change)["speed_up"]
-            found["in miniature"] = small
-            print(f"{name}, in miniature: {small}", flush=True)
-        result[name] = found
+                ((setting, value),) = change.items()
+                scaled_down[f"{setting}={value:g}"] = speed_up(model, 8, **change)["speed_up"]
+            row["scaled_down"] = scaled_down
+            print(f"{name}, in miniature: {scaled_down}", flush=True)
+        result[name] = row
     seconds = round(time.monotonic() - began, 1)
     print(json.dumps({"benchmark": "areal_speedups", "seconds": seconds, "load": os.getloadavg()[0]} | result))
 

@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_step import HERE, Job, make_model, run_command, run_ours
+from grpo_step import HERE, Job, make_model, run_command, run_rl
 from imposed_lengths import CASES
 
 
@@ -41,7 +41,7 @@ def measure(job: Job, directory: Path, staleness: int, quick: bool) -> dict[str,
 
     def command(name: str, staleness: int) -> float:
         settings = {"rollout.max_staleness": staleness, "checkpoint.save_batches": True}
-        return run_ours(job, directory / name, settings)["seconds"] / job.steps
+        return run_rl(job, directory / name, settings)["seconds"] / job.steps
 
     seconds = {"asynchronous": command("asynchronous", staleness)}
     if quick:
@@ -76,8 +76,8 @@ def main() -> None:
         job = Job(options.case, model, options.warmup, options.steps, **sizes)
         for repeat in range(options.repeats):
             runs.append(measure(job, Path(temporary) / str(repeat), options.max_staleness, options.quick))
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in runs[-1].items())
-            print(f"seconds per step: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
+            line = ", ".join(f"{name} {value:.3f}" for name, value in runs[-1].items())
+            print(f"seconds per step: {line}; load {os.getloadavg()[0]:.1f}", flush=True)
     result: dict[str, Any] = {
         "benchmark": "async_overlap",
         "case": options.case,

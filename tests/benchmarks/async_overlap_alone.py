@@ -75,7 +75,7 @@ def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
 
 
 def train(
-    config: GRPOConfig, engine: Any, publisher: Any, gap: Any, recorded: Path, run_dir: Path, warmup: int
+    config: GRPOConfig, engine: Any, publisher: Any, gate: Any, recorded: Path, run_dir: Path, warmup: int
 ) -> float:
     """Seconds per step on the batches that were recorded."""
     from rl_trainers import PolicyActor, RunLog
@@ -83,8 +83,8 @@ def train(
 
     actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
     source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
-    books = RunLog(engine, run_dir, config.checkpoint)
-    run_loop(source, actor, books, config.total_steps, publisher=publisher, gap=gap)
+    run_log = RunLog(engine, run_dir, config.checkpoint)
+    run_loop(source, actor, run_log, config.total_steps, publisher=publisher, gap=gate)
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     seconds = [record["time/step"] for record in records if record["step"] > warmup]
     return sum(seconds) / len(seconds)
@@ -102,14 +102,14 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         run = Run(config, layout, Path(temporary), devices.kind)
         os.environ[RUN_KEY_VARIABLE] = "benchmark"
         run = replace(run, servers=(stack.enter_context(server(run, devices)),))
-        parts = stack.enter_context(Components(run))
-        engine = parts.engine()
-        client = parts.client(engine)
+        components = stack.enter_context(Components(run))
+        engine = components.engine()
+        client = components.client(engine)
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
-        rollout = parts.runtime(client, parts.workflow(parts.reward()), engine, prompts)
-        publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
+        rollout = components.runtime(client, components.workflow(components.reward()), engine, prompts)
+        publisher, gate = components.publisher(engine, client), components.gate(engine, client)
         if mode == "training":
-            return train(config, engine, publisher, gap, recorded, run.directory, warmup)
+            return train(config, engine, publisher, gate, recorded, run.directory, warmup)
         publisher.publish(0)
         return generate(rollout, config.total_steps, warmup)
 

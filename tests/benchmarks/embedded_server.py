@@ -4,7 +4,7 @@
 
 A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores, prompts of 32 random tokens, all different,
 sampling at temperature 1, end tokens ignored. Ours is spoken to by the client `EmbeddedEngine`, with log-probs and
-versions of every token. Every side may use all cores, as threads of one process or, ours, as a server per core that
+versions of every token. Every side may use all cores, as threads of one process or, server, as a server per core that
 share the slots. The sides take turns and never work at the same time. Two cases:
 
 - `uniform`: 64 requests of 64 tokens; transformers answers them as one batch.
@@ -58,8 +58,8 @@ def make_cases(quick: bool) -> dict[str, list[int]]:
     return {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
 
 
-def best_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
-    """Servers and threads of each with which ours is faster now: one server with one thread, or with all cores, or a
+def fastest_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
+    """Servers and threads of each with which local is faster now: one server with one thread, or with all cores, or a
     server per core. `threads` other than 0 leaves only layouts with so many threads."""
 
     async def trial(side: EmbeddedSide) -> float:
@@ -77,32 +77,32 @@ def best_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
     return min(seconds, key=lambda layout: seconds[layout])
 
 
-async def worst_logprob(ours: EmbeddedSide, model: Path, requests: list[Request]) -> float:
+async def largest_logprob_error(server: EmbeddedSide, model: Path, requests: list[Request]) -> float:
     """Largest error of the server's log-probs, while all requests are answered together."""
     reference = reference_model(model)
-    await ours.run(requests)
-    worst = 0.0
-    for request, response in list(zip(requests, ours.responses, strict=True))[:8]:
+    await server.run(requests)
+    largest = 0.0
+    for request, response in list(zip(requests, server.responses, strict=True))[:8]:
         expected = reference_logprobs(reference, request.prompt, response.output_ids)
-        worst = max(worst, *(abs(a - b) for a, b in zip(response.logprobs, expected, strict=True)))
-    if worst > TOLERANCE:
-        raise SystemExit(f"the server's log-probs are off by {worst:.2e}, more than {TOLERANCE:g}")
-    return worst
+        largest = max(largest, *(abs(a - b) for a, b in zip(response.logprobs, expected, strict=True)))
+    if largest > TOLERANCE:
+        raise SystemExit(f"the server's log-probs are off by {largest:.2e}, more than {TOLERANCE:g}")
+    return largest
 
 
 async def measure(case: str, lengths: list[int], sides: list[Side], rounds: int) -> dict[str, Any]:
     """All sides in turn, `rounds` times; medians, and the medians of the rounds' ratios."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     busy: list[float] = []
-    for turn in range(rounds):
-        requests = make_requests(lengths, seed=1000 + turn)
-        for side in sides if turn % 2 == 0 else sides[::-1]:
+    for index in range(rounds):
+        requests = make_requests(lengths, seed=1000 + index)
+        for side in sides if index % 2 == 0 else sides[::-1]:
             seconds = await side.run(requests)
             rates[side.name].append(sum(lengths) / seconds)
             if isinstance(side, EmbeddedSide):
-                busy.append(side.busy_share)
-        shown = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
-        print(f"{case:10s} tokens/s  {shown}  (load {os.getloadavg()[0]:.1f})", flush=True)
+                busy.append(side.busy_fraction)
+        line = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
+        print(f"{case:10s} tokens/s  {line}  (load {os.getloadavg()[0]:.1f})", flush=True)
     result: dict[str, Any] = {
         "requests": len(lengths),
         "tokens": sum(lengths),
@@ -111,9 +111,9 @@ async def measure(case: str, lengths: list[int], sides: list[Side], rounds: int)
         "decode_thread_busy": round(statistics.median(busy), 3),
     }
     result["ratio"] = {
-        name: round(statistics.median(a / b for a, b in zip(rates["ours"], values, strict=True)), 3)
+        name: round(statistics.median(a / b for a, b in zip(rates["embedded"], values, strict=True)), 3)
         for name, values in rates.items()
-        if name != "ours"
+        if name != "embedded"
     }
     result["required"] = {name: REQUIRED[case][name] for name in result["ratio"]}
     return result
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM in that interpreter")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
-    parser.add_argument("--servers", type=int, default=0, help="of ours, sharing 64 slots; 0: whichever is faster")
+    parser.add_argument("--servers", type=int, default=0, help="of server, sharing 64 slots; 0: whichever is faster")
     parser.add_argument("--threads", type=int, default=0, help="of each server; 0: whichever is faster")
     parser.add_argument("--compile", action="store_true", help="our servers compile their forward pass")
     parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
@@ -147,9 +147,9 @@ def main() -> None:
         if options.servers or options.quick:
             layout = (options.servers or 1, options.threads or 1)
         else:
-            layout = best_layout(model, scratch, options.threads)
-        ours = stack.enter_context(embedded(model, layout, scratch, options.compile, forked=options.quick))
-        sides: list[Side] = [ours]
+            layout = fastest_layout(model, scratch, options.threads)
+        server = stack.enter_context(embedded(model, layout, scratch, options.compile, forked=options.quick))
+        sides: list[Side] = [server]
         result: dict[str, Any] = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden}
         result |= {"cores": os.cpu_count(), "servers": layout[0], "threads": layout[1], "compiled": options.compile}
         if not options.quick:
@@ -162,12 +162,12 @@ def main() -> None:
         if options.peer:
             sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
         rounds = 1 if options.quick else options.rounds
-        result |= asyncio.run(run(ours, sides, cases, model, rounds))
+        result |= asyncio.run(run(server, sides, cases, model, rounds))
     print(json.dumps(result))
 
 
 async def run(
-    ours: EmbeddedSide, sides: list[Side], cases: dict[str, list[int]], model: Path, rounds: int
+    server: EmbeddedSide, sides: list[Side], cases: dict[str, list[int]], model: Path, rounds: int
 ) -> dict[str, Any]:
     """Warm everything up, check the log-probs, and measure each case."""
     result: dict[str, Any] = {}
@@ -177,11 +177,11 @@ async def run(
             for side in sides:
                 await side.run(warm_up)
         longest = max(cases.values(), key=max)
-        result["logprob_error"] = await worst_logprob(ours, model, make_requests(longest[:64], seed=2))
+        result["logprob_error"] = await largest_logprob_error(server, model, make_requests(longest[:64], seed=2))
         for case, lengths in cases.items():
             result[case] = await measure(case, lengths, sides, rounds)
     finally:
-        await ours.engine.destroy()
+        await server.engine.destroy()
     return result
 
 

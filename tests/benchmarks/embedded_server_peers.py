@@ -58,7 +58,7 @@ class Side(ABC):
 class EmbeddedSide(Side):
     """Our server, through its client over HTTP, all requests at once; log-probs come with every answer."""
 
-    name = "ours"
+    name = "embedded"
 
     def __init__(self, addresses: list[str]) -> None:
         self.engine = EmbeddedEngine()
@@ -66,22 +66,22 @@ class EmbeddedSide(Side):
         self.servers = len(addresses)
         self.responses: list[ModelResponse] = []
         """Of the last run."""
-        self.busy_share = 0.0
+        self.busy_fraction = 0.0
         """Share of the last run's time in which the servers' decode threads worked."""
 
     async def run(self, requests: list[Request]) -> float:
         """See `Side`."""
-        asked = [
+        model_requests = [
             ModelRequest(r.prompt, GenerationConfig(max_new_tokens=r.tokens, ignore_eos=True), seed=r.seed)
             for r in requests
         ]
         before = await self.engine.stats()
         started = time.perf_counter()
         async with asyncio.timeout(DEADLINE):
-            self.responses = await asyncio.gather(*(self.engine.agenerate(r) for r in asked))
+            self.responses = await asyncio.gather(*(self.engine.agenerate(r) for r in model_requests))
         seconds = time.perf_counter() - started
         after = await self.engine.stats()
-        self.busy_share = (after["busy_seconds"] - before["busy_seconds"]) / seconds / self.servers
+        self.busy_fraction = (after["busy_seconds"] - before["busy_seconds"]) / seconds / self.servers
         for request, response in zip(requests, self.responses, strict=True):
             if not len(response.output_ids) == len(response.logprobs) == request.tokens:
                 raise SystemExit(f"asked for {request.tokens} tokens, got {len(response.output_ids)}")
@@ -151,8 +151,8 @@ class TransformersSide(Side):
 
     async def run(self, requests: list[Request]) -> float:
         """See `Side`."""
-        cut = [requests[start : start + SLOTS] for start in range(0, len(requests), SLOTS)]
-        batches = [{"prompts": [r.prompt for r in batch], "tokens": max(r.tokens for r in batch)} for batch in cut]
+        groups = [requests[start : start + SLOTS] for start in range(0, len(requests), SLOTS)]
+        batches = [{"prompts": [r.prompt for r in batch], "tokens": max(r.tokens for r in batch)} for batch in groups]
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"threads": self.threads, "batches": batches}) + "\n")
         self.process.stdin.flush()
@@ -190,10 +190,10 @@ class VllmSide(Side):
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(DEADLINE)
         ) as http:
             started = time.perf_counter()
-            await asyncio.gather(*(self._one(http, request) for request in requests))
+            await asyncio.gather(*(self._complete(http, request) for request in requests))
             return time.perf_counter() - started
 
-    async def _one(self, http: aiohttp.ClientSession, request: Request) -> None:
+    async def _complete(self, http: aiohttp.ClientSession, request: Request) -> None:
         body = {
             "model": self.model,
             "prompt": request.prompt,
@@ -225,13 +225,13 @@ def vllm(model: Path, python: str, scratch: Path) -> Iterator[VllmSide]:
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
     try:
-        asyncio.run(_answers(f"http://127.0.0.1:{port}/health", process, log))
+        asyncio.run(_wait_healthy(f"http://127.0.0.1:{port}/health", process, log))
         yield VllmSide(f"http://127.0.0.1:{port}", model)
     finally:
         _end_group(process)
 
 
-async def _answers(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+async def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until `url` answers 200."""
     deadline = time.monotonic() + READY_SECONDS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as http:

@@ -1,4 +1,4 @@
-"""What scores cost answers, and answers scores, at one embedded server over HTTP.
+"""What scores cost generators, and answers scores, at one embedded server over HTTP.
 
     uv run python tests/benchmarks/embedded_server_scores.py
 
@@ -34,11 +34,11 @@ from rl_inference.testing import ServerProcess, tiny_model
 
 VOCABULARY = 1024
 SCORERS = 16
-ROW_TOKENS = 256
+SEQUENCE_TOKENS = 256
 PROMPT_TOKENS = 32
 REQUIRED = {"generation": 1 / 3, "scoring": 1 / 4}
 """What is kept of the tokens per second alone."""
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds within which a window must have its first token."""
 COUNTERS = {"generation": "generated_tokens", "scoring": "scored_tokens"}
 
@@ -47,15 +47,15 @@ class Load:
     """Clients of one server.
 
     Args:
-        answers: how many generate.
+        generators: how many generate.
     """
 
-    def __init__(self, address: str, answers: int) -> None:
+    def __init__(self, address: str, generators: int) -> None:
         self.address = address
         self.engine = EmbeddedEngine()
         self.engine.initialize([address])
-        self.clients = {"generation": (answers, self.generate), "scoring": (SCORERS, self.score)}
-        self._draw = random.Random(answers)
+        self.clients = {"generation": (generators, self.generate), "scoring": (SCORERS, self.score)}
+        self._draw = random.Random(generators)
 
     def tokens(self, count: int) -> list[int]:
         """Random ones, which share nothing with others."""
@@ -63,12 +63,12 @@ class Load:
 
     async def generate(self) -> None:
         """One answer."""
-        asked = GenerationConfig(max_new_tokens=ROW_TOKENS, ignore_eos=True)
-        await self.engine.agenerate(ModelRequest(self.tokens(PROMPT_TOKENS), asked, seed=self._draw.getrandbits(62)))
+        config = GenerationConfig(max_new_tokens=SEQUENCE_TOKENS, ignore_eos=True)
+        await self.engine.agenerate(ModelRequest(self.tokens(PROMPT_TOKENS), config, seed=self._draw.getrandbits(62)))
 
     async def score(self) -> None:
         """One row."""
-        await self.engine.score(self.tokens(ROW_TOKENS))
+        await self.engine.score(self.tokens(SEQUENCE_TOKENS))
 
     async def rates(self, kinds: tuple[str, ...], seconds: float) -> dict[str, float]:
         """Tokens per second of each kind while clients of these kinds work."""
@@ -77,7 +77,7 @@ class Load:
             before, started = await self.counters(), time.perf_counter()
             await asyncio.sleep(seconds)
             after, spent = await self.counters(), time.perf_counter() - started
-            async with asyncio.timeout(PATIENCE):  # a short window on a busy machine may hold no token
+            async with asyncio.timeout(TIMEOUT):  # a short window on a busy machine may hold no token
                 while any(after[COUNTERS[kind]] == before[COUNTERS[kind]] for kind in kinds):
                     await asyncio.sleep(0.05)
                     after, spent = await self.counters(), time.perf_counter() - started
@@ -88,19 +88,19 @@ class Load:
         import aiohttp
 
         async with aiohttp.ClientSession() as http, http.get(self.address + "/stats") as response:
-            found: dict[str, Any] = await response.json()
-        return found
+            stats: dict[str, Any] = await response.json()
+        return stats
 
 
 @asynccontextmanager
 async def working(clients: list[tuple[int, Callable[[], Awaitable[None]]]]) -> AsyncIterator[None]:
-    """Clients that ask again and again, until the end of the block."""
+    """Clients that send again and again, until the end of the block."""
 
-    async def repeat(ask: Callable[[], Awaitable[None]]) -> None:
+    async def repeat(send: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await ask()
+            await send()
 
-    tasks = [asyncio.create_task(repeat(ask)) for count, ask in clients for _ in range(count)]
+    tasks = [asyncio.create_task(repeat(send)) for count, send in clients for _ in range(count)]
     try:
         yield
         failed = [task for task in tasks if task.done()]
@@ -112,10 +112,10 @@ async def working(clients: list[tuple[int, Callable[[], Awaitable[None]]]]) -> A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def measure(address: str, answers: int, rounds: int, seconds: float) -> dict[str, Any]:
+async def measure(address: str, generators: int, rounds: int, seconds: float) -> dict[str, Any]:
     """The three windows in turn, `rounds` times."""
-    load = Load(address, answers)
-    kept: dict[str, list[float]] = {kind: [] for kind in REQUIRED}
+    load = Load(address, generators)
+    retained: dict[str, list[float]] = {kind: [] for kind in REQUIRED}
     rates: dict[str, list[float]] = {}
     try:
         await load.rates(("generation", "scoring"), seconds / 4)
@@ -123,16 +123,16 @@ async def measure(address: str, answers: int, rounds: int, seconds: float) -> di
             alone = await load.rates(("generation",), seconds) | await load.rates(("scoring",), seconds)
             both = await load.rates(("generation", "scoring"), seconds)
             for kind in REQUIRED:
-                kept[kind].append(both[kind] / alone[kind])
-                rates.setdefault(kind + " alone", []).append(alone[kind])
-                rates.setdefault(kind + " beside the other", []).append(both[kind])
-            shown = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
-            print(f"{answers:2d} answers, tokens/s  {shown}", flush=True)
+                retained[kind].append(both[kind] / alone[kind])
+                rates.setdefault(kind + "_alone", []).append(alone[kind])
+                rates.setdefault(kind + "_shared", []).append(both[kind])
+            line = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
+            print(f"{generators:2d} generators, tokens/s  {line}", flush=True)
     finally:
         await load.engine.destroy()
     return {
         "tokens_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
-        "kept": {kind: round(statistics.median(values), 3) for kind, values in kept.items()},
+        "retained": {kind: round(statistics.median(values), 3) for kind, values in retained.items()},
         "required": {kind: round(share, 3) for kind, share in REQUIRED.items()},
     }
 
@@ -148,7 +148,11 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
     rounds, seconds = (1, 0.4) if options.quick else (options.rounds, options.seconds)
-    result: dict[str, Any] = {"benchmark": "embedded_server_scores", "scorers": SCORERS, "row_tokens": ROW_TOKENS}
+    result: dict[str, Any] = {
+        "benchmark": "embedded_server_scores",
+        "scorers": SCORERS,
+        "sequence_tokens": SEQUENCE_TOKENS,
+    }
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         shape = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "intermediate_size": 384}
@@ -157,8 +161,8 @@ def main() -> None:
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
         command = None if options.quick else (sys.executable, "-m", "rl_inference.embedded_server")
         with ServerProcess(model, scratch / "server.log", options={"device": "cpu"}, command=command) as server:
-            for answers in (32,) if options.quick else (1, 32):
-                result[f"{answers} answers"] = asyncio.run(measure(server.address, answers, rounds, seconds))
+            for generators in (32,) if options.quick else (1, 32):
+                result[f"{generators}_generating"] = asyncio.run(measure(server.address, generators, rounds, seconds))
     print(json.dumps(result))
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=$(printf '%s:' packages/*/src apps/src) python tests/benchmarks/gpu_step.py
 
 It takes at most `--seconds` (480) and needs the sources of this repository, no installed package of it. Each result is
-one JSON line, printed at once, so that a run which is cut off still counts. Every line has `part`, `card`, `commit`,
+one JSON line, printed at once, so that a run which is cut off still counts. Every line has `part`, `gpu`, `commit`,
 `torch`, `transformers` and `seconds`; a part or combination that did not run has `skipped`, `out_of_memory` or
 `failed` instead of results. The exit code is 1 if a line has `failed`. Parts:
 
@@ -45,9 +45,9 @@ from gpu_step_train import BUDGET_SPENT, lines, outcome, timed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SHARES = {"a": 0.55, "b": 0.25, "c": 0.2}
+BUDGET_FRACTIONS = {"a": 0.55, "b": 0.25, "c": 0.2}
 """Shares of the time budget; parts that are not chosen leave theirs to the others."""
-NEEDS = {
+MODULES = {
     "a": "numpy safetensors tensordict torch transformers",
     "b": "aiohttp huggingface_hub hydra jinja2 msgspec numba omegaconf psutil rich tensordict uvloop yaml",
     "c": "hypothesis pytest pytest_asyncio pytest_timeout tensordict",
@@ -116,7 +116,7 @@ def grpo_run(model: Path, directory: Path, options: Options, route: str) -> dict
         "actor.dtype": "bfloat16",
         "rollout.server.dtype": "bfloat16",
     }
-    found = grpo_step.run_ours(job, directory, settings)
+    measurements = grpo_step.run_rl(job, directory, settings)
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["step"] > job.warmup]
     step = statistics.mean(record["time/step"] for record in records)
@@ -125,9 +125,9 @@ def grpo_run(model: Path, directory: Path, options: Options, route: str) -> dict
     gaps = {name: [r[name] for r in records if r.get(name) is not None] for name in GAPS}
     return {
         "route": route,
-        **grpo_step.rates({key: value for key, value in found.items() if key != "step"}),
+        **grpo_step.rates({key: value for key, value in measurements.items() if key != "step"}),
         "seconds_per_step": round(step, 4),
-        "share": {name.removeprefix("time/"): round(value / step, 4) for name, value in mean.items()},
+        "fraction": {name.removeprefix("time/"): round(value / step, 4) for name, value in mean.items()},
         "gap": {name.removeprefix("gap/"): max(values, default=None) for name, values in gaps.items()},
     }
 
@@ -217,7 +217,7 @@ def gpu_tests(options: Options) -> Lines:
 PARTS: dict[str, Callable[[Options], Lines]] = {"a": training, "b": end_to_end, "c": gpu_tests}
 
 
-def facts(device: str) -> dict[str, Any]:
+def environment_fields(device: str) -> dict[str, Any]:
     """Return the fields of every line."""
     import torch
     import transformers
@@ -228,7 +228,7 @@ def facts(device: str) -> dict[str, Any]:
     except OSError:  # git is not installed
         commit = ""
     return {
-        "card": torch.cuda.get_device_name() if device == "cuda" else None,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "commit": commit or None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -256,9 +256,9 @@ def run_parts(parts: dict[str, Callable[[], Lines]], common: dict[str, Any]) -> 
     return code
 
 
-def bounded(part: str, options: Options) -> Lines:
+def run_in_budget(part: str, options: Options) -> Lines:
     """Yield the lines of a part, or the reason why it does not start."""
-    missing = [name for name in NEEDS[part].split() if importlib.util.find_spec(name) is None]
+    missing = [name for name in MODULES[part].split() if importlib.util.find_spec(name) is None]
     if missing:
         yield {"skipped": f"not installed: {', '.join(missing)}"}
     elif options.remaining <= 0:
@@ -291,19 +291,19 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes, which only show that it runs")
     parser.add_argument("--part", choices=[*PARTS], action="append", help="only this part; may be repeated")
     parser.add_argument("--seconds", type=float, default=480.0, help="time budget of all parts")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("gpu_step.py: --device cuda needs a CUDA device, and torch finds none; use --device cpu.")
-    chosen = [part for part in PARTS if part in (given.part or PARTS)]
-    total, deadline, parts = sum(SHARES[part] for part in chosen), time.monotonic(), {}
+    chosen = [part for part in PARTS if part in (arguments.part or PARTS)]
+    total, deadline, parts = sum(BUDGET_FRACTIONS[part] for part in chosen), time.monotonic(), {}
     for part in chosen:
-        deadline += given.seconds * SHARES[part] / total
-        parts[part] = partial(bounded, part, Options(given.device, given.tiny, deadline))
+        deadline += arguments.seconds * BUDGET_FRACTIONS[part] / total
+        parts[part] = partial(run_in_budget, part, Options(arguments.device, arguments.tiny, deadline))
     with tempfile.TemporaryDirectory() as directory:
         declare_entry_points(Path(directory))
-        return run_parts(parts, facts(given.device))
+        return run_parts(parts, environment_fields(arguments.device))
 
 
 if __name__ == "__main__":

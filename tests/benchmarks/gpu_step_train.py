@@ -67,9 +67,11 @@ class Shape:
         return path
 
 
-def _shape(name: str, kind: str, layers: int, sizes: tuple[int, int, int, int, int], tied: bool, **more: int) -> Shape:
+def _shape(
+    name: str, model_type: str, layers: int, sizes: tuple[int, int, int, int, int], tied: bool, **more: int
+) -> Shape:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    return Shape(name, kind, layers, dict(zip(names, sizes, strict=True)) | {"tie_word_embeddings": tied} | more)
+    return Shape(name, model_type, layers, dict(zip(names, sizes, strict=True)) | {"tie_word_embeddings": tied} | more)
 
 
 EXPERTS = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -93,7 +95,7 @@ class Load:
     """Shortest and longest sequence, in tokens."""
     max_tokens: int = 16_384
     """Tokens of a micro-batch at most."""
-    warm: int = 2
+    warmup: int = 2
     """Steps before the timed ones."""
     timed: int = 3
     vocabulary: int = 150_000
@@ -101,7 +103,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One combination at one depth."""
 
     seconds: float
@@ -168,14 +170,14 @@ def top_kernels(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
         {
             "name": event.key[:100],
             "ms": round(getattr(event, own) / 1e3, 3),
-            "share": round(getattr(event, own) / (total or 1.0), 4),
+            "fraction": round(getattr(event, own) / (total or 1.0), 4),
             "calls": event.count,
         }
         for event in events[:TOP_KERNELS]
     ]
 
 
-def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
+def measure(engine: Any, batch: Any, load: Load, device: str) -> Measurement:
     """Time, profile and count a training step of an engine."""
     import torch
 
@@ -187,13 +189,13 @@ def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(load.warm):
+    for _ in range(load.warmup):
         timed(step, device)
     seconds = statistics.median(timed(step, device) for _ in range(load.timed))
     memory, sizes = peak_gib(torch.device(device)), batch["attention_mask"].sum(-1)
     windows = layer_windows(engine._model.model.config)
     flops = step_flops(engine._model, int(sizes.sum()), int(attended_pairs(sizes, windows))) or 0.0
-    return Measured(seconds, memory, flops, top_kernels(step, device))
+    return Measurement(seconds, memory, flops, top_kernels(step, device))
 
 
 def rates(seconds: float, memory: float | None, flops: float, tokens: int, device: str) -> dict[str, Any]:
@@ -217,9 +219,9 @@ def at_depth(layers: int, depths: tuple[int, int], values: tuple[float, float]) 
     return low + max(0.0, (high - low) / (deep - shallow)) * (layers - shallow)
 
 
-def summary(shape: Shape, load: Load, found: dict[int, Measured], tokens: int, device: str) -> dict[str, Any]:
+def summary(shape: Shape, load: Load, measured: dict[int, Measurement], tokens: int, device: str) -> dict[str, Any]:
     """Return the fields of a combination that was measured at both depths."""
-    shallow, deep = (found[depth] for depth in load.depths)
+    shallow, deep = (measured[depth] for depth in load.depths)
 
     def whole(name: str) -> float:
         return at_depth(shape.layers, load.depths, (getattr(shallow, name) or 0.0, getattr(deep, name) or 0.0))
@@ -228,7 +230,8 @@ def summary(shape: Shape, load: Load, found: dict[int, Measured], tokens: int, d
     return {
         "tokens": tokens,
         "depths": {
-            str(depth): rates(one.seconds, one.memory_gib, one.flops, tokens, device) for depth, one in found.items()
+            str(depth): rates(values.seconds, values.memory_gib, values.flops, tokens, device)
+            for depth, values in measured.items()
         },
         "full_depth": {"layers": shape.layers, **full},
         "kernels": deep.kernels,
@@ -261,23 +264,23 @@ def combinations(
     from rl_contracts.testing import make_batch
 
     batch = make_batch(load.rows, vocab_size=load.vocabulary, lengths=load.lengths)
-    tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
+    tokens, measured = int(batch["attention_mask"].sum()), {True: dict[int, Measurement](), False: {}}
     for depth in load.depths:
-        engine = make(depth) if found and time.monotonic() < deadline else None
-        for checkpointing in list(found):  # first with it, which needs less memory
+        engine = make(depth) if measured and time.monotonic() < deadline else None
+        for checkpointing in list(measured):  # first with it, which needs less memory
             fields: dict[str, Any] = {}
             try:
                 if engine is None or time.monotonic() > deadline:
                     fields = BUDGET_SPENT
                 else:
                     set_checkpointing(engine, checkpointing)
-                    found[checkpointing][depth] = measure(engine, batch, load, device)
+                    measured[checkpointing][depth] = measure(engine, batch, load, device)
                     if depth == load.depths[-1]:
-                        fields = summary(shape, load, found[checkpointing], tokens, device)
+                        fields = summary(shape, load, measured[checkpointing], tokens, device)
             except Exception as error:
                 fields = outcome(error)
             if fields:
-                found.pop(checkpointing)
+                measured.pop(checkpointing)
                 yield {"gradient_checkpointing": checkpointing, "compile": compiled, **fields}
         if engine is not None:
             engine.destroy()

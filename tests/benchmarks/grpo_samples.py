@@ -49,7 +49,7 @@ def settings(seed: int) -> Any:
     return APP.config([f"seed={seed}"])
 
 
-def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tuple[int, float]]:
+def run_rl(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tuple[int, float]]:
     """The curve of one run of `gsm8k-grpo`."""
     overrides = {
         "run_dir": directory,
@@ -64,7 +64,7 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
     return [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]
 
 
-def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
+def run_trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
     """The curve of one run of TRL on the same prompts in the same order."""
     config = settings(seed)
     directory.mkdir(parents=True)
@@ -102,15 +102,25 @@ def measure(seeds: int, directory: Path, run: Callable[[list[str]], str], thread
     """Both sides in turn, from each seed; medians and their ratio."""
     config = settings(1)
     per_step = config.data.batch_size * config.rollout.group_size
-    found: dict[str, list[float | None]] = {"ours": [], "trl": []}
+    completions: dict[str, list[float | None]] = {"rl": [], "trl": []}
     for seed in range(1, seeds + 1):
-        found["ours"].append(samples_to_goal(ours(seed, directory / f"samples-ours-{seed}", run), per_step))
-        found["trl"].append(samples_to_goal(trl(seed, directory / f"samples-trl-{seed}", run, threads), per_step))
-        print(f"seed {seed}: completions to {GOAL}: ours {found['ours'][-1]}, trl {found['trl'][-1]}", flush=True)
+        completions["rl"].append(samples_to_goal(run_rl(seed, directory / f"samples-rl-{seed}", run), per_step))
+        completions["trl"].append(
+            samples_to_goal(run_trl(seed, directory / f"samples-trl-{seed}", run, threads), per_step)
+        )
+        print(
+            f"seed {seed}: completions to {GOAL}: rl {completions['rl'][-1]}, trl {completions['trl'][-1]}",
+            flush=True,
+        )
     # one that does not arrive counts as arriving after all others
-    medians = {side: statistics.median(float("inf") if n is None else n for n in each) for side, each in found.items()}
+    medians = {
+        side: statistics.median(float("inf") if count is None else count for count in counts)
+        for side, counts in completions.items()
+    }
     return {
         "goal": GOAL,
-        "completions": {side: [None if n is None else round(n) for n in each] for side, each in found.items()},
-        "ratio": round(medians["ours"] / medians["trl"], 3) if medians["ours"] < float("inf") else None,
+        "completions": {
+            side: [None if count is None else round(count) for count in counts] for side, counts in completions.items()
+        },
+        "ratio": round(medians["rl"] / medians["trl"], 3) if medians["rl"] < float("inf") else None,
     }

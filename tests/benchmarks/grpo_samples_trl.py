@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from datasets import Dataset
-from grpo_step_trl import PLAIN
+from grpo_step_trl import COMMON_SETTINGS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -34,7 +34,7 @@ class Evaluation(TrainerCallback):
     def __init__(self, job: dict[str, Any], model: Any, tokenizer: Any) -> None:
         self.job, self.model, self.tokenizer = job, model, tokenizer
         self.curve: list[tuple[int, float]] = []
-        self.rendered = [
+        self.prompt_ids = [
             tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
             for row in job["held_out"]
         ]
@@ -42,20 +42,20 @@ class Evaluation(TrainerCallback):
     @torch.inference_mode()
     def accuracy(self) -> float:
         """Share of right answers."""
-        width = max(map(len, self.rendered))
+        width = max(map(len, self.prompt_ids))
         pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in self.rendered])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.rendered])
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in self.prompt_ids])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.prompt_ids])
         training = self.model.training
         self.model.eval()
-        made = self.model.generate(
+        output_ids = self.model.generate(
             ids, attention_mask=mask, do_sample=False, max_new_tokens=self.job["max_new_tokens"], pad_token_id=pad
         )
         self.model.train(training)
-        texts = self.tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=True)
         golds = [row["answer"] for row in self.job["held_out"]]
-        right = [gsm8k_reward_fn("", text, [], [], answer=gold) for text, gold in zip(texts, golds, strict=True)]
-        return sum(right) / len(right)
+        rewards = [gsm8k_reward_fn("", text, [], [], answer=gold) for text, gold in zip(texts, golds, strict=True)]
+        return sum(rewards) / len(rewards)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Before the first step."""
@@ -93,7 +93,7 @@ def main(path: str) -> None:
         optim="adamw_torch_fused",
         weight_decay=job["weight_decay"],
         adam_beta2=job["beta2"],
-        **PLAIN,
+        **COMMON_SETTINGS,
         seed=job["seed"],
     )
     rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in job["rows"]]

@@ -71,8 +71,8 @@ def make_model(directory: Path, layers: int, hidden: int) -> str:
     return str(prepare_from_scratch(texts, 1, ScratchRecipe(shape=shape), directory))
 
 
-def run_ours(job: Job, directory: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One run of `gsm8k-grpo`, with `more` settings; the figures of its measured steps."""
+def run_rl(job: Job, directory: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One run of `gsm8k-grpo`, with `extra` settings; the measurements of its measured steps."""
     workflow = WORKFLOWS[job.case]
     overrides = {
         "run_dir": directory,
@@ -83,21 +83,21 @@ def run_ours(job: Job, directory: Path, more: dict[str, Any] | None = None) -> d
         "data.batch_size": job.prompts,
         "rollout.group_size": job.group,
         "rollout.workflow": f"{workflow.__module__}:{workflow.__name__}",
-        "rollout.reward": f"{workflow.__module__}:even_share",
+        "rollout.reward": f"{workflow.__module__}:even_fraction",
         "actor.optimizer.lr": job.lr,
         "actor.optimizer.weight_decay": job.weight_decay,
         "actor.optimizer.beta2": job.beta2,
         "evaluation.rows": 0,
         "rollout.rehearsal": False,  # it takes seconds, and is not measured
-        **(more or {}),
+        **(extra or {}),
     }
     command = [sys.executable, "-c", "from rl_apps.cli.driver import main; raise SystemExit(main('gsm8k-grpo'))"]
     run_command([*command, *(f"{key}={value}" for key, value in overrides.items())])
-    return figures_of(job, directory)
+    return read_measurements(job, directory)
 
 
-def figures_of(job: Job, directory: Path) -> dict[str, Any]:
-    """The figures of a run's measured steps, from its `metrics.jsonl`."""
+def read_measurements(job: Job, directory: Path) -> dict[str, Any]:
+    """The measurements of a run's measured steps, from its `metrics.jsonl`."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if r["step"] > job.warmup]
     if len(records) != job.steps:
@@ -123,14 +123,14 @@ def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
     prompts = PromptLoader(WordProblems(seed=job.seed), seed=job.seed)
     rows = list(islice(prompts, (job.warmup + job.steps) * job.prompts))
     path = directory / "job.json"
-    more = {"rows": rows, "directory": str(directory), "threads": threads}
-    path.write_text(json.dumps(asdict(job) | more))
+    extra = {"rows": rows, "directory": str(directory), "threads": threads}
+    path.write_text(json.dumps(asdict(job) | extra))
     output = run_command([sys.executable, str(HERE / "grpo_step_trl.py"), str(path)])
-    figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return figures
+    measurements: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return measurements
 
 
-def best_threads(job: Job, directory: Path) -> int:
+def fastest_thread_count(job: Job, directory: Path) -> int:
     """Threads with which the peer is faster now: one, or one per core."""
     counts = sorted({1, os.cpu_count() or 1})
     if len(counts) == 1:
@@ -153,18 +153,18 @@ def run_command(command: list[str]) -> str:
     return result.stdout
 
 
-def rates(figures: dict[str, Any]) -> dict[str, Any]:
+def rates(measurements: dict[str, Any]) -> dict[str, Any]:
     """Completions and tokens per second, seconds per step and mean length of a run."""
-    seconds = figures["seconds"]
+    seconds = measurements["seconds"]
     return {
-        "completions_per_s": round(figures["completions"] / seconds, 2),
-        "tokens_per_s": round(figures["tokens"] / seconds, 1),
-        "mean_tokens": round(figures["tokens"] / figures["completions"], 2),
-        **({"step": figures["step"]} if "step" in figures else {}),
+        "completions_per_s": round(measurements["completions"] / seconds, 2),
+        "tokens_per_s": round(measurements["tokens"] / seconds, 1),
+        "mean_tokens": round(measurements["tokens"] / measurements["completions"], 2),
+        **({"step": measurements["step"]} if "step" in measurements else {}),
     }
 
 
-def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The run in the middle by completions per second, and the rates of all."""
     ordered = sorted(runs, key=lambda run: run["completions_per_s"])
     return ordered[(len(ordered) - 1) // 2] | {"runs": [run["completions_per_s"] for run in runs]}
@@ -172,32 +172,32 @@ def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directory: Path) -> dict[str, Any]:
     """Both sides in turn, `repeats` times."""
-    sides: dict[str, Callable[[Job, Path], dict[str, Any]]] = {"ours": run_ours}
+    sides: dict[str, Callable[[Job, Path], dict[str, Any]]] = {"rl": run_rl}
     if peer == "trl":
         sides["trl"] = partial(run_trl, threads=peer_threads)
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side, run in sides.items():
-            figures = rates(run(job, directory / f"{job.case}-{side}-{repeat}"))
-            runs[side].append(figures)
+            measurements = rates(run(job, directory / f"{job.case}-{side}-{repeat}"))
+            runs[side].append(measurements)
             load = os.getloadavg()[0]
             print(
-                f"{job.case:10s} {side:4s} {figures['completions_per_s']:8.1f} completions/s "
-                f"{figures['tokens_per_s']:9.0f} tokens/s, mean length {figures['mean_tokens']:.1f}, load {load:.1f}"
-                + (f", {figures['step']}" if "step" in figures else ""),
+                f"{job.case:10s} {side:4s} {measurements['completions_per_s']:8.1f} completions/s "
+                f"{measurements['tokens_per_s']:9.0f} tokens/s, mean length {measurements['mean_tokens']:.1f}, load {load:.1f}"
+                + (f", {measurements['step']}" if "step" in measurements else ""),
                 flush=True,
             )
-    result: dict[str, Any] = {side: median_of(of_side) for side, of_side in runs.items()}
+    result: dict[str, Any] = {side: median_run(side_runs) for side, side_runs in runs.items()}
     if "trl" in runs:
         result["trl"]["threads"] = peer_threads
-        pairs = list(zip(runs["ours"], runs["trl"], strict=True))
+        pairs = list(zip(runs["rl"], runs["trl"], strict=True))
         result["ratio"] = {
-            name: round(statistics.median(ours[name] / theirs[name] for ours, theirs in pairs), 3)
+            name: round(statistics.median(own_run[name] / peer_run[name] for own_run, peer_run in pairs), 3)
             for name in ("completions_per_s", "tokens_per_s")
         }
-        for ours, theirs in pairs:
-            if job.steps >= 8 and abs(ours["mean_tokens"] / theirs["mean_tokens"] - 1) > LENGTH_TOLERANCE:
-                raise SystemExit(f"the sides had different work: mean lengths {ours} and {theirs}")
+        for own_run, peer_run in pairs:
+            if job.steps >= 8 and abs(own_run["mean_tokens"] / peer_run["mean_tokens"] - 1) > LENGTH_TOLERANCE:
+                raise SystemExit(f"the sides had different work: mean lengths {own_run} and {peer_run}")
     return result
 
 
@@ -229,7 +229,7 @@ def main() -> None:
         result: dict[str, Any] = {"benchmark": "grpo_step", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
         threads = options.peer_threads
         if options.peer and not threads:
-            threads = best_threads(Job("uniform", model, 1, 1 if options.quick else 4, **sizes), root)
+            threads = fastest_thread_count(Job("uniform", model, 1, 1 if options.quick else 4, **sizes), root)
             print(f"trl runs with {threads} thread(s)", flush=True)
         for case in [options.case] if options.case else CASES:
             job = Job(case, model, options.warmup, options.steps, **sizes)

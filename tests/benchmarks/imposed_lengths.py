@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 UNIFORM_TOKENS = 64
 """Tokens of every answer in the uniform case."""
 MEDIAN_TOKENS = 35.0
-"""Median of the log-normal distribution; with `SPREAD` and the cut its mean is about 54."""
-SPREAD = 1.0
+"""Median of the log-normal distribution; with `SIGMA` and the cut its mean is about 54."""
+SIGMA = 1.0
 """Standard deviation of the logarithm."""
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """Longer draws are cut to this."""
 
 
@@ -35,9 +35,9 @@ def uniform(prompt_id: int, sample: int) -> int:
 
 
 def long_tail(prompt_id: int, sample: int) -> int:
-    """Log-normal, 1 to `MOST_TOKENS`; depends on prompt and sample alone."""
-    draw = random.Random(f"{prompt_id}/{sample}").lognormvariate(math.log(MEDIAN_TOKENS), SPREAD)
-    return min(max(1, round(draw)), MOST_TOKENS)
+    """Log-normal, 1 to `MAX_TOKENS`; depends on prompt and sample alone."""
+    draw = random.Random(f"{prompt_id}/{sample}").lognormvariate(math.log(MEDIAN_TOKENS), SIGMA)
+    return min(max(1, round(draw)), MAX_TOKENS)
 
 
 CASES: dict[str, Callable[[int, int], int]] = {"uniform": uniform, "long_tail": long_tail}
@@ -52,9 +52,9 @@ class _ImposedLengthWorkflow(RLVRWorkflow):
         episode = current_episode()
         assert episode is not None
         tokens = type(self).length(episode.prompt_id, episode.sample)
-        mine = copy.copy(self)  # the settings of a workflow are shared by all episodes
-        mine.generation = replace(self.generation, max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
-        return await super(_ImposedLengthWorkflow, mine).arun_episode(engine, data)
+        workflow = copy.copy(self)  # the settings of a workflow are shared by all episodes
+        workflow.generation = replace(self.generation, max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
+        return await super(_ImposedLengthWorkflow, workflow).arun_episode(engine, data)
 
 
 class UniformWorkflow(_ImposedLengthWorkflow):
@@ -72,6 +72,6 @@ class LongTailWorkflow(_ImposedLengthWorkflow):
 WORKFLOWS: dict[str, type[RLVRWorkflow]] = {"uniform": UniformWorkflow, "long_tail": LongTailWorkflow}
 
 
-def even_share(prompt: Any, completions: Any, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
+def even_fraction(prompt: Any, completions: Any, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
     """Reward: the share of even token ids. Costs nothing, and differs within a group."""
     return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)

@@ -43,62 +43,67 @@ import recovery_cost as cost
 import recovery_kills as kills
 
 
-def summary(found: dict[str, Any], limit: float) -> dict[str, Any]:
+def summary(measured: dict[str, Any], limit: float) -> dict[str, Any]:
     """Least, median and most of each figure of a case, and whether the most is within the limit."""
-    figures = {
+    ranges = {
         name: {"min": min(values), "median": statistics.median(values), "max": max(values), "all": values}
-        for name, values in found.pop("figures").items()
+        for name, values in measured.pop("measurements").items()
     }
-    return figures | found | {"limit": limit, "ok": figures["seconds"]["max"] <= limit}
+    return ranges | measured | {"limit": limit, "ok": ranges["seconds"]["max"] <= limit}
 
 
-def tell(case: str, found: dict[str, Any]) -> None:
+def print_case(case: str, result: dict[str, Any]) -> None:
     """One line for people."""
-    if "skipped" in found:
-        print(f"{case}: skipped, {found['skipped']}", flush=True)
+    if "skipped" in result:
+        print(f"{case}: skipped, {result['skipped']}", flush=True)
         return
-    spans = (
-        f"{name} {found[name]['min']:.1f} to {found[name]['max']:.1f} s (median {found[name]['median']:.1f})"
-        for name in ("seconds", "new", "restart")
-        if name in found
+    ranges = (
+        f"{name} {result[name]['min']:.1f} to {result[name]['max']:.1f} s (median {result[name]['median']:.1f})"
+        for name in ("seconds", "first_new_step", "restart")
+        if name in result
     )
-    timeouts = ", ".join(f"{name} {value:g} s" for name, value in found["timeouts"].items())
-    verdict = "ok" if found["ok"] else "MISSED"
-    print(f"{case}: {'; '.join(spans)}; limit {found['limit']:g} s, {verdict}; {timeouts}", flush=True)
+    timeouts = ", ".join(f"{name} {value:g} s" for name, value in result["timeouts"].items())
+    verdict = "ok" if result["ok"] else "MISSED"
+    print(f"{case}: {'; '.join(ranges)}; limit {result['limit']:g} s, {verdict}; {timeouts}", flush=True)
 
 
 def main() -> int:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    everything = [*kills.CASES, "cost"]
-    parser.add_argument("--case", nargs="+", choices=everything, help="all by default; with --quick, cost")
+    all_cases = [*kills.CASES, "cost"]
+    parser.add_argument("--case", nargs="+", choices=all_cases, help="all by default; with --quick, cost")
     parser.add_argument("--kills", type=int, default=3, help="per case")
-    parser.add_argument("--points", type=int, default=5, help="of the cost")
+    parser.add_argument("--checkpoints", type=int, default=5, help="of the cost")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
     parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
     parser.add_argument("--quick", action="store_true", help="one kill; cost with a small batch and without peers")
     arguments = parser.parse_args()
-    cases = arguments.case or (["cost"] if arguments.quick else everything)
-    many, points, sizes = arguments.kills, arguments.points, list(cost.SIZES)
+    cases = arguments.case or (["cost"] if arguments.quick else all_cases)
+    kill_count, checkpoints, sizes = arguments.kills, arguments.checkpoints, list(cost.SIZES)
     if arguments.quick:
-        many, points, sizes = 1, 2, ["demo"]
+        kill_count, checkpoints, sizes = 1, 2, ["demo"]
     results: dict[str, Any] = {"recovery": {}, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="recovery-") as scratch:
         for name in (name for name in kills.CASES if name in cases):
             case = kills.CASES[name]
             try:
-                results["recovery"][name] = summary(case.measure(Path(scratch) / name, many), case.limit)
+                results["recovery"][name] = summary(case.measure(Path(scratch) / name, kill_count), case.limit)
             except kills.UnavailableError as reason:
                 results["recovery"][name] = {"skipped": str(reason), "ok": False}
-            tell(name, results["recovery"][name])
+            print_case(name, results["recovery"][name])
         if "cost" in cases:
-            found = {size: cost.measure(size, points, Path(scratch), arguments.quick) for size in sizes}
-            for size, figures in found.items():
-                step = f"{figures['mebibytes']:.1f} MiB, a step {figures['step_s']:.3f} s"
-                print(f"cost, {size}: {step}, {figures['cost']:.2%} at one point every {cost.EVERY} steps", flush=True)
-            results["points"] = found | {"every": cost.EVERY, "required": cost.REQUIRED}
-    checked = [*results["recovery"].values(), *(results["points"][s] for s in sizes if "points" in results)]
-    results["ok"] = all(figures["ok"] for figures in checked)
+            costs = {size: cost.measure(size, checkpoints, Path(scratch), arguments.quick) for size in sizes}
+            for size, measured in costs.items():
+                step = f"{measured['mebibytes']:.1f} MiB, a step {measured['step_s']:.3f} s"
+                print(
+                    f"cost, {size}: {step}, {measured['cost']:.2%} at one point every {cost.INTERVAL} steps", flush=True
+                )
+            results["recovery_checkpoints"] = costs | {"interval_steps": cost.INTERVAL, "required": cost.REQUIRED}
+    checked = [
+        *results["recovery"].values(),
+        *(results["recovery_checkpoints"][s] for s in sizes if "recovery_checkpoints" in results),
+    ]
+    results["ok"] = all(result["ok"] for result in checked)
     print(json.dumps(results))
     return int(arguments.check and not results["ok"])
 

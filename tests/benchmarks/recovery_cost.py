@@ -1,9 +1,9 @@
 """What recover points cost a run; a part of `recovery.py`.
 
-An `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `EVERY` steps
+An `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `INTERVAL` steps
 (`rl_trainers.RecoveryCheckpoints`). Held are the seconds that `after_step` takes more than where no point is due; the
-CPU seconds of the writer are its thread's. Their sum over the seconds of `EVERY` steps without points is the cost. Once
-at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points
+CPU seconds of the writer are its thread's. Their sum over the seconds of `INTERVAL` steps without points is the cost. Once
+at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two checkpoints
 at which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to
 do: `torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
 checkpoints; CPU seconds are those of the whole process.
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-EVERY = 20
+INTERVAL = 20
 """Steps between two points."""
 REQUIRED = 0.02
 """Largest cost."""
@@ -41,7 +41,7 @@ def thread_seconds(name: str) -> float:
     return sum(time.clock_gettime(clock) for clock in clocks)
 
 
-class Books:
+class RolloutState:
     """A part with as much to say as the groups that wait for a batch."""
 
     def __init__(self, rows: int) -> None:
@@ -56,63 +56,65 @@ class Books:
         raise NotImplementedError
 
 
-def measure(size: str, points: int, directory: Path, quick: bool = False) -> dict[str, Any]:
+def measure(size: str, checkpoints: int, directory: Path, quick: bool = False) -> dict[str, Any]:
     """One size: steps, points among them, and the peers."""
-    from train_step import Ours, make_work
+    from train_step import EngineSide, make_workload
 
     from rl_trainers import RecoverConfig, RecoveryCheckpoints
 
     rows, longest, vocabulary, hidden = SIZES[size]
     rows = rows // 16 if quick else rows
-    ours = Ours(make_work(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
-    ours.step()
+    side = EngineSide(make_workload(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
+    side.step()
     run_dir = directory / size
-    recover = RecoveryCheckpoints(run_dir, RecoverConfig(EVERY), {"actor": ours.engine}, {"books": Books(rows)})
-    steps, idle, held = list[float](), list[float](), list[float]()
+    recover = RecoveryCheckpoints(
+        run_dir, RecoverConfig(INTERVAL), {"actor": side.engine}, {"rollout": RolloutState(rows)}
+    )
+    steps, idle, blocked = list[float](), list[float](), list[float]()
     recover.save(0)  # the memory of the copies is there from the first point on
-    busy = thread_seconds("writer")
-    for step in range(1, EVERY * points + 1):
+    cpu_before = thread_seconds("writer")
+    for step in range(1, INTERVAL * checkpoints + 1):
         begin = time.perf_counter()
-        ours.step()
+        side.step()
         middle = time.perf_counter()
         recover.after_step(step)
-        (held if step % EVERY == 0 else idle).append(time.perf_counter() - middle)
-        if (step - 1) % EVERY > EVERY // 2:
+        (blocked if step % INTERVAL == 0 else idle).append(time.perf_counter() - middle)
+        if (step - 1) % INTERVAL > INTERVAL // 2:
             steps.append(middle - begin)  # nothing was written meanwhile
     recover.finish()
-    cpu = (thread_seconds("writer") - busy) / points
-    more = statistics.mean(held) - statistics.median(idle)
+    cpu = (thread_seconds("writer") - cpu_before) / checkpoints
+    blocked_seconds = statistics.mean(blocked) - statistics.median(idle)
     step_seconds = statistics.median(steps)
-    state = ours.engine._state()
-    found = {
+    state = side.engine._state()
+    result = {
         "step_s": step_seconds,
-        "held_s": more,
+        "blocked_s": blocked_seconds,
         "writer_cpu_s": cpu,
-        "cost": (more + cpu) / (EVERY * step_seconds),
-        "ok": (more + cpu) / (EVERY * step_seconds) <= REQUIRED,
-        "smallest_every": math.ceil((more + cpu) / (REQUIRED * step_seconds)),
+        "cost": (blocked_seconds + cpu) / (INTERVAL * step_seconds),
+        "ok": (blocked_seconds + cpu) / (INTERVAL * step_seconds) <= REQUIRED,
+        "min_interval_steps": math.ceil((blocked_seconds + cpu) / (REQUIRED * step_seconds)),
         "mebibytes": sum(f.stat().st_size for f in (run_dir / "recover").rglob("*.safetensors")) / 2**21,
     }
     if not quick:
-        found["peers"] = {
-            "torch.save": peer(lambda: save_plain(state, directory / "plain.pt"), points),
-            "dcp.async_save": peer(lambda: save_async(state, directory / "dcp"), points),
+        result["peers"] = {
+            "torch.save": measure_peer(lambda: save_plain(state, directory / "plain.pt"), checkpoints),
+            "dcp.async_save": measure_peer(lambda: save_async(state, directory / "dcp"), checkpoints),
         }
-    ours.engine.destroy()
-    return {name: round(value, 5) if isinstance(value, float) else value for name, value in found.items()}
+    side.engine.destroy()
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in result.items()}
 
 
-def peer(save: Callable[[], Callable[[], object]], points: int) -> dict[str, float]:
+def measure_peer(save: Callable[[], Callable[[], object]], checkpoints: int) -> dict[str, float]:
     """Seconds until a way of saving returns, and CPU seconds until all is written; the mean of so many."""
     save()()
-    held, cpu = list[float](), list[float]()
-    for _ in range(points):
-        begin, busy = time.perf_counter(), time.process_time()
+    blocked, cpu = list[float](), list[float]()
+    for _ in range(checkpoints):
+        begin, cpu_before = time.perf_counter(), time.process_time()
         wait = save()
-        held.append(time.perf_counter() - begin)
+        blocked.append(time.perf_counter() - begin)
         wait()
-        cpu.append(time.process_time() - busy)
-    return {"held_s": round(statistics.mean(held), 5), "cpu_s": round(statistics.mean(cpu), 5)}
+        cpu.append(time.process_time() - cpu_before)
+    return {"blocked_s": round(statistics.mean(blocked), 5), "cpu_s": round(statistics.mean(cpu), 5)}
 
 
 def save_plain(state: dict[str, Any], path: Path) -> Callable[[], object]:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 CLUSTERS = Path(__file__).parents[2] / "infra" / "clusters"
-EVERY = 2
+INTERVAL = 2
 """Steps between two recover points."""
 HEALTH_TIMEOUT = 10.0
 """Seconds (`launcher.health_timeout`), the default being 90."""
@@ -26,11 +26,11 @@ LOST_AFTER = 10
 """Seconds (SlurmdTimeout), Slurm's default being 300."""
 REQUEUE_AFTER = 15
 """Seconds that a requeued job waits (cred_expire of munge), 120 being usual."""
-SILENCE = {"launcher.options.heartbeat_timeout": 20.0}
+HEARTBEAT_TIMEOUT = {"launcher.options.heartbeat_timeout": 20.0}
 """Seconds without a word from a node, where its connection does not break."""
-PATIENCE = 400.0
+WAIT_TIMEOUT = 400.0
 """Seconds for a run to begin, or to go on."""
-LOOK_EVERY = 0.02
+POLL_SECONDS = 0.02
 """Seconds between two looks at the run's files."""
 SETTINGS = {
     "recipe": "embedded",
@@ -42,7 +42,7 @@ SETTINGS = {
     "rollout.reward": "reward_by_ids:score",
     "evaluation.rows": 0,
     "cluster.device": "cpu",
-    "recover.every": EVERY,
+    "recover.every": INTERVAL,
     "launcher.max_restarts": 1000,
     "launcher.trainer_restarts": 1000,
     "launcher.health_timeout": HEALTH_TIMEOUT,
@@ -66,59 +66,59 @@ class Case:
 
     limit: float
     """Seconds."""
-    place: Callable[[Path], Any]
-    """A context manager that yields the `Place` of the run."""
+    deploy: Callable[[Path], Any]
+    """A context manager that yields the `Deployment` of the run."""
     role: str
     """Of the worker that is lost."""
     signal: int | None = None
     """What the worker gets; None: its node is killed."""
 
     def measure(self, directory: Path, kills: int) -> dict[str, Any]:
-        """Start the run in a new directory and kill; returns `figures` (lists of seconds, one per kill) and `timeouts`
+        """Start the run in a new directory and kill; returns `measurements` (lists of seconds, one per kill) and `timeouts`
         of the place (seconds)."""
         directory.mkdir()
-        figures: dict[str, list[float]] = {}
+        measurements: dict[str, list[float]] = {}
         rng = random.Random(1)
-        with self.place(directory) as place, running(directory, place) as run:
-            run.wait(lambda: run.last() > 2 * EVERY, "the run to begin")
+        with self.deploy(directory) as deployment, running(directory, deployment) as run:
+            run.wait(lambda: run.last_step() > 2 * INTERVAL, "the run to begin")
             for _ in range(kills):
-                for name, seconds in self._kill(run, place, rng).items():
-                    figures.setdefault(name, []).append(round(seconds, 2))
-        return {"figures": figures, "timeouts": place.timeouts}
+                for name, seconds in self._kill(run, deployment, rng).items():
+                    measurements.setdefault(name, []).append(round(seconds, 2))
+        return {"measurements": measurements, "timeouts": deployment.timeouts}
 
-    def _kill(self, run: Run, place: Place, rng: random.Random) -> dict[str, float]:
+    def _kill(self, run: Run, deployment: Deployment, rng: random.Random) -> dict[str, float]:
         """One kill at a random moment of the third step from now on, or later; seconds to what came of it."""
-        calm = run.last() + 3
-        run.wait(lambda: run.last() >= calm, "three steps")
+        earliest = run.last_step() + 3
+        run.wait(lambda: run.last_step() >= earliest, "three steps")
         run.wait(lambda: all(worker["status"] == "running" for worker in run.workers()), "everybody to be seen well")
-        begin = run.last()
-        run.wait(lambda: run.last() > begin, "a step")
-        time.sleep(rng.random() * place.longest_delay)
+        begin = run.last_step()
+        run.wait(lambda: run.last_step() > begin, "a step")
+        time.sleep(rng.random() * deployment.longest_delay)
         lost = rng.choice([worker for worker in run.workers() if worker["role"] == self.role])
-        reached = run.last()
+        reached = run.last_step()
         killed = time.monotonic()
         if self.signal is not None:
             os.kill(lost["pid"], self.signal)
         else:
-            place.kill(lost["node"])
+            deployment.kill(lost["node"])
         run.wait(lambda: run.pid(lost["name"]) not in (0, lost["pid"]), f"{lost['name']} to run anew")
-        found = {"restart": time.monotonic() - killed}
+        seconds_after_kill = {"restart": time.monotonic() - killed}
         if self.role != "actor":
             # the answers of the step after the last one may have been there
-            run.wait(lambda: run.last() >= reached + 2, "a step that needed the server")
-            found["seconds"] = time.monotonic() - killed
+            run.wait(lambda: run.last_step() >= reached + 2, "a step that needed the server")
+            seconds_after_kill["seconds"] = time.monotonic() - killed
         else:
             before = run.lines()
             run.wait(lambda: any(line not in before for line in run.lines()), "a step of the new trainers")
-            found["seconds"] = time.monotonic() - killed
-            run.wait(lambda: run.last() > reached, "a step that is new")
-            found["new"] = time.monotonic() - killed
-        place.mend(lost["node"])
-        return found
+            seconds_after_kill["seconds"] = time.monotonic() - killed
+            run.wait(lambda: run.last_step() > reached, "a step that is new")
+            seconds_after_kill["first_new_step"] = time.monotonic() - killed
+        deployment.replace_node(lost["node"])
+        return seconds_after_kill
 
 
 @dataclass
-class Place:
+class Deployment:
     """Where a run is started."""
 
     settings: dict[str, object]
@@ -127,7 +127,7 @@ class Place:
     """Seconds, by name: those that decide when a loss is seen."""
     kill: Callable[[str], None] = lambda node: None
     """Kill a node."""
-    mend: Callable[[str], None] = lambda node: None
+    replace_node: Callable[[str], None] = lambda node: None
     """Make up for a node that was killed."""
     longest_delay: float = 0.5
     """Seconds after a step, within which the kill comes."""
@@ -151,7 +151,7 @@ class Run:
             return (self._directory / "metrics.jsonl").read_text().split("\n")[:-1]
         return []
 
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step that was trained; 0: none."""
         lines = self.lines()
         return int(json.loads(lines[-1])["step"]) if lines else 0
@@ -159,40 +159,42 @@ class Run:
     def workers(self) -> list[dict[str, Any]]:
         """What runs, as the launcher says."""
         with suppress(FileNotFoundError):
-            found = json.loads((self._directory / "names" / "workers" / "=value").read_text())
-            return [worker | {"role": worker["name"].rpartition("-")[0]} for worker in found]
+            workers = json.loads((self._directory / "names" / "workers" / "=value").read_text())
+            return [worker | {"role": worker["name"].rpartition("-")[0]} for worker in workers]
         return []
 
     def pid(self, name: str) -> int:
         """Of the process of a worker; 0 where there is none."""
         return next((int(worker["pid"] or 0) for worker in self.workers() if worker["name"] == name), 0)
 
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], event: str) -> None:
         """Until something is so.
 
         Raises:
             RuntimeError: the command has ended, or it took too long; with the end of its log.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WAIT_TIMEOUT
         while not condition():
             ended = self._command.poll()
             if ended is not None or time.monotonic() > deadline:
-                why = f"waited {PATIENCE:g} s for {what}" if ended is None else f"the command ended with {ended}"
-                raise RuntimeError(f"{why}:\n{self._log.read_text()[-6000:]}")
-            time.sleep(LOOK_EVERY)
+                problem = (
+                    f"waited {WAIT_TIMEOUT:g} s for {event}" if ended is None else f"the command ended with {ended}"
+                )
+                raise RuntimeError(f"{problem}:\n{self._log.read_text()[-6000:]}")
+            time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def running(directory: Path, place: Place) -> Iterator[Run]:
+def running(directory: Path, deployment: Deployment) -> Iterator[Run]:
     """The command, as a user starts it; killed in the end."""
     from rl_contracts.testing.models import make_tiny_model
 
     model = make_tiny_model(directory / "model", layers=1, hidden=32)
-    settings = SETTINGS | {"model.path": model, "run_dir": directory / "run"} | place.settings
+    settings = SETTINGS | {"model.path": model, "run_dir": directory / "run"} | deployment.settings
     line = [str(Path(sys.executable).parent / "gsm8k-grpo"), *(f"{name}={value}" for name, value in settings.items())]
     log = directory / "command.log"
     (directory / "reward_by_ids.py").write_text(REWARD)
-    environment = os.environ | {"PYTHONPATH": str(directory)} | place.environment
+    environment = os.environ | {"PYTHONPATH": str(directory)} | deployment.environment
     with log.open("wb") as file:
         command = subprocess.Popen(line, stdout=file, stderr=file, env=environment)
     try:
@@ -203,23 +205,23 @@ def running(directory: Path, place: Place) -> Iterator[Run]:
 
 
 @contextmanager
-def alone(directory: Path, **settings: object) -> Iterator[Place]:
+def local(directory: Path, **settings: object) -> Iterator[Deployment]:
     """This machine."""
-    yield Place(settings, {}, {"launcher.health_timeout": HEALTH_TIMEOUT})
+    yield Deployment(settings, {}, {"launcher.health_timeout": HEALTH_TIMEOUT})
 
 
-def one_trainer(directory: Path) -> Any:
+def local_one_trainer(directory: Path) -> Any:
     """This machine, with a trainer and a server."""
-    return alone(directory)
+    return local(directory)
 
 
-def two_trainers(directory: Path) -> Any:
+def local_two_trainers(directory: Path) -> Any:
     """This machine, with two ranks and a server."""
-    return alone(directory, allocation="embedded:d1+fsdp:d2")
+    return local(directory, allocation="embedded:d1+fsdp:d2")
 
 
 @contextmanager
-def ray(directory: Path) -> Iterator[Place]:
+def ray(directory: Path) -> Iterator[Deployment]:
     """A Ray cluster of a head and three nodes, two of which a run holds."""
     if importlib.util.find_spec("ray") is None:
         raise UnavailableError("Ray is not installed")
@@ -230,18 +232,18 @@ def ray(directory: Path) -> Iterator[Place]:
         period = float(clusters.LIGHT["RAY_health_check_period_ms"]) / 1000
         settings = {"launcher": "ray", "launcher.options.nodes": 2, "launcher.options.cores_per_node": 2}
         timeouts = {"Ray's health_check_period": period, "Ray's health checks until a node is dead": 5 * period}
-        yield Place(
+        yield Deployment(
             settings,
             cluster.environment,
-            timeouts | SILENCE,
+            timeouts | HEARTBEAT_TIMEOUT,
             # its name begins with its address, 127.0.0.(number + 2)
             kill=lambda node: cluster.kill_node(int(node.partition("-")[0].rpartition(".")[2]) - 2),
-            mend=lambda node: cluster.add_node(cpus=2),
+            replace_node=lambda node: cluster.add_node(cpus=2),
         )
 
 
 @contextmanager
-def slurm(directory: Path, **options: int) -> Iterator[Place]:
+def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
     """A Slurm of four nodes."""
     if os.geteuid() != 0:
         raise UnavailableError("a Slurm of one's own needs root")
@@ -250,16 +252,18 @@ def slurm(directory: Path, **options: int) -> Iterator[Place]:
         clusters.install()
     except RuntimeError as error:
         raise UnavailableError(str(error)) from error
-    place = directory / "slurm"
-    with clusters.running(place, clusters.Shape(lost_after=LOST_AFTER, requeue_after=REQUEUE_AFTER)) as cluster:
+    cluster_directory = directory / "slurm"
+    with clusters.running(
+        cluster_directory, clusters.Shape(lost_after=LOST_AFTER, requeue_after=REQUEUE_AFTER)
+    ) as cluster:
         settings = {f"launcher.options.{name}": value for name, value in options.items()}
-        timeouts = {"SlurmdTimeout": LOST_AFTER, "cred_expire": REQUEUE_AFTER} | SILENCE
-        yield Place(
+        timeouts = {"SlurmdTimeout": LOST_AFTER, "cred_expire": REQUEUE_AFTER} | HEARTBEAT_TIMEOUT
+        yield Deployment(
             {"launcher": "slurm", **settings},
             cluster.environment,
             timeouts,
             kill=cluster.kill_node,
-            mend=cluster.revive,
+            replace_node=cluster.revive,
         )
 
 
@@ -285,9 +289,9 @@ def _clusters(name: str) -> ModuleType:
 
 
 CASES = {
-    "server-kill": Case(15.0, one_trainer, "rollout", signal.SIGKILL),
-    "server-stop": Case(HEALTH_TIMEOUT + 15.0, one_trainer, "rollout", signal.SIGSTOP),
-    "trainer-kill": Case(45.0, two_trainers, "actor", signal.SIGKILL),
+    "server-kill": Case(15.0, local_one_trainer, "rollout", signal.SIGKILL),
+    "server-stop": Case(HEALTH_TIMEOUT + 15.0, local_one_trainer, "rollout", signal.SIGSTOP),
+    "trainer-kill": Case(45.0, local_two_trainers, "actor", signal.SIGKILL),
     "node-ray": Case(60.0, ray, "actor"),
     "node-slurm-spare": Case(60.0, slurm_spare, "actor"),
     "node-slurm-requeue": Case(180.0, slurm_requeue, "actor"),

@@ -34,9 +34,9 @@ CPU_MS = 5.0
 """Limit of processor time per call."""
 ADDED_MS = {1: 5.0, 16: 10.0, 128: 20.0}
 """Limits of added latency, by agents."""
-READ = 1.2
+PREFILL_RATIO = 1.2
 """Limit of what is read over the final conversation."""
-ALONE = 16
+ENGINE_CALLS = 16
 """Answers by which the engine is measured without the endpoint, one after the other."""
 DEADLINE = 300.0
 """Seconds for one part."""
@@ -68,11 +68,11 @@ async def serve(agents: int, latency: float) -> None:
     tokenizer = make_chat_tokenizer("llama3")
     end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     calls = tokenizer.encode(CALLING, add_special_tokens=False)
-    says = [*(tokenizer.encode("the answer is it ", add_special_tokens=False) * 64)[:63], end]
+    words = [*(tokenizer.encode("the answer is it ", add_special_tokens=False) * 64)[:63], end]
     config = NullInferenceEngineConfig(seconds_per_token=0.0, latency=latency, vocab_size=len(tokenizer))
-    engine = NullInferenceEngine(config, answer=lambda request: calls if len(request.input_ids) % 2 else says)
+    engine = NullInferenceEngine(config, answer=lambda request: calls if len(request.input_ids) % 2 else words)
     generation, alone = GenerationConfig(max_new_tokens=64), list[float]()
-    for _ in range(ALONE):
+    for _ in range(ENGINE_CALLS):
         begin = time.perf_counter()
         await engine.agenerate(ModelRequest([1, 2, 3], generation))
         alone.append(time.perf_counter() - begin)
@@ -112,21 +112,21 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-async def ask(said: list[Any], agents: int, rounds: int, pid: int) -> dict[str, float]:
+async def run_agents(ready_line: list[Any], agents: int, rounds: int, pid: int) -> dict[str, float]:
     """All agents at once, `rounds` times one after the other; the first has warmed up."""
     import aiohttp
 
-    alone, base_url, *keys = said
-    chance, seconds = random.Random(agents), list[float]()
+    alone, base_url, *keys = ready_line
+    draw, seconds = random.Random(agents), list[float]()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         warm, *keys = keys
         await agent(http, base_url, warm, 2)
         before = cpu_seconds(pid)
         for number in range(rounds):
-            of_round = keys[number * agents : (number + 1) * agents]
-            parts = [agent(http, base_url, key, TURNS, chance.random() * (agents > 1)) for key in of_round]
-            for found in await asyncio.gather(*parts):
-                seconds += found
+            round_keys = keys[number * agents : (number + 1) * agents]
+            conversations = [agent(http, base_url, key, TURNS, draw.random() * (agents > 1)) for key in round_keys]
+            for call_seconds in await asyncio.gather(*conversations):
+                seconds += call_seconds
         cpu = cpu_seconds(pid) - before
     return {
         "calls": len(seconds),
@@ -145,10 +145,10 @@ def measure_calls(agents: int, rounds: int, latency: float) -> dict[str, float]:
         line = child.stdout.readline()
         if not line:
             raise SystemExit("the endpoint did not start; its error is above.")
-        return asyncio.run(asyncio.wait_for(ask(json.loads(line), agents, rounds, child.pid), DEADLINE))
+        return asyncio.run(asyncio.wait_for(run_agents(json.loads(line), agents, rounds, child.pid), DEADLINE))
 
 
-async def measure_reading(turns: int) -> dict[str, float]:
+async def measure_prefill(turns: int) -> dict[str, float]:
     """Tokens that a real server reads for one conversation of `turns` turns."""
     import aiohttp
 
@@ -175,20 +175,27 @@ async def measure_reading(turns: int) -> dict[str, float]:
             (row,) = session.trajectories(0.0)
             await endpoint.destroy()
             await engine.destroy()
-    read = stats["prompt_tokens"] - stats["prefix_tokens"]
-    return {"prompts": stats["prompt_tokens"], "read": read, "final": len(row), "ratio": round(read / len(row), 3)}
+    prefilled = stats["prompt_tokens"] - stats["prefix_tokens"]
+    return {
+        "prompt_tokens": stats["prompt_tokens"],
+        "prefilled_tokens": prefilled,
+        "final_tokens": len(row),
+        "ratio": round(prefilled / len(row), 3),
+    }
 
 
-def missed(result: dict[str, Any]) -> list[str]:
+def exceeded_limits(result: dict[str, Any]) -> list[str]:
     """The limits that were, in words."""
-    found = []
-    for agents, figures in result["agents"].items():
-        for name, most in (("cpu_ms", CPU_MS), ("added_ms", ADDED_MS[int(agents)])):
-            if figures[name] > most:
-                found.append(f"{name} with {agents} agents: expected at most {most:g}, found {figures[name]:g}")
-    if result["reading"]["ratio"] > READ:
-        found.append(f"read over final: expected at most {READ:g}, found {result['reading']['ratio']:g}")
-    return found
+    problems = []
+    for agents, measurements in result["agents"].items():
+        for name, limit in (("cpu_ms", CPU_MS), ("added_ms", ADDED_MS[int(agents)])):
+            if measurements[name] > limit:
+                problems.append(
+                    f"{name} with {agents} agents: expected at most {limit:g}, found {measurements[name]:g}"
+                )
+    if result["prefill"]["ratio"] > PREFILL_RATIO:
+        problems.append(f"read over final: expected at most {PREFILL_RATIO:g}, found {result['prefill']['ratio']:g}")
+    return problems
 
 
 def main() -> None:
@@ -207,13 +214,15 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "rollout_endpoint", "agents": {}}
     latency = QUICK_SECONDS if options.quick else SECONDS
     for agents, rounds in {16: 1}.items() if options.quick else {1: 4, 16: 2, 128: 1}.items():
-        result["agents"][str(agents)] = found = measure_calls(agents, rounds, latency)
-        print(f"{agents:4d} agents  " + ", ".join(f"{name} {value:g}" for name, value in found.items()), flush=True)
-    result["reading"] = asyncio.run(measure_reading(2 if options.quick else TURNS))
+        result["agents"][str(agents)] = measurements = measure_calls(agents, rounds, latency)
+        print(
+            f"{agents:4d} agents  " + ", ".join(f"{name} {value:g}" for name, value in measurements.items()), flush=True
+        )
+    result["prefill"] = asyncio.run(measure_prefill(2 if options.quick else TURNS))
     result["load"] = os.getloadavg()[0]
-    result["missed"] = missed(result)
+    result["exceeded_limits"] = exceeded_limits(result)
     print(json.dumps(result))
-    if options.check and result["missed"]:
+    if options.check and result["exceeded_limits"]:
         raise SystemExit(1)
 
 

@@ -50,14 +50,14 @@ def make_engine(seconds: float) -> Any:
 
     rng = random.Random(0)
     lengths = [rng.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in range(4096)]
-    answers = [np.array([rng.randrange(64) for _ in range(length)]) for length in lengths]
+    completions = [np.array([rng.randrange(64) for _ in range(length)]) for length in lengths]
     return NullInferenceEngine(
         NullInferenceEngineConfig(seconds_per_token=seconds / TOKENS, read_weights=False),
-        answer=lambda request: answers[(request.seed or 0) % len(answers)],
+        answer=lambda request: completions[(request.seed or 0) % len(completions)],
     )
 
 
-def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_answer: float) -> dict[str, float]:
+def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seconds: float) -> dict[str, float]:
     """Memory with all episodes running, and the time of `batches` batches after the first ones."""
     from rl_contracts.batch.trajectory import empty, from_response
     from rl_contracts.config import GenerationConfig
@@ -67,18 +67,18 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
 
     generation = GenerationConfig(max_new_tokens=512, ignore_eos=True)
 
-    class Answer(RolloutWorkflow):
+    class SingleTurn(RolloutWorkflow):
         """One answer; the reward is its length."""
 
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
             response = await engine.agenerate(ModelRequest(PROMPT, generation))
             return [from_response(response, reward=float(len(response.output_ids)), temperature=1.0)]
 
-    engine = make_engine(seconds_per_answer)
+    engine = make_engine(completion_seconds)
     groups = outstanding // GROUP // STEPS_AHEAD
     rollout = DistRollout(
         engine,
-        Answer(),
+        SingleTurn(),
         ({"prompt_id": number} for number in count()),
         batch_size=groups,
         config=RolloutConfig(max_staleness=STEPS_AHEAD - 1, group_size=GROUP, stall_timeout=DEADLINE),
@@ -103,19 +103,19 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
         rollout.next_batch()
         rollout.end_step(0)
     began, cpu = time.perf_counter(), time.process_time()
-    episodes, least = 0, outstanding
+    episodes, outstanding_min = 0, outstanding
     for _ in range(batches):
         episodes += rollout.next_batch().batch_size[0]
-        least = min(least, rollout.scheduler.manager.outstanding * GROUP)
+        outstanding_min = min(outstanding_min, rollout.scheduler.manager.outstanding * GROUP)
         rollout.end_step(0)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     rollout.destroy()
     return {
         "episodes": episodes,
-        "outstanding_least": least,
+        "outstanding_min": outstanding_min,
         "episodes_per_s": episodes / seconds,
         "cpu_us_per_episode": 1e6 * cpu / episodes,
-        "cpu_share": cpu / seconds,
+        "cpu_fraction": cpu / seconds,
         "base_gib": base / 2**30,
         "all_running_gib": running / 2**30,
         "bytes_per_running_episode": (running - base) / outstanding,
@@ -123,7 +123,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
     }
 
 
-def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
+def measure_baseline(outstanding: int, total: int, use_engine: bool) -> dict[str, float]:
     """Tasks that sleep once, or ask the null engine once: `outstanding` at any time, until `total` have ended."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
@@ -134,28 +134,28 @@ def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
     rng = random.Random(0)
 
     def work() -> Coroutine[Any, Any, Any]:
-        if ask:
+        if use_engine:
             return engine.agenerate(ModelRequest(PROMPT, generation, seed=rng.getrandbits(62)))
         return asyncio.sleep(rng.uniform(0.5, 1.5))
 
     async def main() -> float:
         loop, tasks = asyncio.get_running_loop(), set()
         ended: asyncio.Future[None] = loop.create_future()
-        left, to_start = total, total - outstanding
+        remaining, to_start = total, total - outstanding
 
         def start() -> None:
             task = loop.create_task(work())
             tasks.add(task)
-            task.add_done_callback(over)
+            task.add_done_callback(on_done)
 
-        def over(task: asyncio.Task[Any]) -> None:
-            nonlocal left, to_start
+        def on_done(task: asyncio.Task[Any]) -> None:
+            nonlocal remaining, to_start
             tasks.discard(task)
-            left -= 1
+            remaining -= 1
             if to_start:
                 to_start -= 1
                 start()
-            elif not left:
+            elif not remaining:
                 ended.set_result(None)
 
         cpu = time.process_time()
@@ -165,7 +165,7 @@ def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
         return time.process_time() - cpu
 
     tune_garbage_collection()
-    with LoopThread("floor") as thread:
+    with LoopThread("baseline") as thread:
         cpu = thread.run(main(), DEADLINE)
     return {"cpu_us_per_task": 1e6 * cpu / total, "tasks_per_s": total / cpu}
 
@@ -177,18 +177,18 @@ def resident() -> int:
 
 
 def run_part(part: str, outstanding: int, batches: int) -> dict[str, Any]:
-    """One part in a process of its own; its figures."""
+    """One part in a process of its own; its measurements."""
     command = [sys.executable, __file__, "--part", part, "--outstanding", str(outstanding), "--batches", str(batches)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environment)
     if result.returncode:
         raise SystemExit(f"{part}: exit code {result.returncode}\n{(result.stdout + result.stderr)[-4000:]}")
-    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    print(f"{part:16s}" + ", ".join(f"{name} {value:.6g}" for name, value in figures.items()), flush=True)
-    return figures
+    measurements: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    print(f"{part:16s}" + ", ".join(f"{name} {value:.6g}" for name, value in measurements.items()), flush=True)
+    return measurements
 
 
-def middle(runs: list[dict[str, Any]], key: str) -> dict[str, Any]:
+def median_run(runs: list[dict[str, Any]], key: str) -> dict[str, Any]:
     """The run whose figure `key` is the (lower) median."""
     return sorted(runs, key=lambda run: run[key])[(len(runs) - 1) // 2]
 
@@ -208,13 +208,13 @@ def main() -> None:
     parser.add_argument("--part", choices=["tasks", "engine", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        found = measure_runtime(outstanding=800, batches=4, tuned=False, seconds_per_answer=QUICK_SECONDS)
-        print(json.dumps({"benchmark": "rollout_runtime", "outstanding": 800, "runtime": found}))
+        measurements = measure_runtime(outstanding=800, batches=4, tuned=False, completion_seconds=QUICK_SECONDS)
+        print(json.dumps({"benchmark": "rollout_runtime", "outstanding": 800, "runtime": measurements}))
         return
     os.sched_setaffinity(0, {options.core})  # inherited by the parts
     if options.part in ("tasks", "engine"):
         total = 2 * options.outstanding
-        print(json.dumps(measure_floor(options.outstanding, total, ask=options.part == "engine")))
+        print(json.dumps(measure_baseline(options.outstanding, total, use_engine=options.part == "engine")))
         return
     if options.part:
         print(json.dumps(measure_runtime(options.outstanding, options.batches, options.part == "runtime", SECONDS)))
@@ -225,16 +225,16 @@ def main() -> None:
         for part in parts:
             runs[part].append(run_part(part, options.outstanding, options.batches))
     result: dict[str, Any] = {"benchmark": "rollout_runtime", "outstanding": options.outstanding, "core": options.core}
-    result |= {part: middle(of_part, next(iter(of_part[0]))) for part, of_part in runs.items()}
-    # what other programs take of the core is no cost of the runtime's; every run's figures are printed above
-    result["runtime"] = max(runs["runtime"], key=lambda run: run["cpu_share"])
-    result["runs"] = [{key: run[key] for key in ("episodes_per_s", "cpu_share")} for run in runs["runtime"]]
-    for floor in ("tasks", "engine"):
+    result |= {part: median_run(part_runs, next(iter(part_runs[0]))) for part, part_runs in runs.items()}
+    # what other programs take of the core is no cost of the runtime's; every run's measurements are printed above
+    result["runtime"] = max(runs["runtime"], key=lambda run: run["cpu_fraction"])
+    result["runs"] = [{key: run[key] for key in ("episodes_per_s", "cpu_fraction")} for run in runs["runtime"]]
+    for baseline in ("tasks", "engine"):
         ratios = [
-            ours["cpu_us_per_episode"] / theirs["cpu_us_per_task"]
-            for ours, theirs in zip(runs["runtime"], runs[floor], strict=True)
+            run["cpu_us_per_episode"] / baseline_run["cpu_us_per_task"]
+            for run, baseline_run in zip(runs["runtime"], runs[baseline], strict=True)
         ]
-        result[f"ratio_to_{floor}_cpu"] = round(statistics.median(ratios), 2)
+        result[f"ratio_to_{baseline}_cpu"] = round(statistics.median(ratios), 2)
     result["load"] = os.getloadavg()[0]
     print(json.dumps(result))
 

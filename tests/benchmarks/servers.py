@@ -4,7 +4,7 @@
 
 A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores; each server is started as a run starts it,
 one after the other, with the environments that `infra/servers/build.py` makes. One whose environment is missing is
-skipped, and the figures say so. Prompts are 32 random tokens, all different; temperature 1; end tokens ignored;
+skipped, and the metrics say so. Prompts are 32 random tokens, all different; temperature 1; end tokens ignored;
 log-probs and versions of every token come with the answers. Per server:
 
 - `uniform` (64 answers of 64 tokens) and `long_tail` (512 of log-normal length, mean about 54, at most 256), 64 at
@@ -59,18 +59,18 @@ from rl_trainers import PublishConfig, WeightPublisher  # noqa: E402
 
 VOCABULARY = 1024
 PROMPT_TOKENS = 32
-AT_ONCE = 64
+CONCURRENCY = 64
 """Answers that a server generates at the same time."""
 CONTEXT = 1024
 KEY = "the key of this benchmark"
 LIMIT_MS = 2.0
 """Processor time of our client per answer of 64 tokens, at most."""
-REPLAY_SECONDS = 0.02
+REPLAY_INTERVAL = 0.02
 """Between two messages of an answer that is replayed."""
 SERVERS = ("embedded", "vllm", "sglang")
 ROUTES = ("shm", "disk", "broadcast")
 
-Asking = Callable[[ModelRequest], Awaitable[Any]]
+Send = Callable[[ModelRequest], Awaitable[Any]]
 
 
 def make_requests(lengths: list[int], seed: int) -> list[ModelRequest]:
@@ -86,16 +86,16 @@ def make_requests(lengths: list[int], seed: int) -> list[ModelRequest]:
     ]
 
 
-class Bare:
+class MinimalClient:
     """A client that posts what ours posts, and reads the stream."""
 
     def __init__(self, engine: HttpEngine, address: str) -> None:
         self._protocol, self._address = engine._protocol, address
         headers = {"Authorization": f"Bearer {KEY}"}
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
-        self._asked = 0
+        self._requests = 0
 
-    async def ask(self, request: ModelRequest) -> None:
+    async def send(self, request: ModelRequest) -> None:
         """One answer, thrown away."""
         async with self._post(request) as response:
             async for _ in response.content.iter_any():
@@ -111,8 +111,10 @@ class Bare:
         return largest
 
     def _call(self, request: ModelRequest) -> Any:
-        self._asked += 1
-        return self._protocol.generate(f"bare-{self._asked}/", request.input_ids, request.generation, request.seed, 0)
+        self._requests += 1
+        return self._protocol.generate(
+            f"minimal-{self._requests}/", request.input_ids, request.generation, request.seed, 0
+        )
 
     def _post(self, request: ModelRequest) -> Any:
         call = self._call(request)
@@ -123,24 +125,24 @@ class Bare:
         await self._session.close()
 
 
-async def processor_ms(ask: Asking, seed: int) -> float:
+async def cpu_ms(send: Send, seed: int) -> float:
     """Milliseconds of this process per answer of 64 tokens, 64 at once."""
-    requests = make_requests([64] * AT_ONCE, seed)
+    requests = make_requests([64] * CONCURRENCY, seed)
     begin = time.process_time()
-    await asyncio.gather(*map(ask, requests))
-    return (time.process_time() - begin) / AT_ONCE * 1e3
+    await asyncio.gather(*map(send, requests))
+    return (time.process_time() - begin) / CONCURRENCY * 1e3
 
 
-async def compare_clients(engine: HttpEngine, bare: Bare, rounds: int) -> dict[str, Any]:
+async def compare_clients(engine: HttpEngine, minimal: MinimalClient, rounds: int) -> dict[str, Any]:
     """Processor time of our client and of a bare one, in turn, the order swapped; medians."""
-    found: dict[str, list[float]] = {"ours": [], "bare": []}
-    sides: list[tuple[str, Asking]] = [("ours", engine.agenerate), ("bare", bare.ask)]
-    for _, ask in sides:
-        await processor_ms(ask, seed=0)  # opens the connections
-    for turn in range(rounds):
-        for name, ask in sides if turn % 2 == 0 else sides[::-1]:
-            found[name].append(await processor_ms(ask, seed=1 + turn))
-    return {name: round(statistics.median(values), 3) for name, values in found.items()} | {"required": LIMIT_MS}
+    milliseconds: dict[str, list[float]] = {"client": [], "minimal": []}
+    sides: list[tuple[str, Send]] = [("client", engine.agenerate), ("minimal", minimal.send)]
+    for _, send in sides:
+        await cpu_ms(send, seed=0)  # opens the connections
+    for index in range(rounds):
+        for name, send in sides if index % 2 == 0 else sides[::-1]:
+            milliseconds[name].append(await cpu_ms(send, seed=1 + index))
+    return {name: round(statistics.median(values), 3) for name, values in milliseconds.items()} | {"required": LIMIT_MS}
 
 
 # ---- against replayed answers
@@ -149,7 +151,7 @@ async def compare_clients(engine: HttpEngine, bare: Bare, rounds: int) -> dict[s
 @contextmanager
 def replaying(server: str, interval: int) -> Iterator[str]:
     """A program that replays answers; its address."""
-    command = [sys.executable, str(HERE / "servers_replay.py"), server, str(interval), str(REPLAY_SECONDS)]
+    command = [sys.executable, str(HERE / "servers_replay.py"), server, str(interval), str(REPLAY_INTERVAL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -163,21 +165,21 @@ def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]
     """The client alone, per kind of server."""
 
     async def compare(engine: HttpEngine, address: str) -> dict[str, Any]:
-        bare = Bare(engine, address)
+        minimal = MinimalClient(engine, address)
         try:
-            return await compare_clients(engine, bare, rounds)
+            return await compare_clients(engine, minimal, rounds)
         finally:
-            await bare.close()
+            await minimal.close()
             await engine.destroy()
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for server in ("vllm", "sglang"):
         engine, config = make_engine(server, model)
         with replaying(server, config.stream_interval) as address:
             engine.initialize([address], KEY)
-            found[server] = {"stream_interval": config.stream_interval, **loop.run(compare(engine, address), 600)}
-        print(f"client against replayed answers of {server:7s} {found[server]}", flush=True)
-    return found
+            result[server] = {"stream_interval": config.stream_interval, **loop.run(compare(engine, address), 600)}
+        print(f"client against replayed answers of {server:7s} {result[server]}", flush=True)
+    return result
 
 
 # ---- against servers
@@ -189,7 +191,7 @@ def make_engine(server: str, model: Path, python: str = "", threads: int = 1) ->
 
     names = {"embedded": "Embedded", "vllm": "VLLM", "sglang": "SGLang"}
     kind = getattr(rl_inference, f"{names[server]}Engine")
-    limits = {"slots": AT_ONCE} if server == "embedded" else {"max_sequences": AT_ONCE}
+    limits = {"slots": CONCURRENCY} if server == "embedded" else {"max_sequences": CONCURRENCY}
     config: ServerConfig = kind.config_class(python=python, context_length=CONTEXT, **limits)
     spec = ServeSpec(
         model_path=str(model),
@@ -221,26 +223,28 @@ def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[t
         yield engine, config, process.address
 
 
-async def generate(engine: HttpEngine, cases: dict[str, list[int]], rounds: int, bare: Bare) -> dict[str, Any]:
+async def generate(
+    engine: HttpEngine, cases: dict[str, list[int]], rounds: int, minimal: MinimalClient
+) -> dict[str, Any]:
     """Tokens per second of both cases, the client's processor time, and the largest message."""
-    figures: dict[str, Any] = {"tokens_per_s": {}}
+    metrics: dict[str, Any] = {"tokens_per_s": {}}
     for case, lengths in cases.items():
         rates = []
-        for turn in range(rounds + 1):
-            requests = make_requests(lengths if turn else lengths[:AT_ONCE], seed=turn)
+        for index in range(rounds + 1):
+            requests = make_requests(lengths if index else lengths[:CONCURRENCY], seed=index)
             begin = time.perf_counter()
-            answers = await asyncio.gather(*map(engine.agenerate, requests))
-            rates.append(sum(len(answer.output_ids) for answer in answers) / (time.perf_counter() - begin))
-        figures["tokens_per_s"][case] = round(statistics.median(rates[1:]), 1)  # the first one warms up
-        print(f"  {case:10s} {figures['tokens_per_s'][case]:8.0f} tokens/s (load {os.getloadavg()[0]:.1f})", flush=True)
-    figures["client_ms"] = await compare_clients(engine, bare, 2 * rounds)
-    print(f"  client, ms per answer: {figures['client_ms']}", flush=True)
-    asked = make_requests([max(cases["long_tail"])] * AT_ONCE, seed=7)
-    figures["lost_at_most"] = max(await asyncio.gather(*map(bare.largest_message, asked)))
-    return figures
+            completions = await asyncio.gather(*map(engine.agenerate, requests))
+            rates.append(sum(len(completion.output_ids) for completion in completions) / (time.perf_counter() - begin))
+        metrics["tokens_per_s"][case] = round(statistics.median(rates[1:]), 1)  # the first one warms up
+        print(f"  {case:10s} {metrics['tokens_per_s'][case]:8.0f} tokens/s (load {os.getloadavg()[0]:.1f})", flush=True)
+    metrics["client_ms"] = await compare_clients(engine, minimal, 2 * rounds)
+    print(f"  client, ms per answer: {metrics['client_ms']}", flush=True)
+    requests = make_requests([max(cases["long_tail"])] * CONCURRENCY, seed=7)
+    metrics["max_lost_tokens"] = max(await asyncio.gather(*map(minimal.largest_message, requests)))
+    return metrics
 
 
-class Publishing:
+class Trainer:
     """A trainer's engine, whose weights go to one server after the other."""
 
     def __init__(self, stack: ExitStack, model: Path, loop: LoopThread, scratch: Path) -> None:
@@ -267,13 +271,13 @@ class Publishing:
                 busy = [self._publish(client, publisher) for _ in range(rounds)]
         finally:
             publisher.destroy()
-        figures = {
+        metrics = {
             "seconds": round(statistics.median(seconds for seconds, _ in idle), 4),
             "seconds_while_generating": round(statistics.median(seconds for seconds, _ in busy), 4),
             "paused_s": round(statistics.median(paused for _, paused in busy), 4),
         }
-        print(f"  {route:10s} {figures}", flush=True)
-        return figures
+        print(f"  {route:10s} {metrics}", flush=True)
+        return metrics
 
     def _publish(self, client: HttpEngine, publisher: WeightPublisher) -> tuple[float, float]:
         begin, version = time.perf_counter(), client.version + 1
@@ -288,12 +292,12 @@ class Publishing:
             while True:
                 await asyncio.gather(*map(client.agenerate, make_requests([256] * 8, seed=3)))
 
-        async def begun() -> None:
+        async def wait_running() -> None:
             while (await client.stats())["running"] < 1:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
 
         future = self.loop.submit(work())
-        self.loop.run(begun(), 120)
+        self.loop.run(wait_running(), 120)
         try:
             yield
         finally:
@@ -307,32 +311,32 @@ def measure_server(
     threads: int,
     cases: dict[str, list[int]],
     rounds: int,
-    publishing: Publishing,
+    trainer: Trainer,
 ) -> dict[str, Any]:
-    """All figures of one kind of server."""
+    """All metrics of one kind of server."""
     print(server, flush=True)
     try:
         with started(server, model, scratch, threads) as (engine, config, address):
-            loop = publishing.loop
+            loop = trainer.loop
 
             async def work() -> dict[str, Any]:
-                bare = Bare(engine, address)
+                minimal = MinimalClient(engine, address)
                 try:
-                    return await generate(engine, cases, rounds, bare)
+                    return await generate(engine, cases, rounds, minimal)
                 finally:
-                    await bare.close()
+                    await minimal.close()
 
             try:
-                figures = loop.run(work(), 1800)
-                figures["publish"] = {route: publishing.measure(engine, route, rounds) for route in ROUTES}
+                metrics = loop.run(work(), 1800)
+                metrics["publish"] = {route: trainer.measure(engine, route, rounds) for route in ROUTES}
             finally:
                 loop.run(engine.destroy(), 30)
     except FileNotFoundError as missing:
         print(f"  skipped: {missing}", flush=True)
         return {"skipped": str(missing)}
     interval = getattr(config, "stream_interval", None)
-    figures["stream_interval"] = interval if interval is not None else "every half second"
-    return figures
+    metrics["stream_interval"] = interval if interval is not None else "every half second"
+    return metrics
 
 
 def main() -> None:
@@ -363,11 +367,10 @@ def main() -> None:
         loop = stack.enter_context(LoopThread("benchmark"))
         result["client"] = measure_client(model, loop, 1 if options.quick and not options.client else 4 * rounds)
         if not options.client:
-            publishing = Publishing(stack, model, loop, scratch)
-            result["mebibytes"] = round(publishing.mebibytes, 2)
+            trainer = Trainer(stack, model, loop, scratch)
+            result["mebibytes"] = round(trainer.mebibytes, 2)
             for server in options.server or (SERVERS[:1] if options.quick else SERVERS):
-                found = measure_server(server, model, scratch, options.threads, cases, rounds, publishing)
-                result[server] = found
+                result[server] = measure_server(server, model, scratch, options.threads, cases, rounds, trainer)
     print(json.dumps(result))
 
 

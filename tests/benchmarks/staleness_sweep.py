@@ -38,9 +38,9 @@ PLOT = Path(__file__).resolve().parents[2] / "docs" / "images" / "staleness.svg"
 SWEEP = (0, 1, 2, 4, 8)
 BATCH, GROUP = 8, 4
 """Groups per step, and answers per group."""
-ANSWER_SECONDS, SIGMA = 0.05, 1.0
+COMPLETION_SECONDS, SIGMA = 0.05, 1.0
 """Mean time of an answer, and sigma of its logarithm."""
-PLACES = 48
+DECODE_SLOTS = 48
 """Answers that the server generates at the same time."""
 TRAIN_SECONDS, COMMIT_SECONDS = 0.04, 0.002
 TOKENS = 32
@@ -58,7 +58,7 @@ class Step:
     staleness_max: float
 
 
-class Answer(RolloutWorkflow):
+class SingleTurn(RolloutWorkflow):
     """One answer."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
@@ -73,20 +73,20 @@ def make_engine(clock: Clock | None) -> NullInferenceEngine:
     config = NullInferenceEngineConfig(
         mean_tokens=TOKENS,
         sigma=SIGMA,
-        seconds_per_token=ANSWER_SECONDS / TOKENS,
+        seconds_per_token=COMPLETION_SECONDS / TOKENS,
         commit_seconds=COMMIT_SECONDS,
-        max_running=PLACES,
+        max_running=DECODE_SLOTS,
         read_weights=False,
     )
     return NullInferenceEngine(config, clock=clock)
 
 
-def settings_for(max_staleness: int) -> RolloutConfig:
+def rollout_config(max_staleness: int) -> RolloutConfig:
     """Settings of both runs."""
     return RolloutConfig(max_staleness=max_staleness, group_size=GROUP, stall_timeout=60.0)
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def prompts() -> Iterator[dict[str, Any]]:
     """Prompts without end."""
     return ({"prompt_id": number} for number in count())
 
@@ -108,7 +108,7 @@ def step_of(began: float, filled: float, ended: float, stats: dict[str, float | 
 def measure(max_staleness: int, steps: int) -> list[Step]:
     """The runtime on the real clock."""
     engine = make_engine(None)
-    rollout = DistRollout(engine, Answer(), rows(), batch_size=BATCH, config=settings_for(max_staleness))
+    rollout = DistRollout(engine, SingleTurn(), prompts(), batch_size=BATCH, config=rollout_config(max_staleness))
     done = []
     try:
         for version in range(1, steps + 1):
@@ -126,35 +126,35 @@ def measure(max_staleness: int, steps: int) -> list[Step]:
 
 def simulate(max_staleness: int, steps: int) -> list[Step]:
     """The same steps on the simulated clock."""
-    clock, config = SimulatedClock(), settings_for(max_staleness)
+    clock, config = SimulatedClock(), rollout_config(max_staleness)
     engine = make_engine(clock)
-    head = RolloutScheduler(engine, Answer(), rows(), StalenessManager(BATCH, max_staleness), config, clock)
+    scheduler = RolloutScheduler(engine, SingleTurn(), prompts(), StalenessManager(BATCH, max_staleness), config, clock)
 
     async def train() -> list[Step]:
         done = []
         for version in range(1, steps + 1):
             began = clock.now()
-            await head.begin_wait()
-            await head.fill()
+            await scheduler.begin_wait()
+            await scheduler.fill()
             filled = clock.now()
-            assemble(await head.take(), version - 1)
+            assemble(await scheduler.take(), version - 1)
             await clock.sleep(TRAIN_SECONDS)
             await publish(engine, version)
-            await head.end_step(version)
-            done.append(step_of(began, filled, clock.now(), (await head.stats()).results()))
-        await head.close()
+            await scheduler.end_step(version)
+            done.append(step_of(began, filled, clock.now(), (await scheduler.stats()).results()))
+        await scheduler.close()
         return done
 
     return clock.run(train())
 
 
-def figures(steps: list[Step]) -> dict[str, float]:
+def summarize(steps: list[Step]) -> dict[str, float]:
     """Of the steps after the warm-up."""
     counted = steps[min(WARMUP, len(steps) // 2) :]
     seconds = sum(step.seconds for step in counted)
     return {
         "groups_per_s": round(BATCH * len(counted) / seconds, 2),
-        "trainer_idle_share": round(sum(step.waited for step in counted) / seconds, 3),
+        "trainer_idle_fraction": round(sum(step.waited for step in counted) / seconds, 3),
         "staleness_mean": round(statistics.mean(step.staleness for step in counted), 3),
         "staleness_max": max(step.staleness_max for step in counted),
     }
@@ -163,8 +163,8 @@ def figures(steps: list[Step]) -> dict[str, float]:
 def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, float]]) -> str:
     """Throughput and staleness over `max_staleness`, as SVG."""
 
-    def line(label: str, of: dict[int, dict[str, float]], key: str, color: int) -> Line:
-        return Line(label, [of[eta][key] for eta in of], color, dashed=of is simulated)
+    def line(label: str, rows: dict[int, dict[str, float]], key: str, color: int) -> Line:
+        return Line(label, [rows[bound][key] for bound in rows], color, dashed=rows is simulated)
 
     panels = [
         Panel(
@@ -174,8 +174,8 @@ def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, f
         Panel(
             "share of the time in which the trainer waits",
             [
-                line("measured", measured, "trainer_idle_share", 0),
-                line("simulated", simulated, "trainer_idle_share", 1),
+                line("measured", measured, "trainer_idle_fraction", 0),
+                line("simulated", simulated, "trainer_idle_fraction", 1),
             ],
         ),
         Panel(
@@ -187,7 +187,7 @@ def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, f
             ],
         ),
     ]
-    return render(panels, [str(eta) for eta in measured], "max_staleness")
+    return render(panels, [str(bound) for bound in measured], "max_staleness")
 
 
 def main() -> None:
@@ -201,10 +201,10 @@ def main() -> None:
         options.steps = 6
     measured: dict[int, dict[str, float]] = {}
     simulated: dict[int, dict[str, float]] = {}
-    for eta in SWEEP[:2] if options.quick else SWEEP:
-        simulated[eta] = figures(simulate(eta, options.steps))
-        measured[eta] = figures(measure(eta, options.steps))
-        print(f"max_staleness {eta}: measured {measured[eta]}, simulated {simulated[eta]}", flush=True)
+    for bound in SWEEP[:2] if options.quick else SWEEP:
+        simulated[bound] = summarize(simulate(bound, options.steps))
+        measured[bound] = summarize(measure(bound, options.steps))
+        print(f"max_staleness {bound}: measured {measured[bound]}, simulated {simulated[bound]}", flush=True)
     path = options.svg or (None if options.quick else PLOT)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,23 +54,25 @@ def _panel(panel: Panel, ticks: Sequence[str], x_label: str) -> str:
     def y(value: float) -> float:
         return TOP + height * (1 - value / top)
 
-    parts = [_text(LEFT, 16, panel.title, "start", bold=True), _text(LEFT + width / 2, HEIGHT - 8, x_label)]
+    elements = [_text(LEFT, 16, panel.title, "start", bold=True), _text(LEFT + width / 2, HEIGHT - 8, x_label)]
     for step in range(5):
         value = top * step / 4
-        parts.append(f'<path d="M{LEFT},{y(value):.1f}h{width}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, y(value) + 4, f"{value:g}", "end"))
-    parts += [_text(x(index), HEIGHT - BOTTOM + 16, tick) for index, tick in enumerate(ticks)]
+        elements.append(f'<path d="M{LEFT},{y(value):.1f}h{width}" stroke="#ddd"/>')
+        elements.append(_text(LEFT - 6, y(value) + 4, f"{value:g}", "end"))
+    elements += [_text(x(index), HEIGHT - BOTTOM + 16, tick) for index, tick in enumerate(ticks)]
     for number, line in enumerate(panel.lines):
-        points = [(x(index), y(value)) for index, value in enumerate(line.values)]
+        coordinates = [(x(index), y(value)) for index, value in enumerate(line.values)]
         color, dash = COLORS[line.color], ' stroke-dasharray="5 4"' if line.dashed else ""
-        path = "L".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        path = "L".join(f"{px:.1f},{py:.1f}" for px, py in coordinates)
+        elements.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         fill = "#fff" if line.dashed else color
-        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{fill}" stroke="{color}"/>' for px, py in points]
+        elements += [
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{fill}" stroke="{color}"/>' for px, py in coordinates
+        ]
         row = TOP + 12 + 15 * number
-        parts.append(f'<path d="M{LEFT + 8},{row - 4}h22" stroke="{color}" stroke-width="2"{dash}/>')
-        parts.append(_text(LEFT + 36, row, line.label, "start"))
-    return "".join(parts)
+        elements.append(f'<path d="M{LEFT + 8},{row - 4}h22" stroke="{color}" stroke-width="2"{dash}/>')
+        elements.append(_text(LEFT + 36, row, line.label, "start"))
+    return "".join(elements)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", bold: bool = False) -> str:
@@ -80,9 +82,9 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", bold: bool = Fa
 
 def _round_up(value: float) -> float:
     """The next number whose quarters are short, with room for the legend above the lines."""
-    wanted, unit = value * 1.25, 1.0
-    while unit * 10 <= wanted:
+    minimum, unit = value * 1.25, 1.0
+    while unit * 10 <= minimum:
         unit *= 10
-    while unit > wanted:
+    while unit > minimum:
         unit /= 10
-    return next(unit * step for step in (1, 2, 4, 6, 8, 10) if unit * step >= wanted)
+    return next(unit * step for step in (1, 2, 4, 6, 8, 10) if unit * step >= minimum)

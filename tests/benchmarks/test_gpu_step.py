@@ -21,12 +21,12 @@ pytestmark = pytest.mark.timeout(600)
 def results() -> dict[str, list[dict[str, Any]]]:
     """The lines of a small run on the CPU, by part."""
     command = [sys.executable, str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--tiny"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(line["seconds"] > 0 and line["torch"] and line["transformers"] for line in found)
-    assert not [line for line in found if {"failed", "skipped", "out_of_memory"} & set(line)]
-    return {part: [line for line in found if line["part"] == part] for part in "abc"}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
+    assert all(line["seconds"] > 0 and line["torch"] and line["transformers"] for line in lines)
+    assert not [line for line in lines if {"failed", "skipped", "out_of_memory"} & set(line)]
+    return {part: [line for line in lines if line["part"] == part] for part in "abc"}
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_end_to_end_tiny_reports_run_and_publish(results: dict[str, list[dict[st
     assert run["route"] == publish["route"] == "shm"
     assert run["completions_per_s"] > 0
     assert run["mean_tokens"] == 64
-    assert run["share"]["train"] > 0
+    assert run["fraction"]["train"] > 0
     assert 0 <= run["gap"]["mean_abs"] < 0.01
     assert min(publish["bytes"], publish["publish_s"], publish["copy_s"]) > 0
 
@@ -78,7 +78,7 @@ def test_run_parts_failing_part_is_reported_and_others_run(
     def works() -> Iterator[dict[str, Any]]:
         yield {"value": 2}
 
-    code = gpu_step.run_parts({"x": fails, "y": lacks, "z": works}, {"card": None})
+    code = gpu_step.run_parts({"x": fails, "y": lacks, "z": works}, {"gpu": None})
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 1
@@ -104,10 +104,10 @@ def test_combinations_out_of_memory_continues_with_the_others(monkeypatch: pytes
 
     state = SimpleNamespace(checkpointing=True, destroy=lambda: None)
 
-    def measure(*_: Any) -> train.Measured:
+    def measure(*_: Any) -> train.Measurement:
         if not state.checkpointing:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return train.Measured(1.0, 2.0, 3.0, [])
+        return train.Measurement(1.0, 2.0, 3.0, [])
 
     monkeypatch.setattr(train, "set_checkpointing", lambda engine, on: setattr(engine, "checkpointing", on))
     monkeypatch.setattr(train, "measure", measure)

@@ -9,10 +9,10 @@ transformers as its Trainer makes it: rows in their order in micro-batches padde
 labels, gradients accumulated, SDPA attention. Each side gets the number of threads, and the peer the rows per
 micro-batch, with which a trial is fastest. Losses and gradient norms must agree. `fill` is the share of the
 micro-batches' room that holds tokens. `--engine megatron` runs that engine's step in turn with them. With
-`--device cuda`, `mfu` is each side's model FLOPs utilisation.
+`--device cuda`, `mfu` is each side's model FLOPs utilization.
 
 Loss: see `train_step_loss.py`; each side alone in a process. Where the machine has too little memory for the
-materialised side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
+materialized side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
 
 The last line is one JSON object.
 """
@@ -43,14 +43,14 @@ REQUIRED = {"step": 2.0, "fill": 0.95, "loss_memory": 0.25, "loss_time": 1.4}
 """Least ratio of tokens/s and least fill; largest share of the logits' bytes and largest ratio of seconds."""
 PEER_ROWS = (8, 16, 32)
 """Rows of a padded micro-batch that the peer tries, from the Trainer's default on."""
-MEDIAN_TOKENS, SPREAD = 100.0, 1.0
+MEDIAN_TOKENS, SIGMA = 100.0, 1.0
 """Of the log-normal lengths: median, and standard deviation of the logarithm."""
 LR, WEIGHT_DECAY, BETAS, EPS, MAX_NORM = 1e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What both sides train on."""
 
     model: str
@@ -69,7 +69,7 @@ class Work:
         return int(self.batch["attention_mask"].sum())
 
 
-def make_work(
+def make_workload(
     directory: Path,
     rows: int,
     longest: int,
@@ -78,7 +78,7 @@ def make_work(
     hidden: int,
     device: str = "cpu",
     dtype: str = "float32",
-) -> Work:
+) -> Workload:
     """A random model of 4 layers with heads of at most 128, and rows of log-normal length."""
     import numpy as np
     import torch
@@ -99,14 +99,16 @@ def make_work(
     )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     draw, numbers = random.Random(1), np.random.default_rng(1)
-    made = []
+    trajectories = []
     for row in range(rows):
-        length = min(max(2, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), SPREAD))), longest)
+        length = min(max(2, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))), longest)
         learn = np.arange(length) > 0
         ids = numbers.integers(0, vocabulary, length)
         none = np.zeros(length, np.float32)
-        made.append(Trajectory(ids, learn, none, np.where(learn, 0, -1).astype(np.int32), group_id=row, episode_id=row))
-    return Work(str(directory), stack(made), max_tokens, device, dtype)
+        trajectories.append(
+            Trajectory(ids, learn, none, np.where(learn, 0, -1).astype(np.int32), group_id=row, episode_id=row)
+        )
+    return Workload(str(directory), stack(trajectories), max_tokens, device, dtype)
 
 
 def nll(outputs: Any, packed: Any) -> Any:
@@ -114,10 +116,10 @@ def nll(outputs: Any, packed: Any) -> Any:
     return -(outputs.logprobs * packed["loss_mask"]).sum(), {}
 
 
-class Ours:
+class EngineSide:
     """An engine, by its installed name."""
 
-    def __init__(self, work: Work, name: str = "fsdp") -> None:
+    def __init__(self, workload: Workload, name: str = "fsdp") -> None:
         from rl_contracts import registry
         from rl_contracts.config import MicroBatchConfig, OptimizerConfig
         from rl_contracts.data import FinetuneSpec
@@ -125,43 +127,45 @@ class Ours:
         optimizer = OptimizerConfig(
             lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_NORM
         )
-        micro_batch = MicroBatchConfig(work.max_tokens)
-        computing = {"device": work.device, "dtype": work.dtype}
-        self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, **computing)
+        micro_batch = MicroBatchConfig(workload.max_tokens)
+        computing = {"device": workload.device, "dtype": workload.dtype}
+        self.spec = FinetuneSpec(workload.model, 100, optimizer=optimizer, micro_batch=micro_batch, **computing)
         settings = registry.settings("rl.train_engines", name)()
-        self.work, self.engine = work, registry.load("rl.train_engines", name)(settings)
+        self.workload, self.engine = workload, registry.load("rl.train_engines", name)(settings)
         self.engine.initialize(self.spec)
 
     def step(self) -> tuple[float, float]:
         """One step; loss and gradient norm."""
-        found = self.engine.train_batch(self.work.batch, nll, lambda batch: batch["loss_mask"].sum())
-        return found["loss"], found["grad_norm"]
+        result = self.engine.train_batch(self.workload.batch, nll, lambda batch: batch["loss_mask"].sum())
+        return result["loss"], result["grad_norm"]
 
     def fill(self) -> dict[str, float]:
         """Micro-batches of a step, how full they are, and how much more than its share the heaviest of 8 ranks gets."""
         from rl_contracts.batch.packing import balance
         from rl_contracts.models import micro_batches
 
-        sizes = self.work.batch["attention_mask"].sum(-1).tolist()
+        sizes = self.workload.batch["attention_mask"].sum(-1).tolist()
         heaviest = max(sum(sizes[row] for row in share) for share in balance(sizes, 8))
-        count = len(micro_batches.plan(self.work.batch, self.spec, self.engine.parallel))
+        count = len(micro_batches.plan(self.workload.batch, self.spec, self.engine.parallel))
         return {
             "micro_batches": count,
-            "fill": round(self.work.tokens / (count * self.work.max_tokens), 4),
-            "heaviest_of_8_ranks": round(8 * heaviest / self.work.tokens, 4),
+            "fill": round(self.workload.tokens / (count * self.workload.max_tokens), 4),
+            "heaviest_of_8_ranks": round(8 * heaviest / self.workload.tokens, 4),
         }
 
 
-class Padded:
+class PaddedSide:
     """The step of transformers."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, workload: Workload) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.work = work
-        self.model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation="sdpa")
-        self.model.to(work.device).train()
+        self.workload = workload
+        self.model = AutoModelForCausalLM.from_pretrained(
+            workload.model, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.model.to(workload.device).train()
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -171,16 +175,16 @@ class Padded:
         """One step in micro-batches of so many rows; loss and gradient norm."""
         import torch
 
-        batch, loss = self.work.batch, 0.0
+        batch, loss = self.workload.batch, 0.0
         learned = int(batch["loss_mask"].sum())
         self.optimizer.zero_grad(set_to_none=True)
         for start in range(0, len(batch), rows):
             mask = batch["attention_mask"][start : start + rows]
             longest = int(mask.sum(-1).max())
             mask, ids = mask[:, :longest], batch["input_ids"][start : start + rows, :longest]
-            ids, mask = ids.to(self.work.device), mask.to(self.work.device)
-            labels, half = ids.masked_fill(~mask, -100), self.work.dtype == "bfloat16"
-            with torch.autocast(self.work.device, torch.bfloat16, enabled=half):
+            ids, mask = ids.to(self.workload.device), mask.to(self.workload.device)
+            labels, is_bfloat16 = ids.masked_fill(~mask, -100), self.workload.dtype == "bfloat16"
+            with torch.autocast(self.workload.device, torch.bfloat16, enabled=is_bfloat16):
                 part = self.model(
                     input_ids=ids,
                     attention_mask=mask.long(),
@@ -205,7 +209,7 @@ def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
-def tried(step: Callable[[], tuple[float, float]], threads: int) -> float:
+def trial_seconds(step: Callable[[], tuple[float, float]], threads: int) -> float:
     """Seconds of a step, infinitely many where the GPU has too little memory for it."""
     import torch
 
@@ -218,7 +222,7 @@ def tried(step: Callable[[], tuple[float, float]], threads: int) -> float:
             torch.cuda.empty_cache()
 
 
-def utilisation(ours: Ours, seconds: float) -> float | None:
+def utilization(fsdp: EngineSide, seconds: float) -> float | None:
     """The useful FLOPs of a step (`rl_engines_fsdp.usage.step_flops`) over the device's peak in these seconds; None
     where that is not known, as of any CPU."""
     import torch
@@ -227,74 +231,80 @@ def utilisation(ours: Ours, seconds: float) -> float | None:
     from rl_contracts.models.usage import attended_pairs, peak_flops
     from rl_engines_fsdp.usage import step_flops
 
-    work, model = ours.work, ours.engine._model
-    pairs = attended_pairs(work.batch["attention_mask"].sum(-1), layer_windows(model.model.config))
-    flops = step_flops(model, work.tokens, int(pairs))
-    peak = peak_flops(torch.device(work.device), work.dtype)
+    workload, model = fsdp.workload, fsdp.engine._model
+    pairs = attended_pairs(workload.batch["attention_mask"].sum(-1), layer_windows(model.model.config))
+    flops = step_flops(model, workload.tokens, int(pairs))
+    peak = peak_flops(torch.device(workload.device), workload.dtype)
     return round(flops / (peak * seconds), 4) if flops and peak else None
 
 
-def measure_step(work: Work, repeats: int, engine: str) -> dict[str, Any]:
+def measure_step(workload: Workload, repeats: int, engine: str) -> dict[str, Any]:
     """All sides in turn, after a trial of each way in which they can run; `engine` is one more than FSDP."""
-    ours, padded = Ours(work), Padded(work)
-    further = {engine: Ours(work, engine)} if engine != "fsdp" else {}
+    fsdp, padded = EngineSide(workload), PaddedSide(workload)
+    extra_sides = {engine: EngineSide(workload, engine)} if engine != "fsdp" else {}
     counts = sorted({1, os.cpu_count() or 1})
-    begin = [timed(side.step, counts[-1])[1] for side in (ours, *further.values())]
-    begin.append(timed(partial(padded.step, PEER_ROWS[0]), counts[-1])[1])
-    tolerance = 1e-3 if work.dtype == "float32" else 3e-2
-    for found in begin[1:]:
-        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(begin[0], found, strict=True)):
-            raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {found}")
-    own = {threads: timed(ours.step, threads)[0] for threads in counts}
-    peer = {(threads, rows): tried(partial(padded.step, rows), threads) for threads in counts for rows in PEER_ROWS}
-    threads = min(own, key=own.__getitem__)
-    peer_threads, rows = min(peer, key=peer.__getitem__)
-    best = {name: min(counts, key=lambda n, side=side: timed(side.step, n)[0]) for name, side in further.items()}
-    runs: list[tuple[float, float]] = []
-    others: list[float] = []
-    for _ in range(repeats):
-        mine = timed(ours.step, threads)[0]
-        others += [timed(side.step, best[name])[0] for name, side in further.items()]
-        theirs = timed(partial(padded.step, rows), peer_threads)[0]
-        runs.append((mine, theirs))
-        load = os.getloadavg()[0]
-        print(f"step: ours {work.tokens / mine:.0f} tokens/s, padded {work.tokens / theirs:.0f}, load {load:.1f}")
-    rates = [statistics.median(work.tokens / run[side] for run in runs) for side in range(2)]
-    mfu = [utilisation(ours, work.tokens / rate) for rate in rates]
-    beside = {
-        name: {
-            "tokens_per_s": round(statistics.median(work.tokens / seconds for seconds in others), 1),
-            "threads": best[name],
-            "mfu": utilisation(ours, statistics.median(others)),
-            "of_ours": round(statistics.median(run[0] / seconds for run, seconds in zip(runs, others, strict=True)), 3),
-        }
-        for name in further
+    first_results = [timed(side.step, counts[-1])[1] for side in (fsdp, *extra_sides.values())]
+    first_results.append(timed(partial(padded.step, PEER_ROWS[0]), counts[-1])[1])
+    tolerance = 1e-3 if workload.dtype == "float32" else 3e-2
+    for result in first_results[1:]:
+        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(first_results[0], result, strict=True)):
+            raise SystemExit(f"the sides had different work: loss and gradient norm {first_results[0]} and {result}")
+    fsdp_trials = {threads: timed(fsdp.step, threads)[0] for threads in counts}
+    peer_trials = {
+        (threads, rows): trial_seconds(partial(padded.step, rows), threads) for threads in counts for rows in PEER_ROWS
     }
-    return beside | {
-        "rows": len(work.batch),
-        "tokens": work.tokens,
-        "longest": work.batch["input_ids"].shape[1],
-        **ours.fill(),
-        "ours": {"tokens_per_s": round(rates[0], 1), "threads": threads, "mfu": mfu[0]},
+    threads = min(fsdp_trials, key=fsdp_trials.__getitem__)
+    peer_threads, rows = min(peer_trials, key=peer_trials.__getitem__)
+    best = {name: min(counts, key=lambda n, side=side: timed(side.step, n)[0]) for name, side in extra_sides.items()}
+    runs: list[tuple[float, float]] = []
+    extra_seconds: list[float] = []
+    for _ in range(repeats):
+        fsdp_seconds = timed(fsdp.step, threads)[0]
+        extra_seconds += [timed(side.step, best[name])[0] for name, side in extra_sides.items()]
+        peer_seconds = timed(partial(padded.step, rows), peer_threads)[0]
+        runs.append((fsdp_seconds, peer_seconds))
+        load = os.getloadavg()[0]
+        print(
+            f"step: ours {workload.tokens / fsdp_seconds:.0f} tokens/s, padded {workload.tokens / peer_seconds:.0f}, load {load:.1f}"
+        )
+    rates = [statistics.median(workload.tokens / run[side] for run in runs) for side in range(2)]
+    mfu = [utilization(fsdp, workload.tokens / rate) for rate in rates]
+    extra_results = {
+        name: {
+            "tokens_per_s": round(statistics.median(workload.tokens / seconds for seconds in extra_seconds), 1),
+            "threads": best[name],
+            "mfu": utilization(fsdp, statistics.median(extra_seconds)),
+            "ratio_to_fsdp": round(
+                statistics.median(run[0] / seconds for run, seconds in zip(runs, extra_seconds, strict=True)), 3
+            ),
+        }
+        for name in extra_sides
+    }
+    return extra_results | {
+        "rows": len(workload.batch),
+        "tokens": workload.tokens,
+        "longest": workload.batch["input_ids"].shape[1],
+        **fsdp.fill(),
+        "fsdp": {"tokens_per_s": round(rates[0], 1), "threads": threads, "mfu": mfu[0]},
         "transformers": {"tokens_per_s": round(rates[1], 1), "threads": peer_threads, "rows": rows, "mfu": mfu[1]},
-        "ratio": round(statistics.median(theirs / mine for mine, theirs in runs), 3),
-        "ratios": [round(theirs / mine, 3) for mine, theirs in runs],
+        "ratio": round(statistics.median(peer_seconds / fsdp_seconds for fsdp_seconds, peer_seconds in runs), 3),
+        "ratios": [round(peer_seconds / own, 3) for own, peer_seconds in runs],
     }
 
 
 def measure_quick(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One step of each of our engines, and our loss, all of them small; no peer."""
-    figures: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if options.part in ("all", "step"):
-        work = make_work(directory, 24, 96, 128, 512, 64, options.device, options.dtype)
-        ours = {name: Ours(work, name) for name in dict.fromkeys(("fsdp", options.engine))}
-        rates = {name: round(work.tokens / timed(side.step, 1)[0], 1) for name, side in ours.items()}
-        figures["step"] = {"tokens": work.tokens, "tokens_per_s": rates, **ours["fsdp"].fill()}
-        for side in ours.values():
+        workload = make_workload(directory, 24, 96, 128, 512, 64, options.device, options.dtype)
+        sides = {name: EngineSide(workload, name) for name in dict.fromkeys(("fsdp", options.engine))}
+        rates = {name: round(workload.tokens / timed(side.step, 1)[0], 1) for name, side in sides.items()}
+        results["step"] = {"tokens": workload.tokens, "tokens_per_s": rates, **sides["fsdp"].fill()}
+        for side in sides.values():
             side.engine.destroy()
     if options.part in ("all", "loss"):
-        figures["loss"] = {"ours": loss_side("ours", tokens=256, vocabulary=8192, hidden=64)}
-    return figures
+        results["loss"] = {"fused": loss_side("fused", tokens=256, vocabulary=8192, hidden=64)}
+    return results
 
 
 def available_bytes() -> int:
@@ -303,8 +313,8 @@ def available_bytes() -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
 
 
-def fitting(tokens: int, vocabulary: int, hidden: int) -> int:
-    """Tokens of which the materialised loss fits into memory: three times the logits, and weight and gradient twice."""
+def max_fitting_tokens(tokens: int, vocabulary: int, hidden: int) -> int:
+    """Tokens of which the materialized loss fits into memory: three times the logits, and weight and gradient twice."""
     fixed = 4 * vocabulary * hidden * 4 + 2 * GIB
     while tokens > 64 and 3.2 * 4 * vocabulary * tokens + fixed > available_bytes():
         tokens //= 2
@@ -321,38 +331,35 @@ def loss_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict[str,
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{side}: exit code {result.returncode}\n{result.stderr[-4000:]}")
-    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
-    print(
-        f"loss: {side} {tokens} tokens, {found['seconds']:.1f} s, peak {found['peak_bytes'] / GIB:.2f} GiB", flush=True
-    )
-    return found
+    loss: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    print(f"loss: {side} {tokens} tokens, {loss['seconds']:.1f} s, peak {loss['peak_bytes'] / GIB:.2f} GiB", flush=True)
+    return loss
 
 
 def measure_loss(tokens: int, vocabulary: int, hidden: int, repeats: int) -> dict[str, Any]:
     """Both sides in turn."""
-    few = min(tokens, 64)
-    small = [loss_side(side, few, vocabulary, hidden) for side in ("ours", "materialised")]
+    check_tokens = min(tokens, 64)
+    small = [loss_side(side, check_tokens, vocabulary, hidden) for side in ("fused", "materialized")]
     for name in ("logprob", "gradient"):
         if not math.isclose(small[0][name], small[1][name], rel_tol=1e-4):
             raise SystemExit(f"the sides differ: {name} {small[0][name]} and {small[1][name]}")
     runs = []
     for _ in range(repeats):
-        mine = loss_side("ours", tokens, vocabulary, hidden)
-        theirs = loss_side("materialised", fitting(tokens, vocabulary, hidden), vocabulary, hidden)
-        runs.append((mine, theirs))
+        fused = loss_side("fused", tokens, vocabulary, hidden)
+        peer = loss_side("materialized", max_fitting_tokens(tokens, vocabulary, hidden), vocabulary, hidden)
+        runs.append((fused, peer))
     logits = 4 * tokens * vocabulary
-    mine, theirs = runs[-1]
-    scale = tokens / theirs["tokens"]
+    scale = tokens / peer["tokens"]
     return {
         "tokens": tokens,
         "vocabulary": vocabulary,
         "hidden": hidden,
         "logits_gib": round(logits / GIB, 3),
-        "ours": {"peak_gib": round(mine["peak_bytes"] / GIB, 3), "seconds": round(mine["seconds"], 2)},
-        "materialised": {
-            "peak_gib": round(theirs["peak_bytes"] * scale / GIB, 3),
-            "seconds": round(theirs["seconds"] * scale, 2),
-            "tokens": theirs["tokens"],
+        "fused": {"peak_gib": round(fused["peak_bytes"] / GIB, 3), "seconds": round(fused["seconds"], 2)},
+        "materialized": {
+            "peak_gib": round(peer["peak_bytes"] * scale / GIB, 3),
+            "seconds": round(peer["seconds"] * scale, 2),
+            "tokens": peer["tokens"],
         },
         "memory_ratio": round(max(run[0]["peak_bytes"] for run in runs) / logits, 4),
         "time_ratio": round(
@@ -372,22 +379,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", default="fsdp", help="megatron: that engine's step too, in turn with the others")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the step; mfu is of known GPUs")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the step; see Work")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the step; see Workload")
     parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
     parser.add_argument("--quick", action="store_true", help="small sizes, no peer; checks only that it runs")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"required": REQUIRED}
+    results: dict[str, Any] = {"required": REQUIRED}
     with tempfile.TemporaryDirectory() as directory:
         if options.quick:
             print(json.dumps(measure_quick(Path(directory), options)))
             return
         if options.part in ("all", "step"):
             sizes = (options.rows, options.longest, options.max_tokens, options.vocabulary, options.hidden)
-            work = make_work(Path(directory), *sizes, options.device, options.dtype)
-            figures["step"] = measure_step(work, options.repeats, options.engine)
+            workload = make_workload(Path(directory), *sizes, options.device, options.dtype)
+            results["step"] = measure_step(workload, options.repeats, options.engine)
     if options.part in ("all", "loss"):
-        figures["loss"] = measure_loss(8192, 151_936, 1024, options.repeats)
-    print(json.dumps(figures))
+        results["loss"] = measure_loss(8192, 151_936, 1024, options.repeats)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

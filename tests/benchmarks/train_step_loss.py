@@ -2,7 +2,7 @@
 
     python train_step_loss.py SIDE TOKENS VOCABULARY HIDDEN THREADS
 
-`SIDE` is `ours` (`rl_contracts.models.fused_logprobs`) or `materialised` (a linear layer and torch's cross-entropy in
+`SIDE` is `fused` (`rl_contracts.models.fused_logprobs`) or `materialized` (a linear layer and torch's cross-entropy in
 float32). Both turn hidden states into the log-prob of each token, and go backward to hidden states and weight with a
 gradient of their own per token. Peak memory is what the process's resident set grows by between the moment when hidden
 states and weight lie ready and its highest point (`VmHWM`, reset by the kernel before the clock starts): blocks of
@@ -28,19 +28,19 @@ BLOCK = 1 << 19
 """`max_logits` as the engine sets it on a CPU."""
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Log-probs [M] in blocks."""
     options = HeadOptions(LogitTransform(), BLOCK, entropy_grad=False)
     logprobs, _ = token_logprobs(hidden, weight, None, targets, torch.ones(len(targets)), options)
     return logprobs
 
 
-def materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Log-probs [M] from a float32 tensor [M, V] of logits."""
     return -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
 
 
-SIDES: dict[str, LossSide] = {"ours": ours, "materialised": materialised}
+SIDES: dict[str, LossSide] = {"fused": fused, "materialized": materialized}
 
 
 def status(name: str) -> int:

@@ -124,47 +124,47 @@ class Run:
                     ModelRequest([5, 6, 7], GenerationConfig(max_new_tokens=64, ignore_eos=True))
                 )
 
-        async def begun() -> None:
+        async def wait_running() -> None:
             while (await self.client.stats())["running"] < 1:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
 
         future = self.loop.submit(work())
-        self.loop.run(begun(), 60)
+        self.loop.run(wait_running(), 60)
         try:
             yield
         finally:
             future.cancel()
 
 
-def measure(model: Path, folder: Path, route: str, warm: int, rounds: int) -> dict[str, Any]:
+def measure(model: Path, folder: Path, route: str, warmup: int, rounds: int) -> dict[str, Any]:
     """Medians of one route, and of the rounds' ratios to a copy."""
     with ExitStack() as stack:
         run = Run(stack, model, folder, route)
         copy = Copy(run.size)
-        for _ in range(warm):
+        for _ in range(warmup):
             run.publish()
-        limits, found = [], []
+        copies, updates = [], []
         for _ in range(rounds):
-            limits.append(statistics.median(copy() for _ in range(3)))
-            found.append(run.publish())
+            copies.append(statistics.median(copy() for _ in range(3)))
+            updates.append(run.publish())
         with run.generating():
             busy = [run.publish() for _ in range(rounds)]
         size = run.size
-    ratios = [one["total"] / limit for one, limit in zip(found, limits, strict=True)]
-    limit = statistics.median(limits)
+    ratios = [update["total"] / copy_seconds for update, copy_seconds in zip(updates, copies, strict=True)]
+    copy_seconds = statistics.median(copies)
     result = {
         "mebibytes": round(size / MIB, 1),
-        "copy_s": round(limit, 4),
-        "total_s": round(statistics.median(one["total"] for one in found), 4),
-        "after_sending_s": round(statistics.median(one["after_sending"] for one in found), 4),
+        "copy_s": round(copy_seconds, 4),
+        "total_s": round(statistics.median(update["total"] for update in updates), 4),
+        "after_sending_s": round(statistics.median(update["after_sending"] for update in updates), 4),
         "ratio": round(statistics.median(ratios), 2),
-        "undisturbed_ratio": round(min(one["total"] for one in found) / min(limits), 2),
-        "while_generating_s": round(statistics.median(one["total"] for one in busy), 4),
-        "paused_s": round(statistics.median(one["paused"] for one in busy), 4),
+        "undisturbed_ratio": round(min(update["total"] for update in updates) / min(copies), 2),
+        "while_generating_s": round(statistics.median(update["total"] for update in busy), 4),
+        "paused_s": round(statistics.median(update["paused"] for update in busy), 4),
     }
-    result["paused_ratio"] = round(result["paused_s"] / limit, 3)
+    result["paused_ratio"] = round(result["paused_s"] / copy_seconds, 3)
     print(
-        f"{route:10s} {result['total_s']:.3f} s, {result['ratio']:.1f} copies of {limit:.3f} s (undisturbed "
+        f"{route:10s} {result['total_s']:.3f} s, {result['ratio']:.1f} copies of {copy_seconds:.3f} s (undisturbed "
         f"{result['undisturbed_ratio']:.1f}); paused "
         f"{result['paused_s'] * 1e3:.1f} ms; while generating {result['while_generating_s']:.3f} s "
         f"(load {os.getloadavg()[0]:.1f})",
@@ -178,19 +178,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512, help="size of the parameters")
     parser.add_argument("--rounds", type=int, default=9, help="updates that count")
-    parser.add_argument("--warm", type=int, default=3, help="updates before, which do not")
+    parser.add_argument("--warmup", type=int, default=3, help="updates before, which do not")
     parser.add_argument("--route", choices=["shm", "broadcast", "disk"], action="append", help="only these")
     parser.add_argument(
         "--quick", action="store_true", help="a small model, few updates, one route; checks only that it runs"
     )
     options = parser.parse_args()
-    mebibytes, warm, rounds = (8, 1, 2) if options.quick else (options.mebibytes, options.warm, options.rounds)
+    mebibytes, warmup, rounds = (8, 1, 2) if options.quick else (options.mebibytes, options.warmup, options.rounds)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make_model(folder / "model", mebibytes)
         routes = options.route or ["shm", "broadcast", "disk"][: 1 if options.quick else 3]
-        figures: dict[str, Any] = {route: measure(model, folder, route, warm, rounds) for route in routes}
-    print(json.dumps({**figures, "required": REQUIRED}))
+        results: dict[str, Any] = {route: measure(model, folder, route, warmup, rounds) for route in routes}
+    print(json.dumps({**results, "required": REQUIRED}))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""AReaL's published speed-ups over its synchronous variant, planned from the paper's set-up.
+"""Plan AReaL's published speed-ups over its synchronous variant from the paper's setup.
 
     uv run python tests/benchmarks/areal_speedups.py
 
-The paper (arXiv 2505.24298, version 5) trains R1-distilled Qwen models of 1.5B and 7B with staleness up to 8, and
-compares the hours of 250 steps with those of its synchronous variant: 41.0 against 14.8, and 57.7 against 25.4 (table
-1). Here both are simulated as `rl plan` does it: the rollout runtime on a simulated clock, with rates. `PUBLISHED` is
-what the paper says and where; `ASSUMED` is what it does not say, and what is taken instead. Nothing is fitted to the
-speed-ups. Then the missing numbers are changed one at a time, in miniature. The last line is one JSON object.
+The paper (arXiv 2505.24298, version 5) trains R1-distilled Qwen models of 1.5B and 7B with staleness up to 8. Its
+table 1 compares 250 steps with the synchronous variant: 41.0 and 14.8 hours for 1.5B, 57.7 and 25.4 hours for 7B. This
+script simulates both variants like `rl plan`: the rollout runtime on a simulated clock, with rates. `PUBLISHED` lists
+the values from the paper with their source, `ASSUMED` the values that the paper does not state. Nothing is fitted to
+the speed-ups. The script then changes the assumed values one at a time in a scaled-down setup. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ BYTES_PER_VALUE = 2
 
 @dataclass(frozen=True)
 class Model:
-    """A model of table 1, and its sizes by its config.json."""
+    """A model of table 1, with sizes from its config.json."""
 
     parameters: float
     matmul_parameters: float
-    """Of these, all but the input embedding."""
+    """Parameters without the input embedding."""
     layers: int
     heads: int
     kv_heads: int
@@ -41,17 +42,17 @@ class Model:
     synchronous_hours: float
     asynchronous_hours: float
     tflops: float
-    """Of a GPU in training, with dynamic batching (figure 6a); of the size that is nearest."""
+    """TFLOP/s per GPU in training with dynamic batching (figure 6a), for the nearest published model size."""
     head_size: int = 128
 
     @property
     def published(self) -> float:
-        """The speed-up."""
+        """Published speed-up of the asynchronous variant."""
         return self.synchronous_hours / self.asynchronous_hours
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token."""
+        """KV cache bytes per token."""
         return 2 * self.layers * self.kv_heads * self.head_size * BYTES_PER_VALUE
 
 
@@ -64,42 +65,41 @@ SERVER_FRACTION = 0.75
 EFFECTIVE_TOKENS_PER_S = 356.6e3
 PUBLISHED = {
     "hours of 250 steps": "table 1: 41.0 and 14.8 (1.5B), 57.7 and 25.4 (7B)",
-    "GPUs": "table 1: 16 and 24 nodes; section 7.1: of 8 H800",
-    "split": "section 7.1: three quarters of the devices generate",
+    "GPUs": "table 1: 16 and 24 nodes; section 7.1: 8 H800 per node",
+    "split": "section 7.1: three quarters of the GPUs generate",
     "max_staleness": "section 7.1: 8 for mathematics",
-    "prompts, answers of each, longest answer": "table 3: 512, 16, 27,648 tokens",
-    "at an update": "section 4.1: generation is interrupted, and keys and values are computed anew",
-    "rollout controller": "section 4.1: one, so one rollout head",
-    "FLOP/s in training": "figure 6a: 427 TFLOP/s (1B) and 455 TFLOP/s (7B) of a GPU",
-    "tokens of an answer, mean": "derived: figure 5c's 356.6k tokens/s at staleness 4, times the seconds of a step of "
-    "1.5B in table 1, over 8,192 answers",
+    "prompts, completions per prompt, longest completion": "table 3: 512, 16, 27,648 tokens",
+    "at an update": "section 4.1: generation is interrupted, and the KV cache is recomputed",
+    "rollout controller": "section 4.1: one, so one data-parallel leader",
+    "FLOP/s in training": "figure 6a: 427 TFLOP/s (1B) and 455 TFLOP/s (7B) per GPU",
+    "mean tokens per completion": "derived: 356.6k tokens/s at staleness 4 (figure 5c), times the seconds per step of "
+    "1.5B (table 1), divided by 8,192 completions",
 }
-"""What the paper says, and where."""
+"""Values from the paper, with their source."""
 ASSUMED = {
-    "length_sigma": "how lengths are distributed: log-normal, sigma of the logarithm 0.6, as `rl plan` assumes",
-    "mean length of 7B": "the same as of 1.5B",
+    "length_sigma": "log-normal completion lengths, sigma of the logarithm 0.6, the default of `rl plan`",
+    "mean length of 7B": "the same as for 1.5B",
     "prompt_tokens": "512, half of the longest",
-    "decode": "time of a decoding pass: `rl plan --gpu H800`, 60 % of the bandwidth and 50 % of the FLOP/s",
-    "devices of a server": "1",
-    "share of memory for keys and values": "0.85 of 80 GiB less the weights",
-    "publish_seconds": "5, as `rl plan` assumes; other_seconds 1",
-    "the synchronous variant": "the same split with staleness 0",
+    "decode": "time per decode pass: `rl plan --gpu H800`, 60 % of the bandwidth and 50 % of the FLOP/s",
+    "devices per server": "1",
+    "KV cache": "0.85 of 80 GiB minus the weights",
+    "publish_seconds": "5, the default of `rl plan`; other_seconds 1",
+    "synchronous variant": "the same split with staleness 0",
 }
-"""What it does not say, and what is taken."""
+"""Values that the paper does not state, as assumed here."""
 
 
 def mean_length() -> float:
-    """See `PUBLISHED`."""
+    """Return the mean tokens per completion, derived as `PUBLISHED` states."""
     return EFFECTIVE_TOKENS_PER_S * MODELS["1.5B"].asynchronous_hours * 3600 / STEPS / (PROMPTS * COMPLETIONS)
 
 
 def setup_of(model: Model, staleness: int, **changes: float) -> Setup:
-    """The set-up of the paper.
+    """Return the paper's setup.
 
     Args:
-        model: which.
         staleness: 0 for the synchronous variant.
-        missing: other values of `length_sigma`, `extra_decode_seconds` (beside what the data sheet gives) or `publish_seconds`.
+        changes: `length_sigma`, `publish_seconds`, or `extra_decode_seconds`, which adds to the time per decode pass.
     """
     lengths = lognormal_lengths(mean_length(), changes.get("length_sigma", 0.6), LONGEST)
     weights, prompt, gpus = BYTES_PER_VALUE * model.parameters, 512.0, 8 * model.nodes
@@ -133,14 +133,17 @@ def setup_of(model: Model, staleness: int, **changes: float) -> Setup:
 
 
 def flops_per_token(model: Model, lengths: tuple[int, ...]) -> float:
-    """Of the update, and of the log-probs before it: 6 and 2 for each parameter that a token is multiplied by, and for
-    each token that attention looks at, half of the row's length on average, twice over heads and layers."""
+    """Return the FLOPs per token of the update and of the log-probs before it.
+
+    Both need 8 FLOPs per matmul parameter. Attention adds 8 per layer, head dimension and token of the sequence: 16 per
+    attended token, and a token attends to half of the sequence on average.
+    """
     attended = sum(length * length for length in lengths) / sum(lengths)
     return 8 * model.matmul_parameters + 8 * model.layers * model.heads * model.head_size * attended
 
 
 def speed_up(model: Model, size: int = 1, **changes: float) -> dict[str, Any]:
-    """Both variants, at one `size`-th."""
+    """Simulate both variants, scaled down by `size`."""
     hours, limits = [], []
     for staleness in (0, STALENESS):
         plan = simulate(miniature(setup_of(model, staleness, **changes), size))
@@ -162,15 +165,17 @@ CHANGES = (
     {"extra_decode_seconds": 0.006},
     {"publish_seconds": 20.0},
 )
-"""Of what is missing."""
+"""Variations of the assumed values."""
 
 
 def main() -> None:
-    """Simulate both models, and print the JSON line."""
+    """Simulate both models and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="in miniature and nothing changed, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="scaled down and without variations; only checks that it runs"
+    )
     options = parser.parse_args()
-    for title, entries in (("published", PUBLISHED), ("missing, and taken instead", ASSUMED)):
+    for title, entries in (("published", PUBLISHED), ("assumed", ASSUMED)):
         print(title, *(f"  {name}: {text}" for name, text in entries.items()), sep="\n")
     began, result = time.monotonic(), {}
     for name, model in MODELS.items():
@@ -183,7 +188,7 @@ def main() -> None:
                 ((setting, value),) = change.items()
                 scaled_down[f"{setting}={value:g}"] = speed_up(model, 8, **change)["speed_up"]
             row["scaled_down"] = scaled_down
-            print(f"{name}, in miniature: {scaled_down}", flush=True)
+            print(f"{name}, scaled down: {scaled_down}", flush=True)
         result[name] = row
     seconds = round(time.monotonic() - began, 1)
     print(json.dumps({"benchmark": "areal_speedups", "seconds": seconds, "load": os.getloadavg()[0]} | result))

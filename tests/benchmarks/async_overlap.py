@@ -1,18 +1,18 @@
-"""What asynchronous training costs above the slower of its two sides, and what it saves against taking turns.
+"""Compare a step of asynchronous training with training alone, generation alone and synchronous training.
 
     uv run python tests/benchmarks/async_overlap.py
 
-The work is that of `grpo_step.py`: 64 completions and one optimizer step. Per repetition four runs, one after the
-other, each with a server process and a trainer process:
+A step is the one of `grpo_step.py`: 64 completions and one optimizer step. A repetition consists of four consecutive
+runs, each with a server process and a trainer process:
 
-- `asynchronous`: `gsm8k-grpo` with `max_staleness` 1 (or as `--max-staleness` says).
-- `training`: the trainer alone, on the batches that the asynchronous run saved, publishing to an idle server.
-- `generation`: the servers alone; batches are taken and not trained on.
-- `synchronous`: the first with `max_staleness` 0, so that the two sides take turns.
+- `asynchronous`: `gsm8k-grpo` with the value of `--max-staleness`, by default 1.
+- `training`: the trainer alone, on the batches saved by the asynchronous run; it publishes to an idle server.
+- `generation`: the server alone; the client takes the batches and does not train.
+- `synchronous`: as `asynchronous`, with `max_staleness` 0, so that server and trainer alternate.
 
-Seconds are those of a step, means over the measured ones. The last line is one JSON object; `overlap` is the
-asynchronous step divided by the larger of `training` and `generation` (1 is the limit), `speed_up` the synchronous step
-divided by the asynchronous one.
+Seconds are means over the measured steps. The last line is one JSON object. `overlap` is the asynchronous step divided
+by the longer of `training` and `generation`; 1 is the limit. `speed_up` is the synchronous step divided by the
+asynchronous one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from imposed_lengths import CASES
 
 
 def run_alone(mode: str, job: Job, recorded: Path) -> float:
-    """Seconds per step of one side, with the config and the batches of a recorded run."""
+    """Return the seconds per step of one side, with the config and the batches of a recorded run."""
     command = [sys.executable, str(HERE / "async_overlap_alone.py"), mode, str(recorded), str(job.warmup)]
     return float(json.loads(run_command(command).strip().splitlines()[-1])["seconds"])
 
 
 def measure(job: Job, directory: Path, staleness: int, quick: bool) -> dict[str, float]:
-    """One repetition: seconds per step of each run; with `quick`, of the first."""
+    """Return the seconds per step of each run of one repetition; with `quick`, of the asynchronous run only."""
 
     def command(name: str, staleness: int) -> float:
         settings = {"rollout.max_staleness": staleness, "checkpoint.save_batches": True}
@@ -46,22 +46,22 @@ def measure(job: Job, directory: Path, staleness: int, quick: bool) -> dict[str,
     seconds = {"asynchronous": command("asynchronous", staleness)}
     if quick:
         return seconds
-    # next to what it is compared with: a machine's speed may drift
+    # directly after the run it is compared with, because the speed of a machine may drift
     seconds["training"] = run_alone("training", job, directory / "asynchronous")
     seconds["generation"] = run_alone("generation", job, directory / "asynchronous")
     return seconds | {"synchronous": command("synchronous", 0)}
 
 
 def main() -> None:
-    """Measure, and print a line per repetition and the JSON line."""
+    """Measure; print a line per repetition and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24, help="measured steps of a run")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--steps", type=int, default=24, help="measured steps per run")
+    parser.add_argument("--warmup", type=int, default=3, help="unmeasured steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of the four runs")
-    parser.add_argument("--case", choices=[*CASES], default="uniform", help="lengths of the answers")
-    parser.add_argument("--max-staleness", type=int, default=1, help="of the asynchronous run")
+    parser.add_argument("--case", choices=[*CASES], default="uniform", help="completion lengths")
+    parser.add_argument("--max-staleness", type=int, default=1, help="max_staleness of the asynchronous run")
     parser.add_argument(
-        "--quick", action="store_true", help="a small model, two steps, the first run; checks only that it runs"
+        "--quick", action="store_true", help="small model, two steps, asynchronous run only; only checks that it runs"
     )
     options = parser.parse_args()
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""One side of `async_overlap.py` by itself. Last line: one JSON object.
+"""Training alone or generation alone for `async_overlap.py`. The last line is one JSON object.
 
 python async_overlap_alone.py training|generation RUN_DIR WARMUP
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SavedBatches:
-    """A source of batches that were saved, in their order."""
+    """Batch source that yields saved batches in order."""
 
     def __init__(self, directory: Path, minibatches: int, parallel: Any) -> None:
         paths = directory.glob("step_*.safetensors")
@@ -43,19 +43,19 @@ class SavedBatches:
         self._minibatches, self._parallel = minibatches, parallel
 
     def next_batch(self) -> TensorDict:
-        """The next one."""
+        """Return this rank's shard of the next batch."""
         from rl_contracts.batch.redistribution import shard_batch
         from rl_contracts.batch.trajectory import load_batch
 
         return shard_batch(load_batch(next(self._paths)), self._parallel, self._minibatches)
 
     def end_step(self, version: int) -> None:
-        """Nothing waits for it."""
+        """Do nothing: saved batches need no admission."""
 
 
 @contextmanager
 def server(run: Run[GRPOConfig], devices: Devices) -> Iterator[str]:
-    """One idle server; its address."""
+    """Start one idle server and yield its address."""
     (spec,) = server_jobs(run, devices)
     spec = replace(spec, env={**spec.env, RUN_KEY_VARIABLE: os.environ[RUN_KEY_VARIABLE]})
     with LocalScheduler(run.directory) as scheduler:
@@ -64,7 +64,7 @@ def server(run: Run[GRPOConfig], devices: Devices) -> Iterator[str]:
 
 
 def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
-    """Seconds per batch that is taken and not trained on."""
+    """Return the seconds per generated batch, without training."""
     begin = 0.0
     for step in range(steps):
         if step == warmup:
@@ -77,7 +77,7 @@ def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
 def train(
     config: GRPOConfig, engine: Any, publisher: Any, gate: Any, recorded: Path, run_dir: Path, warmup: int
 ) -> float:
-    """Seconds per step on the batches that were recorded."""
+    """Return the seconds per training step on the recorded batches."""
     from rl_trainers import PolicyActor, RunLog
     from rl_trainers import train as run_loop
 
@@ -91,13 +91,13 @@ def train(
 
 
 def main(mode: str, recorded: Path, warmup: int) -> float:
-    """Run one side; seconds per step."""
+    """Run one side and return its seconds per step."""
     from rl_datasets import PromptLoader
 
     config = compose(GRPOConfig, [recorded / "config.yaml"])
     layout = layout_of(config.allocation, "required")
     devices = devices_of(layout, config.cluster, config.launcher)
-    torch.set_num_threads(devices.cores_each)  # as the launcher has it
+    torch.set_num_threads(devices.cores_each)  # as the launcher sets it
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         run = Run(config, layout, Path(temporary), devices.kind)
         os.environ[RUN_KEY_VARIABLE] = "benchmark"

@@ -1,15 +1,15 @@
-"""Tokens per second of the embedded server over HTTP, beside `generate` of transformers and, where asked, vLLM.
+"""Tokens per second of the embedded server over HTTP, compared with `generate` of transformers and optionally vLLM.
 
     uv run python tests/benchmarks/embedded_server.py [--peer vllm PYTHON]
 
-A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores, prompts of 32 random tokens, all different,
-sampling at temperature 1, end tokens ignored. Ours is spoken to by the client `EmbeddedEngine`, with log-probs and
-versions of every token. Every side may use all cores, as threads of one process or, server, as a server per core that
-share the slots. The sides take turns and never work at the same time. Two cases:
+The model is a random float32 Qwen3 of 4 layers of width 128 on the CPU. Prompts are 32 random tokens, all different;
+sampling is at temperature 1 without end tokens. The client `EmbeddedEngine` calls the embedded server and receives the
+log-prob and version of every token. Each side may use all cores: as threads of one process, or for the embedded server
+also as one server per core that share the slots. The sides run in turn, never at the same time. Two cases:
 
-- `uniform`: 64 requests of 64 tokens; transformers answers them as one batch.
-- `long_tail`: 512 requests of log-normal length (mean about 54, at most 256) over 64 slots; transformers answers them
-  in consecutive batches of 64, each as long as its longest answer. Only tokens that were asked for are counted.
+- `uniform`: 64 requests of 64 tokens; transformers generates them as one batch.
+- `long_tail`: 512 requests of log-normal length (mean about 54, at most 256) over 64 decode slots; transformers
+  generates them in consecutive batches of 64, each as long as its longest completion. Only requested tokens count.
 
 The last line is one JSON object.
 """
@@ -37,13 +37,13 @@ from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 PROMPT_TOKENS = 32
 VOCABULARY = 1024
 REQUIRED = {"uniform": {"transformers": 1.0, "vllm": 1.5}, "long_tail": {"transformers": 4.0, "vllm": 1.5}}
-"""Ratios of useful tokens per second that are expected on two cores."""
+"""Expected ratios of requested tokens per second on two cores."""
 TOLERANCE = 2e-5
-"""Largest difference between the server's log-probs and a forward pass of transformers."""
+"""Largest accepted difference between the server's log-probs and a forward pass of transformers."""
 
 
 def make_requests(lengths: list[int], seed: int) -> list[Request]:
-    """One request per length, with random prompts that share nothing."""
+    """Return one request per length, with random prompts without a common prefix."""
     draw = random.Random(seed)
     return [
         Request([draw.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)], tokens, seed=draw.getrandbits(62))
@@ -52,15 +52,20 @@ def make_requests(lengths: list[int], seed: int) -> list[Request]:
 
 
 def make_cases(quick: bool) -> dict[str, list[int]]:
-    """Lengths of the answers by the name of the case."""
+    """Return the completion lengths of each case."""
     if quick:
         return {"uniform": [8] * 8, "long_tail": [min(long_tail(i, 0), 16) for i in range(80)]}
     return {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
 
 
 def fastest_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
-    """Servers and threads of each with which local is faster now: one server with one thread, or with all cores, or a
-    server per core. `threads` other than 0 leaves only layouts with so many threads."""
+    """Return the number of servers and the threads per server that generate fastest on this machine now.
+
+    Candidates are one server with one thread, one server with a thread per core, and one server per core.
+
+    Args:
+        threads: if not 0, only layouts with this number of threads per server.
+    """
 
     async def trial(side: EmbeddedSide) -> float:
         try:
@@ -78,7 +83,7 @@ def fastest_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
 
 
 async def largest_logprob_error(server: EmbeddedSide, model: Path, requests: list[Request]) -> float:
-    """Largest error of the server's log-probs, while all requests are answered together."""
+    """Return the largest log-prob error of 8 completions, generated together with all other requests."""
     reference = reference_model(model)
     await server.run(requests)
     largest = 0.0
@@ -86,12 +91,14 @@ async def largest_logprob_error(server: EmbeddedSide, model: Path, requests: lis
         expected = reference_logprobs(reference, request.prompt, response.output_ids)
         largest = max(largest, *(abs(a - b) for a, b in zip(response.logprobs, expected, strict=True)))
     if largest > TOLERANCE:
-        raise SystemExit(f"the server's log-probs are off by {largest:.2e}, more than {TOLERANCE:g}")
+        raise SystemExit(
+            f"expected log-probs within {TOLERANCE:g} of those of transformers, found an error of {largest:.2e}"
+        )
     return largest
 
 
 async def measure(case: str, lengths: list[int], sides: list[Side], rounds: int) -> dict[str, Any]:
-    """All sides in turn, `rounds` times; medians, and the medians of the rounds' ratios."""
+    """Run all sides in turn for `rounds` rounds; return median rates and the medians of the ratios per round."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     busy: list[float] = []
     for index in range(rounds):
@@ -120,20 +127,20 @@ async def measure(case: str, lengths: list[int], sides: list[Side], rounds: int)
 
 
 def main() -> None:
-    """Measure, and print a line per round and the JSON line."""
+    """Measure; print a line per round and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM in that interpreter")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
-    parser.add_argument("--servers", type=int, default=0, help="of server, sharing 64 slots; 0: whichever is faster")
-    parser.add_argument("--threads", type=int, default=0, help="of each server; 0: whichever is faster")
-    parser.add_argument("--compile", action="store_true", help="our servers compile their forward pass")
-    parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
+    parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM with this interpreter")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per side and case")
+    parser.add_argument("--servers", type=int, default=0, help="embedded servers that share 64 slots; 0: the fastest")
+    parser.add_argument("--threads", type=int, default=0, help="threads per embedded server; 0: the fastest")
+    parser.add_argument("--compile", action="store_true", help="embedded servers compile their forward pass")
+    parser.add_argument("--peer-threads", type=int, default=0, help="threads of transformers; 0: the fastest")
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
     parser.add_argument(
-        "--quick", action="store_true", help="a small model, little work, no peer; checks only that it runs"
+        "--quick", action="store_true", help="small model, few requests, no peer; only checks that it runs"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     if options.peer and options.peer[0] != "vllm":
         parser.error(f"--peer: expected `vllm PYTHON`, found {options.peer[0]!r}")
     layers, hidden = (1, 64) if options.quick else (4, 128)
@@ -169,7 +176,7 @@ def main() -> None:
 async def run(
     server: EmbeddedSide, sides: list[Side], cases: dict[str, list[int]], model: Path, rounds: int
 ) -> dict[str, Any]:
-    """Warm everything up, check the log-probs, and measure each case."""
+    """Warm up all sides, check the log-probs, and measure each case."""
     result: dict[str, Any] = {}
     try:
         for lengths in cases.values():

@@ -1,9 +1,9 @@
-"""The peer of `embedded_server.py`: `generate` of transformers, asked over standard input.
+"""Peer of `embedded_server.py`: `generate` of transformers, controlled over standard input.
 
-python embedded_server_generate.py MODEL
+    python embedded_server_generate.py MODEL
 
-Each line read is a JSON object: `threads` of torch, and `batches`, each `{"prompts": [[id, ...], ...], "tokens": n}`;
-each line written is the seconds that they took together.
+Each input line is a JSON object with `threads`, the number of torch threads, and `batches`, a list of
+`{"prompts": [[id, ...], ...], "tokens": n}`. Each output line is the total seconds of these batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 
 def main(path: str) -> None:
-    """Answer until standard input ends."""
+    """Process lines until standard input ends."""
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # lengths are imposed: no end token, and no check for one
@@ -40,7 +40,9 @@ def main(path: str) -> None:
                 pad_token_id=0,
             )
             if output.shape != (ids.shape[0], ids.shape[1] + batch["tokens"]):
-                raise SystemExit(f"asked for {batch['tokens']} tokens after {list(ids.shape)}: {list(output.shape)}")
+                raise SystemExit(
+                    f"expected {batch['tokens']} tokens after prompts {list(ids.shape)}, found {list(output.shape)}"
+                )
         print(json.dumps(time.perf_counter() - started), flush=True)
 
 

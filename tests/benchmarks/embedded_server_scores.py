@@ -1,12 +1,12 @@
-"""What scores cost generators, and answers scores, at one embedded server over HTTP.
+"""Throughput of generation and scoring that share one embedded server.
 
     uv run python tests/benchmarks/embedded_server_scores.py
 
-A random Qwen3 of 4 layers of width 128 in float32, one server with one thread, spoken to by `EmbeddedEngine`. 16
-clients score rows of 256 tokens, each the next when it has the last; 1 or 32 clients generate answers of 256 tokens in
-the same way. Three windows of time follow each other and are repeated: answers alone, scores alone, both. Tokens are
-those that the server counted within a window; a ratio is both over alone, of the windows of one round, and the median
-of the rounds is told. What is expected: answers keep at least a third of their tokens per second, scores a quarter.
+The model is a random float32 Qwen3 of 4 layers of width 128, on one server with one thread. 16 clients score sequences
+of 256 tokens, and 1 or 32 clients generate completions of 256 tokens. Each client sends its next request when it has
+the last response. A round consists of three time windows: generation alone, scoring alone, both. Tokens are counted by
+the server. `retained` is the rate with both divided by the rate alone, as the median over rounds. Generation must
+retain at least a third of its tokens per second, and scoring a quarter.
 
 The last line is one JSON object.
 """
@@ -37,18 +37,14 @@ SCORERS = 16
 SEQUENCE_TOKENS = 256
 PROMPT_TOKENS = 32
 REQUIRED = {"generation": 1 / 3, "scoring": 1 / 4}
-"""What is kept of the tokens per second alone."""
+"""Least fraction of the tokens per second alone that must remain with both."""
 TIMEOUT = 60.0
-"""Seconds within which a window must have its first token."""
+"""Seconds within which a window must process its first token."""
 COUNTERS = {"generation": "generated_tokens", "scoring": "scored_tokens"}
 
 
 class Load:
-    """Clients of one server.
-
-    Args:
-        generators: how many generate.
-    """
+    """Clients of one server, `generators` of which generate."""
 
     def __init__(self, address: str, generators: int) -> None:
         self.address = address
@@ -58,22 +54,22 @@ class Load:
         self._draw = random.Random(generators)
 
     def tokens(self, count: int) -> list[int]:
-        """Random ones, which share nothing with others."""
+        """Return `count` random token ids."""
         return [self._draw.randrange(3, VOCABULARY) for _ in range(count)]
 
     async def generate(self) -> None:
-        """One answer."""
+        """Generate one completion."""
         config = GenerationConfig(max_new_tokens=SEQUENCE_TOKENS, ignore_eos=True)
         await self.engine.agenerate(ModelRequest(self.tokens(PROMPT_TOKENS), config, seed=self._draw.getrandbits(62)))
 
     async def score(self) -> None:
-        """One row."""
+        """Score one sequence."""
         await self.engine.score(self.tokens(SEQUENCE_TOKENS))
 
     async def rates(self, kinds: tuple[str, ...], seconds: float) -> dict[str, float]:
-        """Tokens per second of each kind while clients of these kinds work."""
+        """Return the tokens per second of these kinds while only their clients run."""
         async with working([self.clients[kind] for kind in kinds]):
-            await asyncio.sleep(seconds / 4)  # until all are under way
+            await asyncio.sleep(seconds / 4)  # until all clients have sent a request
             before, started = await self.counters(), time.perf_counter()
             await asyncio.sleep(seconds)
             after, spent = await self.counters(), time.perf_counter() - started
@@ -84,7 +80,7 @@ class Load:
         return {kind: (after[COUNTERS[kind]] - before[COUNTERS[kind]]) / spent for kind in kinds}
 
     async def counters(self) -> dict[str, Any]:
-        """The server's own."""
+        """Return the counters of the server."""
         import aiohttp
 
         async with aiohttp.ClientSession() as http, http.get(self.address + "/stats") as response:
@@ -94,7 +90,7 @@ class Load:
 
 @asynccontextmanager
 async def working(clients: list[tuple[int, Callable[[], Awaitable[None]]]]) -> AsyncIterator[None]:
-    """Clients that send again and again, until the end of the block."""
+    """Run clients that send one request after another until the block ends."""
 
     async def repeat(send: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -113,7 +109,7 @@ async def working(clients: list[tuple[int, Callable[[], Awaitable[None]]]]) -> A
 
 
 async def measure(address: str, generators: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """The three windows in turn, `rounds` times."""
+    """Measure `rounds` rounds of the three windows."""
     load = Load(address, generators)
     retained: dict[str, list[float]] = {kind: [] for kind in REQUIRED}
     rates: dict[str, list[float]] = {}
@@ -127,7 +123,7 @@ async def measure(address: str, generators: int, rounds: int, seconds: float) ->
                 rates.setdefault(kind + "_alone", []).append(alone[kind])
                 rates.setdefault(kind + "_shared", []).append(both[kind])
             line = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
-            print(f"{generators:2d} generators, tokens/s  {line}", flush=True)
+            print(f"{generators:2d} generating clients, tokens/s  {line}", flush=True)
     finally:
         await load.engine.destroy()
     return {
@@ -138,15 +134,15 @@ async def measure(address: str, generators: int, rounds: int, seconds: float) ->
 
 
 def main() -> None:
-    """Measure, and print a line per round and the JSON line."""
+    """Measure; print a line per round and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of the three windows, per number of answers")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a window")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per number of generating clients")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per window")
     parser.add_argument(
-        "--quick", action="store_true", help="short windows, one number of answers; checks only that it runs"
+        "--quick", action="store_true", help="short windows, 32 generating clients; only checks that it runs"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped
     rounds, seconds = (1, 0.4) if options.quick else (options.rounds, options.seconds)
     result: dict[str, Any] = {
         "benchmark": "embedded_server_scores",

@@ -1,20 +1,20 @@
-"""Utilization of one GPU: training steps, a whole GRPO run with weights by CUDA IPC, and the tests marked `gpu`.
+"""Measure one GPU: training steps, a GRPO run that publishes by CUDA IPC, and the tests marked `gpu`.
 
     PYTHONPATH=$(printf '%s:' packages/*/src apps/src) python tests/benchmarks/gpu_step.py
 
-It takes at most `--seconds` (480) and needs the sources of this repository, no installed package of it. Each result is
-one JSON line, printed at once, so that a run which is cut off still counts. Every line has `part`, `gpu`, `commit`,
-`torch`, `transformers` and `seconds`; a part or combination that did not run has `skipped`, `out_of_memory` or
-`failed` instead of results. The exit code is 1 if a line has `failed`. Parts:
+The run takes at most `--seconds` (480). It needs the sources of this repository but no installed package of it. Each
+result is one JSON line that is printed at once, so an interrupted run keeps its results. Every line has `part`, `gpu`,
+`commit`, `torch`, `transformers` and `seconds`. A part or combination that did not run has `skipped`, `out_of_memory`
+or `failed` instead of results. The exit code is 1 if a line has `failed`. Parts:
 
 - a: `gpu_step_train.py`, a line per model, `compile` and gradient checkpointing. Needs tensordict.
-- b: `gsm8k-grpo` in bfloat16, embedded server and trainer on one GPU: completions per second, `share` of the step time
-  by stage (stages may overlap), the log-prob gap; and in a second line the seconds to publish the same model beside
-  those of one copy of as many bytes on the device.
-- c: the outcomes of the tests marked `gpu`; with `--device cpu` they are collected only.
+- b: `gsm8k-grpo` in bfloat16 with embedded server and trainer on one GPU. The first line has completions per second,
+  the `fraction` of the step time per stage (stages may overlap) and the log-prob gap. The second line has the seconds
+  to publish the same model and the seconds to copy as many bytes on the device.
+- c: the outcomes of the tests marked `gpu`. With `--device cpu` the tests are only collected.
 
-`--tiny --device cpu` runs all of the code in about a minute. On a CPU part b publishes by `shm`, and `compile` uses the
-backend `eager`.
+`--tiny --device cpu` runs all of the code in about a minute. On a CPU, part b publishes by `shm`, and `compile` uses
+the backend `eager`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from gpu_step_train import BUDGET_SPENT, lines, outcome, timed
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUDGET_FRACTIONS = {"a": 0.55, "b": 0.25, "c": 0.2}
-"""Shares of the time budget; parts that are not chosen leave theirs to the others."""
+"""Fraction of the time budget per part; the budget of parts that are not selected goes to the others."""
 MODULES = {
     "a": "numpy safetensors tensordict torch transformers",
     "b": "aiohttp huggingface_hub hydra jinja2 msgspec numba omegaconf psutil rich tensordict uvloop yaml",
     "c": "hypothesis pytest pytest_asyncio pytest_timeout tensordict",
 }
-"""Modules that a part imports."""
+"""Modules that each part imports."""
 GAPS = ("gap/mean_abs", "gap/max_abs", "gap/fresh_mean_abs", "gap/fresh_max_abs")
-"""Log-prob gaps in nats: of scores after an update, and of the log-probs with which tokens were sampled (`fresh`)."""
+"""Log-prob gap metrics in nats: for scores after an update, and (`fresh`) for log-probs recorded during sampling."""
 
 Lines = Iterator[dict[str, Any]]
 
@@ -66,7 +66,7 @@ class Options:
     device: str
     tiny: bool
     deadline: float
-    """On the clock of `time.monotonic`; nothing starts after it."""
+    """Time of `time.monotonic` after which no measurement starts."""
 
     @property
     def remaining(self) -> float:
@@ -173,7 +173,7 @@ def end_to_end(options: Options) -> Lines:
             try:
                 spent = options.remaining <= 0
                 fields = BUDGET_SPENT if spent else measure(model, directory / name, options, route)
-            except (Exception, SystemExit) as error:  # a benchmark that is imported ends with a SystemExit
+            except (Exception, SystemExit) as error:  # the imported benchmarks raise SystemExit
                 fields = outcome(error)
             yield {"measured": name} | fields
 
@@ -182,7 +182,7 @@ def end_to_end(options: Options) -> Lines:
 
 
 def gpu_tests(options: Options) -> Lines:
-    """Yield the line of part c: outcomes of the tests marked `gpu`, as far as they ended in time."""
+    """Yield the line of part c: outcomes of the tests marked `gpu` that finished in time."""
     files = [path for folder in ("packages", "tests") for path in sorted((ROOT / folder).rglob("test_*.py"))]
     marked = [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
@@ -218,7 +218,7 @@ PARTS: dict[str, Callable[[Options], Lines]] = {"a": training, "b": end_to_end, 
 
 
 def environment_fields(device: str) -> dict[str, Any]:
-    """Return the fields of every line."""
+    """Return the fields that every line has."""
     import torch
     import transformers
 
@@ -236,7 +236,7 @@ def environment_fields(device: str) -> dict[str, Any]:
 
 
 def run_parts(parts: dict[str, Callable[[], Lines]], common: dict[str, Any]) -> int:
-    """Print a line for each result of each part; return the exit code, 1 if something failed."""
+    """Print a line for each result of each part; return 1 if a measurement failed, else 0."""
     code = 0
     for part, run in parts.items():
         begin = time.perf_counter()
@@ -268,7 +268,7 @@ def run_in_budget(part: str, options: Options) -> Lines:
 
 
 def declare_entry_points(directory: Path) -> None:
-    """Let this process and its children find the entry points of the sources where they are not installed."""
+    """Make the entry points of the sources visible to this process and its children if they are not installed."""
     if importlib.metadata.entry_points(group="rl.apps"):
         return
     declared: dict[str, dict[str, str]] = {}
@@ -288,14 +288,14 @@ def main() -> int:
     """Parse the options and run the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, which only show that it runs")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; only checks that it runs")
     parser.add_argument("--part", choices=[*PARTS], action="append", help="only this part; may be repeated")
     parser.add_argument("--seconds", type=float, default=480.0, help="time budget of all parts")
     arguments = parser.parse_args()
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("gpu_step.py: --device cuda needs a CUDA device, and torch finds none; use --device cpu.")
+        raise SystemExit("gpu_step.py: --device cuda needs a CUDA device, but torch finds none; use --device cpu.")
     chosen = [part for part in PARTS if part in (arguments.part or PARTS)]
     total, deadline, parts = sum(BUDGET_FRACTIONS[part] for part in chosen), time.monotonic(), {}
     for part in chosen:

@@ -21,9 +21,9 @@ from unittest import mock
 from train_step import nll
 
 TOP_KERNELS = 10
-"""Kernels listed per combination, by their own time."""
-BUDGET_SPENT = {"skipped": "it would start after the time budget of its part"}
-"""Fields of a measurement that was not started."""
+"""Number of kernels listed per combination, sorted by self time."""
+BUDGET_SPENT = {"skipped": "the time budget of its part is spent"}
+"""Fields of a measurement that did not start."""
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -81,7 +81,7 @@ SHAPES = (
     _shape("Qwen3-30B-A3B", "qwen3_moe", 48, (2048, 6144, 32, 4, 151_936), False, **EXPERTS),
 )
 TINY_SHAPES = {False: SHAPES[::2], True: SHAPES[:1]}
-"""Models of `--tiny`, by `compile`: one of each architecture, and the one that compiles faster."""
+"""Models with `--tiny`, by `compile`: one per architecture without it, the fastest to compile with it."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +89,35 @@ class Load:
     """Batch and repetitions of a measurement."""
 
     depths: tuple[int, int] = (2, 4)
-    """Decoder layers of the two measured models."""
+    """Number of decoder layers of the two measured models."""
     rows: int = 64
     lengths: tuple[int, int] = (256, 768)
     """Shortest and longest sequence, in tokens."""
     max_tokens: int = 16_384
-    """Tokens of a micro-batch at most."""
+    """Token limit of a micro-batch."""
     warmup: int = 2
-    """Steps before the timed ones."""
+    """Number of steps before the timed ones."""
     timed: int = 3
     vocabulary: int = 150_000
-    """Token ids are below this, spread over the embedding."""
+    """Exclusive upper bound of the token ids."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One combination at one depth."""
+    """Results of one combination at one depth."""
 
     seconds: float
-    """Median of the timed steps."""
+    """Median seconds of the timed steps."""
     memory_gib: float | None
-    """Peak: of tensors on a GPU; on a CPU the largest resident set of the process so far."""
+    """Peak memory: of tensors on a GPU, or on a CPU the peak resident set of the process."""
     flops: float
-    """Useful floating-point operations of a step."""
+    """Useful floating-point operations per step."""
     kernels: list[dict[str, Any]]
-    """The most expensive kernels of one further step."""
+    """Most expensive kernels of an additional step."""
 
 
 def make_engine(path: Path, load: Load, device: str, compiled: bool) -> Any:
-    """Build and initialize an engine by dotted paths, so that no entry points need to be installed."""
+    """Build and initialize an engine by dotted path, which needs no installed entry points."""
     from rl_contracts import registry
     from rl_contracts.config import MicroBatchConfig, OptimizerConfig
     from rl_contracts.data import FinetuneSpec
@@ -133,7 +133,7 @@ def make_engine(path: Path, load: Load, device: str, compiled: bool) -> Any:
 
 
 def set_checkpointing(engine: Any, enabled: bool) -> None:
-    """Switch gradient checkpointing of an initialized engine, instead of loading the model again."""
+    """Switch gradient checkpointing of an initialized engine without reloading the model."""
     from rl_engines_fsdp.ranks.sharding import decoder_layers
 
     engine.config.gradient_checkpointing = enabled
@@ -143,7 +143,7 @@ def set_checkpointing(engine: Any, enabled: bool) -> None:
 
 
 def timed(step: Callable[[], Any], device: str) -> float:
-    """Return the seconds of one call, with all kernels finished."""
+    """Return the seconds of one call, including all of its kernels."""
     import torch
 
     begin = time.perf_counter()
@@ -154,7 +154,7 @@ def timed(step: Callable[[], Any], device: str) -> float:
 
 
 def top_kernels(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
-    """Return the most expensive kernels of a step by their own time; on a CPU, operators."""
+    """Return the kernels (on a CPU: operators) of a step with the most self time."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -199,7 +199,7 @@ def measure(engine: Any, batch: Any, load: Load, device: str) -> Measurement:
 
 
 def rates(seconds: float, memory: float | None, flops: float, tokens: int, device: str) -> dict[str, Any]:
-    """Return what a combination reports at one depth; `mfu` is None where the peak of the device is not known."""
+    """Return the rates of a combination at one depth; `mfu` is None if the peak FLOP/s of the device is unknown."""
     import torch
 
     from rl_contracts.models.usage import peak_flops
@@ -214,19 +214,19 @@ def rates(seconds: float, memory: float | None, flops: float, tokens: int, devic
 
 
 def at_depth(layers: int, depths: tuple[int, int], values: tuple[float, float]) -> float:
-    """Extrapolate values at two depths to `layers` with a straight line; a negative slope is noise and becomes 0."""
+    """Extrapolate values at two depths linearly to `layers`; a negative slope is noise and becomes 0."""
     (shallow, deep), (low, high) = depths, values
     return low + max(0.0, (high - low) / (deep - shallow)) * (layers - shallow)
 
 
 def summary(shape: Shape, load: Load, measured: dict[int, Measurement], tokens: int, device: str) -> dict[str, Any]:
-    """Return the fields of a combination that was measured at both depths."""
+    """Return the fields of a combination measured at both depths."""
     shallow, deep = (measured[depth] for depth in load.depths)
 
-    def whole(name: str) -> float:
+    def extrapolate(name: str) -> float:
         return at_depth(shape.layers, load.depths, (getattr(shallow, name) or 0.0, getattr(deep, name) or 0.0))
 
-    full = rates(whole("seconds"), whole("memory_gib"), whole("flops"), tokens, device)
+    full = rates(extrapolate("seconds"), extrapolate("memory_gib"), extrapolate("flops"), tokens, device)
     return {
         "tokens": tokens,
         "depths": {
@@ -258,8 +258,8 @@ def combinations(
     """Measure a model with and without gradient checkpointing; yield the fields of each combination.
 
     Args:
-        make: returns an engine of so many layers.
-        deadline: on the clock of `time.monotonic`; nothing starts after it.
+        make: builds an engine with the given number of layers.
+        deadline: time of `time.monotonic` after which no measurement starts.
     """
     from rl_contracts.testing import make_batch
 
@@ -267,7 +267,7 @@ def combinations(
     tokens, measured = int(batch["attention_mask"].sum()), {True: dict[int, Measurement](), False: {}}
     for depth in load.depths:
         engine = make(depth) if measured and time.monotonic() < deadline else None
-        for checkpointing in list(measured):  # first with it, which needs less memory
+        for checkpointing in list(measured):  # with checkpointing first, because it needs less memory
             fields: dict[str, Any] = {}
             try:
                 if engine is None or time.monotonic() > deadline:
@@ -289,7 +289,7 @@ def combinations(
 
 
 def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    """Yield the fields of every combination, first of all models without `compile`."""
+    """Yield the fields of every combination, starting with all models without `compile`."""
     import torch
 
     load = Load((1, 2), 6, (32, 128), 256, 1, 2, TINY["vocab_size"]) if tiny else Load()
@@ -307,7 +307,7 @@ def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
                     path = shape.save(Path(directory), depth, device, tiny)
                     return make_engine(path, load, device, compiled)
 
-                torch.compiler.reset()  # dynamo compiles the code of a layer a few times only
+                torch.compiler.reset()  # dynamo recompiles the code of a layer only a few times
                 model = {"model": shape.name, "compile_backend": backend if compiled else None}
                 try:
                     with patch:

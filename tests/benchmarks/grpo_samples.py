@@ -1,9 +1,8 @@
-"""Completions that GRPO needs on the demonstration's problems, ours beside TRL's GRPOTrainer; part of `grpo_step.py`.
+"""Sample efficiency of `gsm8k-grpo` and of TRL's GRPOTrainer on the demo's problems; used by `grpo_step.py`.
 
-Both start from the same warmed-up embedded model, take the same hyper-parameters where both have them (ours is
-asynchronous with the demonstration's staleness, TRL on-policy), and answer the same held-out problems greedily every
-few steps. Counted is what was generated for training until the accuracy reaches the goal, interpolated between two
-evaluations.
+Both start from the same warmed-up model and use the same hyperparameters. `gsm8k-grpo` is asynchronous with the demo's
+staleness, TRL is on-policy. Every few steps both evaluate the same held-out problems greedily. The result is the number
+of training completions until the accuracy reaches the goal, interpolated between two evaluations.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from rl_datasets import PromptLoader
 
 HERE = Path(__file__).resolve().parent
 GOAL = 0.80
-"""Accuracy that is to be reached."""
+"""Accuracy to reach."""
 EVERY = 5
 """Steps between two evaluations."""
 HELD_OUT = 256
-"""Problems of an evaluation."""
+"""Problems per evaluation."""
 STEPS = 90
-"""Steps after which a side that has not reached the goal gives up."""
+"""Step limit of a side that does not reach the goal."""
 
 
 def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | None:
-    """Completions at which a curve of (step, accuracy) first reaches the goal; None if it does not."""
+    """Return the completions at which a curve of (step, accuracy) first reaches the goal, or None."""
     last_step, last = curve[0]
     for step, accuracy in curve:
         if accuracy >= GOAL:
@@ -45,12 +44,12 @@ def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | No
 
 
 def settings(seed: int) -> Any:
-    """The demonstration's config."""
+    """Return the config of the demo."""
     return APP.config([f"seed={seed}"])
 
 
 def run_rl(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tuple[int, float]]:
-    """The curve of one run of `gsm8k-grpo`."""
+    """Run `gsm8k-grpo` and return its curve of (step, accuracy)."""
     overrides = {
         "run_dir": directory,
         "seed": seed,
@@ -65,7 +64,7 @@ def run_rl(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[
 
 
 def run_trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
-    """The curve of one run of TRL on the same prompts in the same order."""
+    """Run TRL on the same prompts in the same order and return its curve of (step, accuracy)."""
     config = settings(seed)
     directory.mkdir(parents=True)
     prompts = PromptLoader(load_rows(config.data, "train", "rl", seed), seed=seed)
@@ -99,7 +98,7 @@ def run_trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads
 
 
 def measure(seeds: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> dict[str, Any]:
-    """Both sides in turn, from each seed; medians and their ratio."""
+    """Run both sides in turn for each seed; return the completions and the ratio of the medians."""
     config = settings(1)
     per_step = config.data.batch_size * config.rollout.group_size
     completions: dict[str, list[float | None]] = {"rl": [], "trl": []}
@@ -112,7 +111,7 @@ def measure(seeds: int, directory: Path, run: Callable[[list[str]], str], thread
             f"seed {seed}: completions to {GOAL}: rl {completions['rl'][-1]}, trl {completions['trl'][-1]}",
             flush=True,
         )
-    # one that does not arrive counts as arriving after all others
+    # a run that does not reach the goal counts as the slowest
     medians = {
         side: statistics.median(float("inf") if count is None else count for count in counts)
         for side, counts in completions.items()

@@ -1,4 +1,4 @@
-"""The peer of `grpo_samples.py`: TRL's GRPOTrainer on the demonstration's problems. Last line: one JSON object.
+"""Peer of `grpo_samples.py`: TRL's GRPOTrainer on the demo's problems. The last line is one JSON object.
 
 python grpo_samples_trl.py JOB.json
 """
@@ -23,13 +23,13 @@ from rl_rewards.gsm8k import gsm8k_reward_fn
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1.0 per right answer."""
+    """Return 1.0 for each correct completion, else 0.0."""
     texts = [completion[-1]["content"] for completion in completions]
     return [gsm8k_reward_fn("", text, [], [], answer=gold) for text, gold in zip(texts, answer, strict=True)]
 
 
 class Evaluation(TrainerCallback):
-    """Greedy accuracy on held-out problems, every few steps and before the first; stops the run at the goal."""
+    """Evaluate greedily before the first step and every few steps; stop the run at the goal."""
 
     def __init__(self, job: dict[str, Any], model: Any, tokenizer: Any) -> None:
         self.job, self.model, self.tokenizer = job, model, tokenizer
@@ -41,7 +41,7 @@ class Evaluation(TrainerCallback):
 
     @torch.inference_mode()
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Return the fraction of correct completions."""
         width = max(map(len, self.prompt_ids))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in self.prompt_ids])
@@ -58,18 +58,16 @@ class Evaluation(TrainerCallback):
         return sum(rewards) / len(rewards)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Before the first step."""
         self.curve.append((0, self.accuracy()))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After every few steps."""
         if state.global_step % self.job["every"] == 0:
             self.curve.append((state.global_step, self.accuracy()))
             control.should_training_stop = self.curve[-1][1] >= self.job["goal"]
 
 
 def main(path: str) -> None:
-    """Train as the job says and print the curve."""
+    """Train with the settings of the job and print the curve."""
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])

@@ -1,13 +1,13 @@
-"""Completions and tokens per second of the whole GRPO loop, on this machine's cores, beside TRL's GRPOTrainer.
+"""Completions and tokens per second of the whole GRPO loop on a CPU, compared with TRL's GRPOTrainer.
 
     uv run python tests/benchmarks/grpo_step.py --peer trl
 
-A step is 64 completions, 8 of each of 8 prompts, and one optimizer step, on a random Qwen3 model of 4 layers of width
-128 in float32. Lengths are imposed: `uniform` 64 tokens each, `long_tail` log-normal with a mean of about 54 and at
-most 256. Ours is the program `gsm8k-grpo` as it stands: a server process, a trainer process and a reward process,
-asynchronous, checks and records on, its time taken from `metrics.jsonl`. The peer is one process with all cores, or
-with one thread where a trial shows that to be faster, as it is on a machine that is busy with other things. The two
-run in turn, never at the same time. With a peer, `grpo_samples` is measured last. The last line is one JSON object.
+A step consists of 64 completions, 8 for each of 8 prompts, and one optimizer step on a random float32 Qwen3 of 4 layers
+of width 128. Lengths are imposed: `uniform` is 64 tokens each, `long_tail` is log-normal with a mean of about 54 and a
+maximum of 256. `rl` is the command `gsm8k-grpo` with its defaults: asynchronous, with a server, a trainer and a reward
+process, all checks and all files of a run. Its times come from `metrics.jsonl`. The peer is one process with a thread
+per core, or with one thread if a trial shows that this is faster, as on a busy machine. The sides run in turn, never at
+the same time. With a peer, the script also runs `grpo_samples` at the end. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from imposed_lengths import CASES, WORKFLOWS
 
 HERE = Path(__file__).resolve().parent
 DEADLINE = 1800.0
-"""Seconds for one run."""
+"""Longest run of a side, in seconds."""
 LENGTH_TOLERANCE = 0.05
-"""Relative difference of the two sides' mean lengths that is accepted: the same prompts in nearly the same order."""
+"""Largest accepted relative difference of the mean lengths; the order of the prompts differs slightly."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both sides do."""
+    """Settings of a run, the same for both sides."""
 
     case: str
     """Key of `imposed_lengths.CASES`."""
     model: str
-    """Hugging Face directory."""
+    """Directory in Hugging Face format."""
     warmup: int
-    """Steps before the clock starts."""
+    """Unmeasured steps at the start."""
     steps: int
-    """Steps that are timed."""
+    """Measured steps."""
     prompts: int = 8
     """Prompts per step."""
     group: int = 8
@@ -60,7 +60,7 @@ class Job:
 
 
 def make_model(directory: Path, layers: int, hidden: int) -> str:
-    """A random float32 model with a tokenizer trained on the questions."""
+    """Create a random float32 model with a tokenizer trained on the questions; return its path."""
     from rl_apps.embedded.prepare import ModelShape, ScratchRecipe, prepare_from_scratch
     from rl_datasets.word_problems import WordProblems
 
@@ -72,7 +72,7 @@ def make_model(directory: Path, layers: int, hidden: int) -> str:
 
 
 def run_rl(job: Job, directory: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One run of `gsm8k-grpo`, with `extra` settings; the measurements of its measured steps."""
+    """Run `gsm8k-grpo` with `extra` settings; return totals and stage means over the measured steps."""
     workflow = WORKFLOWS[job.case]
     overrides = {
         "run_dir": directory,
@@ -88,7 +88,7 @@ def run_rl(job: Job, directory: Path, extra: dict[str, Any] | None = None) -> di
         "actor.optimizer.weight_decay": job.weight_decay,
         "actor.optimizer.beta2": job.beta2,
         "evaluation.rows": 0,
-        "rollout.rehearsal": False,  # it takes seconds, and is not measured
+        "rollout.rehearsal": False,  # the trial episode takes seconds and is not part of a step
         **(extra or {}),
     }
     command = [sys.executable, "-c", "from rl_apps.cli.driver import main; raise SystemExit(main('gsm8k-grpo'))"]
@@ -97,7 +97,7 @@ def run_rl(job: Job, directory: Path, extra: dict[str, Any] | None = None) -> di
 
 
 def read_measurements(job: Job, directory: Path) -> dict[str, Any]:
-    """The measurements of a run's measured steps, from its `metrics.jsonl`."""
+    """Read totals and stage means over the measured steps from `metrics.jsonl` of a run."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if r["step"] > job.warmup]
     if len(records) != job.steps:
@@ -115,7 +115,7 @@ def read_measurements(job: Job, directory: Path) -> dict[str, Any]:
 
 
 def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
-    """One run of TRL on the prompts that ours takes, in that order."""
+    """Run TRL on the same prompts in the same order; return totals over the measured steps."""
     from rl_datasets import PromptLoader
     from rl_datasets.word_problems import WordProblems
 
@@ -131,7 +131,7 @@ def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
 
 
 def fastest_thread_count(job: Job, directory: Path) -> int:
-    """Threads with which the peer is faster now: one, or one per core."""
+    """Return the number of threads with which the peer is faster now: one, or one per core."""
     counts = sorted({1, os.cpu_count() or 1})
     if len(counts) == 1:
         return 1
@@ -139,10 +139,10 @@ def fastest_thread_count(job: Job, directory: Path) -> int:
 
 
 def run_command(command: list[str]) -> str:
-    """Run a command to its end; its standard output."""
+    """Run a command and return its standard output."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-    # a limit set for this process would bind the peer to one core, and is set for ours by its launcher
+    # a thread limit of this process would slow the peer down; the launcher sets the limits of gsm8k-grpo
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         environment.pop(name, None)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
@@ -154,7 +154,7 @@ def run_command(command: list[str]) -> str:
 
 
 def rates(measurements: dict[str, Any]) -> dict[str, Any]:
-    """Completions and tokens per second, seconds per step and mean length of a run."""
+    """Return rates and mean length of a run, and its stage means if it has them."""
     seconds = measurements["seconds"]
     return {
         "completions_per_s": round(measurements["completions"] / seconds, 2),
@@ -165,13 +165,13 @@ def rates(measurements: dict[str, Any]) -> dict[str, Any]:
 
 
 def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run in the middle by completions per second, and the rates of all."""
+    """Return the median run by completions per second; add `runs`, the rates of all runs."""
     ordered = sorted(runs, key=lambda run: run["completions_per_s"])
     return ordered[(len(ordered) - 1) // 2] | {"runs": [run["completions_per_s"] for run in runs]}
 
 
 def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directory: Path) -> dict[str, Any]:
-    """Both sides in turn, `repeats` times."""
+    """Run both sides in turn, `repeats` times."""
     sides: dict[str, Callable[[Job, Path], dict[str, Any]]] = {"rl": run_rl}
     if peer == "trl":
         sides["trl"] = partial(run_trl, threads=peer_threads)
@@ -183,8 +183,8 @@ def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directo
             load = os.getloadavg()[0]
             print(
                 f"{job.case:10s} {side:4s} {measurements['completions_per_s']:8.1f} completions/s "
-                f"{measurements['tokens_per_s']:9.0f} tokens/s, mean length {measurements['mean_tokens']:.1f}, load {load:.1f}"
-                + (f", {measurements['step']}" if "step" in measurements else ""),
+                f"{measurements['tokens_per_s']:9.0f} tokens/s, mean length {measurements['mean_tokens']:.1f}, "
+                f"load {load:.1f}" + (f", {measurements['step']}" if "step" in measurements else ""),
                 flush=True,
             )
     result: dict[str, Any] = {side: median_run(side_runs) for side, side_runs in runs.items()}
@@ -197,24 +197,24 @@ def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directo
         }
         for own_run, peer_run in pairs:
             if job.steps >= 8 and abs(own_run["mean_tokens"] / peer_run["mean_tokens"] - 1) > LENGTH_TOLERANCE:
-                raise SystemExit(f"the sides had different work: mean lengths {own_run} and {peer_run}")
+                raise SystemExit(f"expected equal mean lengths on both sides, found {own_run} and {peer_run}")
     return result
 
 
 def main() -> None:
-    """Measure, and print a table and the JSON line."""
+    """Measure; print a line per run and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", choices=["trl"], help="also measure this library, and print the ratios")
-    parser.add_argument("--peer-threads", type=int, default=0, help="threads of the peer; 0: whichever is faster")
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
+    parser.add_argument("--peer", choices=["trl"], help="also measure this library and print the ratios")
+    parser.add_argument("--peer-threads", type=int, default=0, help="threads of the peer; 0: the fastest")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps per run")
+    parser.add_argument("--warmup", type=int, default=3, help="unmeasured steps before them")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per side")
     parser.add_argument("--case", choices=[*CASES], help="only this case")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the comparison of samples; 0: leave it out")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the sample-efficiency comparison; 0: skip it")
     parser.add_argument(
-        "--quick", action="store_true", help="a small model, two steps, one case; checks only that it runs"
+        "--quick", action="store_true", help="small model, two steps, one case; only checks that it runs"
     )
-    parser.add_argument("--keep", type=Path, help="directory for run directories; by default they are removed")
+    parser.add_argument("--keep", type=Path, help="parent of the run directories; by default temporary")
     options = parser.parse_args()
     sizes: dict[str, int] = {}
     layers, hidden = 4, 128

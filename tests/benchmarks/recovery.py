@@ -1,29 +1,28 @@
-"""How long a run stands still when something of it dies, and what recover points cost.
+"""Recovery time after the loss of a process or node, and the cost of recovery checkpoints.
 
     uv run python tests/benchmarks/recovery.py [--case CASE ...] [--kills 3] [--check]
 
-Cases, each a real command (`gsm8k-grpo` with a model of one small layer, on-policy, a recover point every two steps) of
-which a part is killed several times at random moments, `recovery_kills.py`:
+Each case except `cost` starts the real command `gsm8k-grpo` with a small one-layer model, on-policy, with a recovery
+checkpoint every two steps. It kills a process or node several times at random moments (`recovery_kills.py`):
 
-- `server-kill`: the only embedded server gets a SIGKILL; `server-stop`: a SIGSTOP.
-- `trainer-kill`: one of two trainer ranks gets a SIGKILL.
-- `node-ray`: the node of the trainer is killed with all that runs on it, in the cluster of `infra/clusters/ray.py`; a
-  third node stands in.
-- `node-slurm-spare`: the same in that of `infra/clusters/slurm.py`, with a spare node in the allocation.
-- `node-slurm-requeue`: without one, so that Slurm must see the loss and start the job again.
+- `server-kill`: SIGKILL to the only embedded server; `server-stop`: SIGSTOP.
+- `trainer-kill`: SIGKILL to one of two trainer ranks.
+- `node-ray`: the trainer's node dies with all its processes, in the cluster of `infra/clusters/ray.py`. A third node
+  replaces it.
+- `node-slurm-spare`: the same in the cluster of `infra/clusters/slurm.py`, with a spare node in the allocation.
+- `node-slurm-requeue`: the same without a spare node, so Slurm must detect the loss and requeue the job.
 
-`seconds` are those from the kill to the line in `metrics.jsonl` of the next trained step. After the loss of a server
-that is a step later than the one that was under way, whose answers may have been there: the first of which every answer
-was asked for after the kill. After the loss of a trainer it is the first step that the new trainers took, which may be
-one that had been taken before; `new` are the seconds to the first step beyond all that had been reached. `restart` are
-the seconds until the lost process runs anew, by the launcher's own account. The clusters' timeouts are told beside. The
-limits hold on a machine that has nothing else to do.
+`seconds` is the time from the kill to the line of the next trained step in `metrics.jsonl`. After the loss of a server
+this is the first step whose requests were all sent after the kill. After the loss of a trainer it is the first step of
+the new trainers, which may repeat an earlier step. `first_new_step` is the time to the first step that was not trained
+before. `restart` is the time until the launcher reports a new process. The results include the timeouts of the cluster.
+The limits hold on an idle machine.
 
-`cost`: seconds that training is held for a recover point, and CPU of the thread that writes it, over the time of the
-steps between two points, `recovery_cost.py`.
+`cost` is the time that training is blocked for a recovery checkpoint, plus the CPU time of its writer, divided by the
+time of the steps between two checkpoints (`recovery_cost.py`).
 
-The last line is one JSON object. With `--check` the exit code is 1 where a limit is missed. Slurm needs root; a case
-that cannot be had is skipped with its reason, and with `--check` that counts as missed.
+The last line is one JSON object. With `--check` the exit code is 1 if a limit is exceeded. Slurm needs root. A case
+whose requirements are missing is skipped with the reason; with `--check` this counts as exceeded.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ import recovery_kills as kills
 
 
 def summary(measured: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Least, median and most of each figure of a case, and whether the most is within the limit."""
+    """Return minimum, median and maximum of each measurement, and whether the maximum is within the limit."""
     ranges = {
         name: {"min": min(values), "median": statistics.median(values), "max": max(values), "all": values}
         for name, values in measured.pop("measurements").items()
@@ -53,7 +52,7 @@ def summary(measured: dict[str, Any], limit: float) -> dict[str, Any]:
 
 
 def print_case(case: str, result: dict[str, Any]) -> None:
-    """One line for people."""
+    """Print a readable line for a case."""
     if "skipped" in result:
         print(f"{case}: skipped, {result['skipped']}", flush=True)
         return
@@ -63,19 +62,19 @@ def print_case(case: str, result: dict[str, Any]) -> None:
         if name in result
     )
     timeouts = ", ".join(f"{name} {value:g} s" for name, value in result["timeouts"].items())
-    verdict = "ok" if result["ok"] else "MISSED"
+    verdict = "ok" if result["ok"] else "EXCEEDED"
     print(f"{case}: {'; '.join(ranges)}; limit {result['limit']:g} s, {verdict}; {timeouts}", flush=True)
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Run the selected cases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     all_cases = [*kills.CASES, "cost"]
     parser.add_argument("--case", nargs="+", choices=all_cases, help="all by default; with --quick, cost")
-    parser.add_argument("--kills", type=int, default=3, help="per case")
-    parser.add_argument("--checkpoints", type=int, default=5, help="of the cost")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
+    parser.add_argument("--kills", type=int, default=3, help="kills per case")
+    parser.add_argument("--checkpoints", type=int, default=5, help="recovery checkpoints of the case cost")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a limit is exceeded")
+    parser.add_argument("--directory", type=Path, help="parent of the temporary directory")
     parser.add_argument("--quick", action="store_true", help="one kill; cost with a small batch and without peers")
     arguments = parser.parse_args()
     cases = arguments.case or (["cost"] if arguments.quick else all_cases)
@@ -94,9 +93,10 @@ def main() -> int:
         if "cost" in cases:
             costs = {size: cost.measure(size, checkpoints, Path(scratch), arguments.quick) for size in sizes}
             for size, measured in costs.items():
-                step = f"{measured['mebibytes']:.1f} MiB, a step {measured['step_s']:.3f} s"
+                step = f"{measured['mebibytes']:.1f} MiB, step {measured['step_s']:.3f} s"
                 print(
-                    f"cost, {size}: {step}, {measured['cost']:.2%} at one point every {cost.INTERVAL} steps", flush=True
+                    f"cost, {size}: {step}, {measured['cost']:.2%} with a checkpoint every {cost.INTERVAL} steps",
+                    flush=True,
                 )
             results["recovery_checkpoints"] = costs | {"interval_steps": cost.INTERVAL, "required": cost.REQUIRED}
     checked = [

@@ -1,12 +1,13 @@
-"""What recover points cost a run; a part of `recovery.py`.
+"""Cost of recovery checkpoints; used by `recovery.py`.
 
-An `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `INTERVAL` steps
-(`rl_trainers.RecoveryCheckpoints`). Held are the seconds that `after_step` takes more than where no point is due; the
-CPU seconds of the writer are its thread's. Their sum over the seconds of `INTERVAL` steps without points is the cost. Once
-at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two checkpoints
-at which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to
-do: `torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
-checkpoints; CPU seconds are those of the whole process.
+An `FSDPEngine` on the CPU trains as in a run, with a recovery checkpoint every `INTERVAL` steps
+(`rl_trainers.RecoveryCheckpoints`). `blocked_s` is the additional time of `after_step` when a checkpoint is due.
+`writer_cpu_s` is the CPU time of the writer thread. `cost` is their sum divided by the time of `INTERVAL` steps without
+checkpoints. It is measured for the demo's model and batch, and for a larger model. `min_interval_steps` is the smallest
+interval at which the cost stays within the limit.
+
+The peers save the same state of the same engine while nothing else runs: `torch.save` followed by fsync, and
+`async_save` of `torch.distributed.checkpoint`. Their CPU time is that of the whole process.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 INTERVAL = 20
-"""Steps between two points."""
+"""Steps between two recovery checkpoints."""
 REQUIRED = 0.02
-"""Largest cost."""
+"""Limit of the cost."""
 SIZES = {
-    # rows, longest row, vocabulary, hidden
+    # sequences, longest sequence, vocabulary, hidden
     "demo": (256, 96, 259, 64),
     "larger": (32, 256, 8192, 384),
 }
 
 
 def thread_seconds(name: str) -> float:
-    """CPU seconds of the threads of that name, until now."""
+    """Return the CPU seconds so far of all threads with this name."""
     clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.name == name and t.ident]
     return sum(time.clock_gettime(clock) for clock in clocks)
 
 
 class RolloutState:
-    """A part with as much to say as the groups that wait for a batch."""
+    """Component whose state is as large as the groups that wait for a batch."""
 
     def __init__(self, rows: int) -> None:
         import torch
@@ -57,7 +58,7 @@ class RolloutState:
 
 
 def measure(size: str, checkpoints: int, directory: Path, quick: bool = False) -> dict[str, Any]:
-    """One size: steps, points among them, and the peers."""
+    """Measure one size: steps, recovery checkpoints and the peers."""
     from train_step import EngineSide, make_workload
 
     from rl_trainers import RecoverConfig, RecoveryCheckpoints
@@ -71,7 +72,7 @@ def measure(size: str, checkpoints: int, directory: Path, quick: bool = False) -
         run_dir, RecoverConfig(INTERVAL), {"actor": side.engine}, {"rollout": RolloutState(rows)}
     )
     steps, idle, blocked = list[float](), list[float](), list[float]()
-    recover.save(0)  # the memory of the copies is there from the first point on
+    recover.save(0)  # the first checkpoint allocates the memory of the copies
     cpu_before = thread_seconds("writer")
     for step in range(1, INTERVAL * checkpoints + 1):
         begin = time.perf_counter()
@@ -80,7 +81,7 @@ def measure(size: str, checkpoints: int, directory: Path, quick: bool = False) -
         recover.after_step(step)
         (blocked if step % INTERVAL == 0 else idle).append(time.perf_counter() - middle)
         if (step - 1) % INTERVAL > INTERVAL // 2:
-            steps.append(middle - begin)  # nothing was written meanwhile
+            steps.append(middle - begin)  # the writer has finished in the second half of an interval
     recover.finish()
     cpu = (thread_seconds("writer") - cpu_before) / checkpoints
     blocked_seconds = statistics.mean(blocked) - statistics.median(idle)
@@ -105,7 +106,7 @@ def measure(size: str, checkpoints: int, directory: Path, quick: bool = False) -
 
 
 def measure_peer(save: Callable[[], Callable[[], object]], checkpoints: int) -> dict[str, float]:
-    """Seconds until a way of saving returns, and CPU seconds until all is written; the mean of so many."""
+    """Return the mean seconds until `save` returns, and the mean CPU seconds until everything is written."""
     save()()
     blocked, cpu = list[float](), list[float]()
     for _ in range(checkpoints):
@@ -118,7 +119,7 @@ def measure_peer(save: Callable[[], Callable[[], object]], checkpoints: int) -> 
 
 
 def save_plain(state: dict[str, Any], path: Path) -> Callable[[], object]:
-    """`torch.save`, to the disk."""
+    """Save with `torch.save` and fsync."""
     import torch
 
     with path.open("wb") as file:
@@ -129,7 +130,7 @@ def save_plain(state: dict[str, Any], path: Path) -> Callable[[], object]:
 
 
 def save_async(state: dict[str, Any], path: Path) -> Callable[[], object]:
-    """`async_save`, as one process calls it."""
+    """Start `async_save` in a single process; return the function that waits for it."""
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
     shutil.rmtree(path, ignore_errors=True)

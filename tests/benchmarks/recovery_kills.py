@@ -1,4 +1,4 @@
-"""Commands of which parts are killed, and the time to the next trained step; a part of `recovery.py`."""
+"""Kill processes or nodes of a run and measure the time to the next trained step; used by `recovery.py`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import Any
 
 CLUSTERS = Path(__file__).parents[2] / "infra" / "clusters"
 INTERVAL = 2
-"""Steps between two recover points."""
+"""Steps between two recovery checkpoints."""
 HEALTH_TIMEOUT = 10.0
-"""Seconds (`launcher.health_timeout`), the default being 90."""
+"""`launcher.health_timeout` in seconds; the default is 90."""
 LOST_AFTER = 10
-"""Seconds (SlurmdTimeout), Slurm's default being 300."""
+"""SlurmdTimeout in seconds; Slurm's default is 300."""
 REQUEUE_AFTER = 15
-"""Seconds that a requeued job waits (cred_expire of munge), 120 being usual."""
+"""Seconds that a requeued job waits (cred_expire of munge); 120 is usual."""
 HEARTBEAT_TIMEOUT = {"launcher.options.heartbeat_timeout": 20.0}
-"""Seconds without a word from a node, where its connection does not break."""
+"""Seconds without a heartbeat after which a node is lost, if its connection does not break."""
 WAIT_TIMEOUT = 400.0
-"""Seconds for a run to begin, or to go on."""
+"""Longest wait for a run to start or to continue, in seconds."""
 POLL_SECONDS = 0.02
-"""Seconds between two looks at the run's files."""
+"""Seconds between two polls of the run's files."""
 SETTINGS = {
     "recipe": "embedded",
     "total_steps": 1_000_000,
@@ -53,44 +53,47 @@ REWARD = """
 def score(prompt, completions, prompt_ids, completion_ids, **data):
     return sum(completion_ids) % 7 / 6
 """
-"""A random model never answers right; this gives every batch something to learn."""
+"""A random model never solves a problem; this reward varies, so that every batch has advantages."""
 
 
 class UnavailableError(Exception):
-    """What a case needs is not here."""
+    """A requirement of a case is missing."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is killed, where, and how long the run may stand still."""
+    """Process or node to kill, deployment of the run, and time limit."""
 
     limit: float
-    """Seconds."""
+    """Limit of the time to the next trained step, in seconds."""
     deploy: Callable[[Path], Any]
-    """A context manager that yields the `Deployment` of the run."""
+    """Context manager that yields the `Deployment` of the run."""
     role: str
-    """Of the worker that is lost."""
+    """Role of the killed worker."""
     signal: int | None = None
-    """What the worker gets; None: its node is killed."""
+    """Signal to the worker; None kills its node."""
 
     def measure(self, directory: Path, kills: int) -> dict[str, Any]:
-        """Start the run in a new directory and kill; returns `measurements` (lists of seconds, one per kill) and `timeouts`
-        of the place (seconds)."""
+        """Start the run in a new directory and kill `kills` times.
+
+        Returns:
+            `measurements`, lists of seconds with one entry per kill, and `timeouts` of the deployment in seconds.
+        """
         directory.mkdir()
         measurements: dict[str, list[float]] = {}
         rng = random.Random(1)
         with self.deploy(directory) as deployment, running(directory, deployment) as run:
-            run.wait(lambda: run.last_step() > 2 * INTERVAL, "the run to begin")
+            run.wait(lambda: run.last_step() > 2 * INTERVAL, "the run to start")
             for _ in range(kills):
                 for name, seconds in self._kill(run, deployment, rng).items():
                     measurements.setdefault(name, []).append(round(seconds, 2))
         return {"measurements": measurements, "timeouts": deployment.timeouts}
 
     def _kill(self, run: Run, deployment: Deployment, rng: random.Random) -> dict[str, float]:
-        """One kill at a random moment of the third step from now on, or later; seconds to what came of it."""
+        """Kill once at a random moment, three steps from now or later; return the seconds to each outcome."""
         earliest = run.last_step() + 3
         run.wait(lambda: run.last_step() >= earliest, "three steps")
-        run.wait(lambda: all(worker["status"] == "running" for worker in run.workers()), "everybody to be seen well")
+        run.wait(lambda: all(worker["status"] == "running" for worker in run.workers()), "all workers to be running")
         begin = run.last_step()
         run.wait(lambda: run.last_step() > begin, "a step")
         time.sleep(rng.random() * deployment.longest_delay)
@@ -101,17 +104,17 @@ class Case:
             os.kill(lost["pid"], self.signal)
         else:
             deployment.kill(lost["node"])
-        run.wait(lambda: run.pid(lost["name"]) not in (0, lost["pid"]), f"{lost['name']} to run anew")
+        run.wait(lambda: run.pid(lost["name"]) not in (0, lost["pid"]), f"{lost['name']} to restart")
         seconds_after_kill = {"restart": time.monotonic() - killed}
         if self.role != "actor":
-            # the answers of the step after the last one may have been there
-            run.wait(lambda: run.last_step() >= reached + 2, "a step that needed the server")
+            # the completions of the next step may have arrived before the kill
+            run.wait(lambda: run.last_step() >= reached + 2, "a step that needed the new server")
             seconds_after_kill["seconds"] = time.monotonic() - killed
         else:
             before = run.lines()
             run.wait(lambda: any(line not in before for line in run.lines()), "a step of the new trainers")
             seconds_after_kill["seconds"] = time.monotonic() - killed
-            run.wait(lambda: run.last_step() > reached, "a step that is new")
+            run.wait(lambda: run.last_step() > reached, "a step that was not trained before")
             seconds_after_kill["first_new_step"] = time.monotonic() - killed
         deployment.replace_node(lost["node"])
         return seconds_after_kill
@@ -119,66 +122,68 @@ class Case:
 
 @dataclass
 class Deployment:
-    """Where a run is started."""
+    """Machine or cluster on which a run starts."""
 
     settings: dict[str, object]
     environment: dict[str, str]
     timeouts: dict[str, float]
-    """Seconds, by name: those that decide when a loss is seen."""
+    """Timeouts in seconds that determine when a loss is detected, by name."""
     kill: Callable[[str], None] = lambda node: None
     """Kill a node."""
     replace_node: Callable[[str], None] = lambda node: None
-    """Make up for a node that was killed."""
+    """Replace a killed node."""
     longest_delay: float = 0.5
-    """Seconds after a step, within which the kill comes."""
+    """Longest delay between a step and the kill, in seconds."""
 
 
 class Run:
-    """A command that goes on.
+    """A running command.
 
     Args:
-        command: the process.
-        directory: of the run.
-        log: what the command says.
+        command: process of the command.
+        directory: run directory.
+        log: file with the output of the command.
     """
 
     def __init__(self, command: subprocess.Popen[bytes], directory: Path, log: Path) -> None:
         self._command, self._directory, self._log = command, directory, log
 
     def lines(self) -> list[str]:
-        """The whole lines of `metrics.jsonl`."""
+        """Return the complete lines of `metrics.jsonl`."""
         with suppress(FileNotFoundError):
             return (self._directory / "metrics.jsonl").read_text().split("\n")[:-1]
         return []
 
     def last_step(self) -> int:
-        """The last step that was trained; 0: none."""
+        """Return the last trained step, or 0 before the first."""
         lines = self.lines()
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def workers(self) -> list[dict[str, Any]]:
-        """What runs, as the launcher says."""
+        """Return the workers that the launcher reports."""
         with suppress(FileNotFoundError):
             workers = json.loads((self._directory / "names" / "workers" / "=value").read_text())
             return [worker | {"role": worker["name"].rpartition("-")[0]} for worker in workers]
         return []
 
     def pid(self, name: str) -> int:
-        """Of the process of a worker; 0 where there is none."""
+        """Return the process id of a worker, or 0 if it does not run."""
         return next((int(worker["pid"] or 0) for worker in self.workers() if worker["name"] == name), 0)
 
     def wait(self, condition: Callable[[], bool], event: str) -> None:
-        """Until something is so.
+        """Wait until `condition` holds.
 
         Raises:
-            RuntimeError: the command has ended, or it took too long; with the end of its log.
+            RuntimeError: the command exited, or the wait timed out; with the end of the log.
         """
         deadline = time.monotonic() + WAIT_TIMEOUT
         while not condition():
             ended = self._command.poll()
             if ended is not None or time.monotonic() > deadline:
                 problem = (
-                    f"waited {WAIT_TIMEOUT:g} s for {event}" if ended is None else f"the command ended with {ended}"
+                    f"waited {WAIT_TIMEOUT:g} s for {event}"
+                    if ended is None
+                    else f"the command exited with code {ended}"
                 )
                 raise RuntimeError(f"{problem}:\n{self._log.read_text()[-6000:]}")
             time.sleep(POLL_SECONDS)
@@ -186,7 +191,7 @@ class Run:
 
 @contextmanager
 def running(directory: Path, deployment: Deployment) -> Iterator[Run]:
-    """The command, as a user starts it; killed in the end."""
+    """Start the command like a user and stop it at the end."""
     from rl_contracts.testing.models import make_tiny_model
 
     model = make_tiny_model(directory / "model", layers=1, hidden=32)
@@ -206,23 +211,23 @@ def running(directory: Path, deployment: Deployment) -> Iterator[Run]:
 
 @contextmanager
 def local(directory: Path, **settings: object) -> Iterator[Deployment]:
-    """This machine."""
+    """Run on this machine."""
     yield Deployment(settings, {}, {"launcher.health_timeout": HEALTH_TIMEOUT})
 
 
 def local_one_trainer(directory: Path) -> Any:
-    """This machine, with a trainer and a server."""
+    """Run on this machine with one trainer rank and one server."""
     return local(directory)
 
 
 def local_two_trainers(directory: Path) -> Any:
-    """This machine, with two ranks and a server."""
+    """Run on this machine with two trainer ranks and one server."""
     return local(directory, allocation="embedded:d1+fsdp:d2")
 
 
 @contextmanager
 def ray(directory: Path) -> Iterator[Deployment]:
-    """A Ray cluster of a head and three nodes, two of which a run holds."""
+    """Run on a Ray cluster of a head node and three nodes; the run uses two of them."""
     if importlib.util.find_spec("ray") is None:
         raise UnavailableError("Ray is not installed")
     clusters = _clusters("ray")
@@ -236,7 +241,7 @@ def ray(directory: Path) -> Iterator[Deployment]:
             settings,
             cluster.environment,
             timeouts | HEARTBEAT_TIMEOUT,
-            # its name begins with its address, 127.0.0.(number + 2)
+            # the name of a node begins with its address, 127.0.0.(number + 2)
             kill=lambda node: cluster.kill_node(int(node.partition("-")[0].rpartition(".")[2]) - 2),
             replace_node=lambda node: cluster.add_node(cpus=2),
         )
@@ -244,9 +249,9 @@ def ray(directory: Path) -> Iterator[Deployment]:
 
 @contextmanager
 def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
-    """A Slurm of four nodes."""
+    """Run on a local Slurm cluster of four nodes."""
     if os.geteuid() != 0:
-        raise UnavailableError("a Slurm of one's own needs root")
+        raise UnavailableError("a local Slurm cluster needs root")
     clusters = _clusters("slurm")
     try:
         clusters.install()
@@ -268,17 +273,17 @@ def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
 
 
 def slurm_spare(directory: Path) -> Any:
-    """An allocation of two nodes and a spare one."""
+    """Run in a Slurm allocation of two nodes and a spare node."""
     return slurm(directory, nodes=2, spare_nodes=1)
 
 
 def slurm_requeue(directory: Path) -> Any:
-    """An allocation of two nodes, both of which the run needs."""
+    """Run in a Slurm allocation of two nodes without a spare node."""
     return slurm(directory, nodes=2)
 
 
 def _clusters(name: str) -> ModuleType:
-    """A program of `infra/clusters`, which is no package."""
+    """Import a script of `infra/clusters`, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"infra_clusters_{name}", CLUSTERS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

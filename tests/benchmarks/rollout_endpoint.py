@@ -1,15 +1,15 @@
-"""What the rollout endpoint costs: processor time and latency of a chat call, and tokens that are read twice.
+"""CPU time and latency that the rollout endpoint adds to a chat call, and prompt tokens that servers prefill again.
 
     uv run python tests/benchmarks/rollout_endpoint.py [--quick] [--check]
 
-The engine answers after 1 s, with 64 tokens, and computes nothing. 1, 16 and 128 agents, each with a session of its own
-and beginning somewhere in the first second, take 8 turns with a tool in their conversation. They are this process; the
-endpoint and its engine are another one, whose processor time is that of all its threads, divided by the calls. The
-added latency is the median time of a call at the agent, less that of the engine when it is asked without an endpoint
-by a process that does nothing else: the second, and what the timer of an event loop adds to it. Then one agent takes 8
-turns on a real server without an update in between: tokens that were read in all (prompts, less what was found in the
-cache), over the tokens of the final conversation. The last line is one JSON object; `--check` fails where a limit is
-missed.
+A null engine returns 64 tokens after 1 s. 1, 16 and 128 agents take 8 turns in a conversation with a tool; each agent
+has a separate session and starts at a random moment of the first second. Agents run in this process, endpoint and
+engine in another. `cpu_ms` is the CPU time of the endpoint's process per call. `added_ms` is the median latency of a
+call minus `engine_ms`, the median latency of the engine without endpoint on an idle event loop.
+
+Then one agent takes 8 turns with a real server and no weight update. `prefill` has the prompt tokens that the server
+computed (all prompt tokens minus prefix cache hits) and their ratio to the tokens of the final conversation. The last
+line is one JSON object. With `--check` the exit code is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any
 
 TURNS = 8
 SECONDS, QUICK_SECONDS = 1.0, 0.1
-"""Duration of an answer in seconds, and with `--quick`."""
+"""Seconds per completion, by default and with `--quick`."""
 CPU_MS = 5.0
-"""Limit of processor time per call."""
+"""Limit of the CPU time per call."""
 ADDED_MS = {1: 5.0, 16: 10.0, 128: 20.0}
-"""Limits of added latency, by agents."""
+"""Limit of the added latency, by number of agents."""
 PREFILL_RATIO = 1.2
-"""Limit of what is read over the final conversation."""
+"""Limit of prefilled tokens divided by tokens of the final conversation."""
 ENGINE_CALLS = 16
-"""Answers by which the engine is measured without the endpoint, one after the other."""
+"""Sequential calls that measure the engine without the endpoint."""
 DEADLINE = 300.0
-"""Seconds for one part."""
+"""Longest measurement, in seconds."""
 TOOL = {
     "type": "function",
     "function": {
@@ -54,11 +54,11 @@ TOOL = {
 }
 START = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "What is 12 + 345, and the rest?"}]
 CALLING = '{"name": "add", "parameters": {"a": 12, "b": 345}}<|eot_id|>'
-"""What the model writes every other turn, in the format of Llama 3."""
+"""Tool call in the format of Llama 3, the completion of every other turn."""
 
 
 async def serve(agents: int, latency: float) -> None:
-    """The endpoint over the engine that answers after `latency` seconds, until this process's input ends."""
+    """Serve the endpoint with an engine that responds after `latency` seconds, until standard input ends."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
     from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
@@ -85,7 +85,7 @@ async def serve(agents: int, latency: float) -> None:
 
 
 async def agent(http: Any, base_url: str, key: str, turns: int, delay: float = 0.0) -> list[float]:
-    """One conversation; the seconds of its calls."""
+    """Run one conversation and return the seconds of each call."""
     await asyncio.sleep(delay)
     messages: list[Any] = list(START)
     seconds, headers = [], {"Authorization": f"Bearer {key}"}
@@ -107,13 +107,13 @@ async def agent(http: Any, base_url: str, key: str, turns: int, delay: float = 0
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of all threads of a process, to the nanosecond."""
+    """Return the CPU seconds of all threads of a process, with nanosecond resolution."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 async def run_agents(ready_line: list[Any], agents: int, rounds: int, pid: int) -> dict[str, float]:
-    """All agents at once, `rounds` times one after the other; the first has warmed up."""
+    """Run all agents concurrently, `rounds` times, after a warm-up conversation; return the measurements."""
     import aiohttp
 
     alone, base_url, *keys = ready_line
@@ -138,18 +138,18 @@ async def run_agents(ready_line: list[Any], agents: int, rounds: int, pid: int) 
 
 
 def measure_calls(agents: int, rounds: int, latency: float) -> dict[str, float]:
-    """Figures of so many agents."""
+    """Start the endpoint and return the measurements for this number of agents."""
     command = [sys.executable, __file__, "--serve", str(agents * rounds + 1), "--latency", str(latency)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line:
-            raise SystemExit("the endpoint did not start; its error is above.")
+            raise SystemExit("the endpoint did not start; see its error above")
         return asyncio.run(asyncio.wait_for(run_agents(json.loads(line), agents, rounds, child.pid), DEADLINE))
 
 
 async def measure_prefill(turns: int) -> dict[str, float]:
-    """Tokens that a real server reads for one conversation of `turns` turns."""
+    """Return the tokens that a real server prefills for one conversation of `turns` turns."""
     import aiohttp
 
     from rl_contracts.config import GenerationConfig
@@ -185,7 +185,7 @@ async def measure_prefill(turns: int) -> dict[str, float]:
 
 
 def exceeded_limits(result: dict[str, Any]) -> list[str]:
-    """The limits that were, in words."""
+    """Return a message for each exceeded limit."""
     problems = []
     for agents, measurements in result["agents"].items():
         for name, limit in (("cpu_ms", CPU_MS), ("added_ms", ADDED_MS[int(agents)])):
@@ -194,17 +194,19 @@ def exceeded_limits(result: dict[str, Any]) -> list[str]:
                     f"{name} with {agents} agents: expected at most {limit:g}, found {measurements[name]:g}"
                 )
     if result["prefill"]["ratio"] > PREFILL_RATIO:
-        problems.append(f"read over final: expected at most {PREFILL_RATIO:g}, found {result['prefill']['ratio']:g}")
+        problems.append(
+            f"prefilled over final tokens: expected at most {PREFILL_RATIO:g}, found {result['prefill']['ratio']:g}"
+        )
     return problems
 
 
 def main() -> None:
-    """Measure, and print the JSON line."""
+    """Measure; print a line per number of agents and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="16 agents with answers of 0.1 s, once; checks only that it runs"
+        "--quick", action="store_true", help="16 agents with completions of 0.1 s, once; only checks that it runs"
     )
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a limit is exceeded")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--latency", type=float, default=SECONDS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -2,13 +2,14 @@
 
     uv run python tests/benchmarks/rollout_runtime.py
 
-The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, collection, batches of 10,000 rows assembled
-and cut into minibatches, and 10 batches outstanding (`max_staleness=9`). The servers are the null engine: an answer is
-a timer and a list of token ids, 32 of the prompt and 16 to 48 more. First all answers are held back until every episode
-runs, for the memory; then they go on, and the time is that of the batches after the first ones. Two floors are measured
-beside it: what Python's event loop needs for as many tasks that each sleep once, and what it needs where each asks the
-null engine once. Each part is a process of its own, bound to one core, and the parts take turns. The last line is one
-JSON object; of the runtime's runs it shows the one that had the largest share of the core.
+The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, batches of 10,000 sequences assembled and cut
+into minibatches, 10 batches outstanding (`max_staleness=9`). A null engine replaces the servers: a completion is a
+timer and a list of 16 to 48 token ids, after a prompt of 32. Memory is measured while the engine is paused and all
+episodes run. Time is measured after the engine resumed, over the batches after the first ones.
+
+Two baselines run for comparison: as many event loop tasks that each sleep once (`tasks`), and tasks that each call the
+null engine once (`engine`). Every measurement is a separate process on the same core, and they run in turn. The last
+line is one JSON object. `runtime` is the run with the largest fraction of the core.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ STEPS_AHEAD = 10
 """Batches outstanding, `max_staleness + 1`."""
 PROMPT = list(range(1, 33))
 TOKENS = 32
-"""Mean length of an answer."""
+"""Mean tokens per completion."""
 SECONDS, QUICK_SECONDS = 4.0, 0.2
-"""Mean time of an answer, and with `--quick`.
+"""Mean seconds per completion, by default and with `--quick`.
 
-With 4 s and 100,000 outstanding 25,000 would end per second, so that the runtime is the limit."""
+With 4 s and 100,000 outstanding episodes, 25,000 could end per second, so the runtime is the bottleneck.
+"""
 DEADLINE = 600.0
-"""Seconds for one part."""
+"""Longest measurement, in seconds."""
 
 
 def make_engine(seconds: float) -> Any:
-    """The null engine with answers of 16 to 48 tokens that take `seconds` on average."""
+    """Return a null engine with completions of 16 to 48 tokens that take `seconds` on average."""
     import numpy as np
 
     from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
@@ -58,7 +60,7 @@ def make_engine(seconds: float) -> Any:
 
 
 def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seconds: float) -> dict[str, float]:
-    """Memory with all episodes running, and the time of `batches` batches after the first ones."""
+    """Measure memory with all episodes running, and the time of `batches` batches after the first ones."""
     from rl_contracts.batch.trajectory import empty, from_response
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
@@ -68,7 +70,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seco
     generation = GenerationConfig(max_new_tokens=512, ignore_eos=True)
 
     class SingleTurn(RolloutWorkflow):
-        """One answer; the reward is its length."""
+        """One completion; its length is the reward."""
 
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
             response = await engine.agenerate(ModelRequest(PROMPT, generation))
@@ -84,7 +86,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seco
         config=RolloutConfig(max_staleness=STEPS_AHEAD - 1, group_size=GROUP, stall_timeout=DEADLINE),
         minibatches=4,
     )
-    empty()  # which imports what batches need
+    empty()  # imports the modules that batches need
     if tuned:
         tune_garbage_collection()
     base = resident()
@@ -95,7 +97,9 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seco
     deadline = time.monotonic() + DEADLINE
     while len(rollout.scheduler.episodes.running) < outstanding:
         if time.monotonic() > deadline:
-            raise SystemExit(f"only {len(rollout.scheduler.episodes.running)} of {outstanding} episodes run")
+            raise SystemExit(
+                f"expected {outstanding} running episodes, found {len(rollout.scheduler.episodes.running)}"
+            )
         time.sleep(0.05)
     running = resident()
     rollout.loop.run(engine.resume(), 10)
@@ -124,7 +128,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, completion_seco
 
 
 def measure_baseline(outstanding: int, total: int, use_engine: bool) -> dict[str, float]:
-    """Tasks that sleep once, or ask the null engine once: `outstanding` at any time, until `total` have ended."""
+    """Measure tasks that sleep once or call the null engine once: `outstanding` at a time, `total` in all."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
     from rl_contracts.runtime.aio import LoopThread
@@ -171,13 +175,13 @@ def measure_baseline(outstanding: int, total: int, use_engine: bool) -> dict[str
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_part(part: str, outstanding: int, batches: int) -> dict[str, Any]:
-    """One part in a process of its own; its measurements."""
+    """Run one measurement in a separate process and return its results."""
     command = [sys.executable, __file__, "--part", part, "--outstanding", str(outstanding), "--batches", str(batches)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environment)
@@ -189,21 +193,21 @@ def run_part(part: str, outstanding: int, batches: int) -> dict[str, Any]:
 
 
 def median_run(runs: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """The run whose figure `key` is the (lower) median."""
+    """Return the run whose `key` is the (lower) median."""
     return sorted(runs, key=lambda run: run[key])[(len(runs) - 1) // 2]
 
 
 def main() -> None:
-    """Run the parts in turn, and print the JSON line."""
+    """Run the measurements in turn and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--outstanding", type=int, default=100_000, help="episodes; a multiple of 80")
-    parser.add_argument("--batches", type=int, default=12, help="measured batches of a run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each part")
-    parser.add_argument("--default-gc", action="store_true", help="also measure with Python's own collector settings")
+    parser.add_argument("--outstanding", type=int, default=100_000, help="outstanding episodes; a multiple of 80")
+    parser.add_argument("--batches", type=int, default=12, help="measured batches per run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement")
     parser.add_argument(
-        "--quick", action="store_true", help="few episodes, the runtime alone; checks only that it runs"
+        "--default-gc", action="store_true", help="also measure with the default garbage collector settings of Python"
     )
-    # the first core often serves the machine's interrupts
+    parser.add_argument("--quick", action="store_true", help="few episodes, the runtime only; only checks that it runs")
+    # the first core often handles interrupts
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to run on")
     parser.add_argument("--part", choices=["tasks", "engine", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -211,7 +215,7 @@ def main() -> None:
         measurements = measure_runtime(outstanding=800, batches=4, tuned=False, completion_seconds=QUICK_SECONDS)
         print(json.dumps({"benchmark": "rollout_runtime", "outstanding": 800, "runtime": measurements}))
         return
-    os.sched_setaffinity(0, {options.core})  # inherited by the parts
+    os.sched_setaffinity(0, {options.core})  # child processes inherit it
     if options.part in ("tasks", "engine"):
         total = 2 * options.outstanding
         print(json.dumps(measure_baseline(options.outstanding, total, use_engine=options.part == "engine")))
@@ -226,7 +230,7 @@ def main() -> None:
             runs[part].append(run_part(part, options.outstanding, options.batches))
     result: dict[str, Any] = {"benchmark": "rollout_runtime", "outstanding": options.outstanding, "core": options.core}
     result |= {part: median_run(part_runs, next(iter(part_runs[0]))) for part, part_runs in runs.items()}
-    # what other programs take of the core is no cost of the runtime's; every run's measurements are printed above
+    # CPU time of other programs is not a cost of the runtime; all runs are printed above
     result["runtime"] = max(runs["runtime"], key=lambda run: run["cpu_fraction"])
     result["runs"] = [{key: run[key] for key in ("episodes_per_s", "cpu_fraction")} for run in runs["runtime"]]
     for baseline in ("tasks", "engine"):

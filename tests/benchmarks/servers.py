@@ -1,23 +1,23 @@
-"""One workload over the embedded server, vLLM and SGLang, and what our client costs beside a bare one.
+"""Run one workload on the embedded server, vLLM and SGLang, and measure the CPU time of the client.
 
     uv run python tests/benchmarks/servers.py [--server embedded] [--server vllm] [--server sglang]
 
-A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores; each server is started as a run starts it,
-one after the other, with the environments that `infra/servers/build.py` makes. One whose environment is missing is
-skipped, and the metrics say so. Prompts are 32 random tokens, all different; temperature 1; end tokens ignored;
-log-probs and versions of every token come with the answers. Per server:
+The model is a random float32 Qwen3 of 4 layers of width 128 on the CPU. Each server starts as in a run, one after the
+other, in the environments that `infra/servers/build.py` creates. A server whose environment is missing is skipped, with
+the reason in the results. Prompts are 32 random tokens, all different. Sampling is at temperature 1 without end tokens,
+and returns the log-prob and version of every token. Results per server:
 
-- `uniform` (64 answers of 64 tokens) and `long_tail` (512 of log-normal length, mean about 54, at most 256), 64 at
-  once: tokens per second through our client.
-- `client_ms`: processor time of this process per answer of 64 tokens, in milliseconds, for our client and for a bare
-  one of aiohttp that posts the same and reads the same streams without looking at them, in turn.
-- `lost_at_most`: tokens of the largest message of 64 answers of 256 tokens at once: so many are lost with a server
-  that dies just before it would have sent it.
-- `publish`: seconds of an update by a run's own publisher over each route, and for how long the server stood still
-  while it wrote answers.
+- `tokens_per_s`: through the client, with 64 concurrent requests. `uniform` is 64 completions of 64 tokens, `long_tail`
+  is 512 completions of log-normal length (mean about 54, at most 256).
+- `client_ms`: CPU milliseconds of this process per completion of 64 tokens, for the client and for a minimal aiohttp
+  client. The minimal client posts the same requests and reads the same streams without parsing them. They alternate.
+- `max_lost_tokens`: tokens in the largest stream message of 64 concurrent completions of 256 tokens. A server that dies
+  just before it sends a message loses at most these tokens.
+- `publish`: seconds of an update by the publisher of a run over each route, on an idle server and while the server
+  generates, and how long the update pauses generation.
 
-`client` is the processor time alone, against a program that replays recorded answers of vLLM and SGLang: what it says
-depends on no server. `required` is the limit with the interval that servers are started with.
+`client` measures only the CPU time, with a program that replays recorded responses of vLLM and SGLang. It needs no real
+server. `required` is the limit for the default stream interval.
 
 The last line is one JSON object.
 """
@@ -60,13 +60,13 @@ from rl_trainers import PublishConfig, WeightPublisher  # noqa: E402
 VOCABULARY = 1024
 PROMPT_TOKENS = 32
 CONCURRENCY = 64
-"""Answers that a server generates at the same time."""
+"""Concurrent requests per server."""
 CONTEXT = 1024
 KEY = "the key of this benchmark"
 LIMIT_MS = 2.0
-"""Processor time of our client per answer of 64 tokens, at most."""
+"""Limit of the client's CPU time per completion of 64 tokens."""
 REPLAY_INTERVAL = 0.02
-"""Between two messages of an answer that is replayed."""
+"""Seconds between two messages of a replayed response."""
 SERVERS = ("embedded", "vllm", "sglang")
 ROUTES = ("shm", "disk", "broadcast")
 
@@ -74,7 +74,7 @@ Send = Callable[[ModelRequest], Awaitable[Any]]
 
 
 def make_requests(lengths: list[int], seed: int) -> list[ModelRequest]:
-    """One request per length, with random prompts that share nothing."""
+    """Return one request per length, with random prompts without a common prefix."""
     draw = random.Random(seed)
     return [
         ModelRequest(
@@ -87,7 +87,7 @@ def make_requests(lengths: list[int], seed: int) -> list[ModelRequest]:
 
 
 class MinimalClient:
-    """A client that posts what ours posts, and reads the stream."""
+    """Client that posts the same requests as the inference engine and reads the streams."""
 
     def __init__(self, engine: HttpEngine, address: str) -> None:
         self._protocol, self._address = engine._protocol, address
@@ -96,13 +96,13 @@ class MinimalClient:
         self._requests = 0
 
     async def send(self, request: ModelRequest) -> None:
-        """One answer, thrown away."""
+        """Request one completion and discard it."""
         async with self._post(request) as response:
             async for _ in response.content.iter_any():
                 pass
 
     async def largest_message(self, request: ModelRequest) -> int:
-        """Tokens of the largest message of one answer."""
+        """Return the tokens of the largest stream message of one completion."""
         call, largest = self._call(request), 0
         async with self._session.post(self._address + call.path, json=call.body) as response:
             async for line in response.content:
@@ -126,7 +126,7 @@ class MinimalClient:
 
 
 async def cpu_ms(send: Send, seed: int) -> float:
-    """Milliseconds of this process per answer of 64 tokens, 64 at once."""
+    """Return the CPU milliseconds of this process per completion of 64 tokens, with 64 concurrent requests."""
     requests = make_requests([64] * CONCURRENCY, seed)
     begin = time.process_time()
     await asyncio.gather(*map(send, requests))
@@ -134,7 +134,7 @@ async def cpu_ms(send: Send, seed: int) -> float:
 
 
 async def compare_clients(engine: HttpEngine, minimal: MinimalClient, rounds: int) -> dict[str, Any]:
-    """Processor time of our client and of a bare one, in turn, the order swapped; medians."""
+    """Measure the CPU time of the client and of the minimal client, in alternating order; return medians."""
     milliseconds: dict[str, list[float]] = {"client": [], "minimal": []}
     sides: list[tuple[str, Send]] = [("client", engine.agenerate), ("minimal", minimal.send)]
     for _, send in sides:
@@ -145,12 +145,12 @@ async def compare_clients(engine: HttpEngine, minimal: MinimalClient, rounds: in
     return {name: round(statistics.median(values), 3) for name, values in milliseconds.items()} | {"required": LIMIT_MS}
 
 
-# ---- against replayed answers
+# ---- with replayed responses
 
 
 @contextmanager
 def replaying(server: str, interval: int) -> Iterator[str]:
-    """A program that replays answers; its address."""
+    """Start a program that replays responses and yield its address."""
     command = [sys.executable, str(HERE / "servers_replay.py"), server, str(interval), str(REPLAY_INTERVAL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -162,7 +162,7 @@ def replaying(server: str, interval: int) -> Iterator[str]:
 
 
 def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]:
-    """The client alone, per kind of server."""
+    """Measure the client with replayed responses, per kind of server."""
 
     async def compare(engine: HttpEngine, address: str) -> dict[str, Any]:
         minimal = MinimalClient(engine, address)
@@ -178,15 +178,15 @@ def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]
         with replaying(server, config.stream_interval) as address:
             engine.initialize([address], KEY)
             result[server] = {"stream_interval": config.stream_interval, **loop.run(compare(engine, address), 600)}
-        print(f"client against replayed answers of {server:7s} {result[server]}", flush=True)
+        print(f"client with replayed responses of {server:7s} {result[server]}", flush=True)
     return result
 
 
-# ---- against servers
+# ---- with servers
 
 
 def make_engine(server: str, model: Path, python: str = "", threads: int = 1) -> tuple[HttpEngine, Any]:
-    """The client of a kind of server, and the servers' settings."""
+    """Return the client for a kind of server, and the settings of the server."""
     import rl_inference
 
     names = {"embedded": "Embedded", "vllm": "VLLM", "sglang": "SGLang"}
@@ -196,7 +196,7 @@ def make_engine(server: str, model: Path, python: str = "", threads: int = 1) ->
     spec = ServeSpec(
         model_path=str(model),
         device="cpu",
-        weights_dir="/",  # one server takes all routes: from the disk, and from the memory's file system
+        weights_dir="/",  # the server reads from disk and from /dev/shm, so it supports all routes
         cpus=threads,
     )
     return kind(config, spec, ClientConfig(probe_timeout=60)), config
@@ -204,7 +204,7 @@ def make_engine(server: str, model: Path, python: str = "", threads: int = 1) ->
 
 @contextmanager
 def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[tuple[HttpEngine, Any, str]]:
-    """A server as a run starts it: its client, its settings and its address.
+    """Start a server as in a run; yield its client, its settings and its address.
 
     Raises:
         FileNotFoundError: the environment is missing.
@@ -213,7 +213,7 @@ def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[t
     if server != "embedded":
         directory, complete = environment_of(server)
         if not complete:
-            raise FileNotFoundError(f"no environment with {server} at {directory}: python infra/servers/build.py")
+            raise FileNotFoundError(f"no environment with {server} at {directory}; run python infra/servers/build.py")
         python = str(directory / "bin" / "python")
     engine, config = make_engine(server, model, python, threads)
     job = type(engine).server_spec(config, engine.spec)
@@ -226,7 +226,7 @@ def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[t
 async def generate(
     engine: HttpEngine, cases: dict[str, list[int]], rounds: int, minimal: MinimalClient
 ) -> dict[str, Any]:
-    """Tokens per second of both cases, the client's processor time, and the largest message."""
+    """Measure tokens per second of both cases, the client's CPU time, and the largest stream message."""
     metrics: dict[str, Any] = {"tokens_per_s": {}}
     for case, lengths in cases.items():
         rates = []
@@ -235,17 +235,17 @@ async def generate(
             begin = time.perf_counter()
             completions = await asyncio.gather(*map(engine.agenerate, requests))
             rates.append(sum(len(completion.output_ids) for completion in completions) / (time.perf_counter() - begin))
-        metrics["tokens_per_s"][case] = round(statistics.median(rates[1:]), 1)  # the first one warms up
+        metrics["tokens_per_s"][case] = round(statistics.median(rates[1:]), 1)  # the first round is a warm-up
         print(f"  {case:10s} {metrics['tokens_per_s'][case]:8.0f} tokens/s (load {os.getloadavg()[0]:.1f})", flush=True)
     metrics["client_ms"] = await compare_clients(engine, minimal, 2 * rounds)
-    print(f"  client, ms per answer: {metrics['client_ms']}", flush=True)
+    print(f"  client, CPU ms per completion: {metrics['client_ms']}", flush=True)
     requests = make_requests([max(cases["long_tail"])] * CONCURRENCY, seed=7)
     metrics["max_lost_tokens"] = max(await asyncio.gather(*map(minimal.largest_message, requests)))
     return metrics
 
 
 class Trainer:
-    """A trainer's engine, whose weights go to one server after the other."""
+    """Train engine that publishes its weights to one server after the other."""
 
     def __init__(self, stack: ExitStack, model: Path, loop: LoopThread, scratch: Path) -> None:
         memory = Path("/dev/shm")
@@ -259,11 +259,11 @@ class Trainer:
 
     @property
     def mebibytes(self) -> float:
-        """Of what is published."""
+        """Size of the published weights."""
         return sum(p.numel() * p.element_size() for _, p in self.engine._model.hugging_face_parameters()) / 2**20
 
     def measure(self, client: HttpEngine, route: str, rounds: int) -> dict[str, float]:
-        """Medians of updates of a server that has nothing to do, and of one that writes 8 answers."""
+        """Return median times of updates on an idle server and while the server generates 8 completions."""
         publisher = WeightPublisher(self.engine, client, self.loop, PublishConfig(route=route), self.folders[route])
         try:
             idle = [self._publish(client, publisher) for _ in range(rounds + 1)][1:]
@@ -313,7 +313,7 @@ def measure_server(
     rounds: int,
     trainer: Trainer,
 ) -> dict[str, Any]:
-    """All metrics of one kind of server."""
+    """Start a server and return all its results, or `skipped` with the reason."""
     print(server, flush=True)
     try:
         with started(server, model, scratch, threads) as (engine, config, address):
@@ -340,17 +340,20 @@ def measure_server(
 
 
 def main() -> None:
-    """Measure, and print a line per server and the JSON line."""
+    """Measure; print lines per server and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--server", choices=SERVERS, action="append", help="only these; all by default; with --quick, embedded"
+        "--server",
+        choices=SERVERS,
+        action="append",
+        help="only this server; may be repeated; default: all, with --quick only embedded",
     )
-    parser.add_argument("--client", action="store_true", help="the client alone, against replayed answers")
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each server")
-    parser.add_argument("--quick", action="store_true", help="a small model, little work; checks only that it runs")
+    parser.add_argument("--client", action="store_true", help="only the client, with replayed responses")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads per server")
+    parser.add_argument("--quick", action="store_true", help="small model, few requests; only checks that it runs")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     layers, hidden = (1, 64) if options.quick else (4, 128)
     if options.quick:
         cases = {"uniform": [8] * 8, "long_tail": [min(long_tail(i, 0), 16) for i in range(80)]}

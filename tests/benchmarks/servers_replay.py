@@ -1,10 +1,10 @@
-"""A server that says what a real one said, as fast as it is told to: for the client's processor time alone.
+"""Server that replays recorded responses of vLLM or SGLang, to measure the CPU time of the client alone.
 
     python servers_replay.py vllm 8 0.02     # protocol, tokens per message, seconds between two messages
 
-Its first line is its address. Answers have as many tokens as are asked for, in messages of the shape that the real
-servers' answers have which are recorded for the protocols' tests; all answers get their next message at the same time,
-as from one pass of a server. Nothing is computed.
+The first output line is its address. Responses have the requested number of tokens, in messages with the format of the
+recordings for the protocol tests. All open responses get their next message at the same time, like after one decode
+pass. The server computes nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ JSON_HEADERS = b"HTTP/1.1 200 OK\r\nx-server-instance: 0123456789abcdef\r\nconte
 
 
 class RecordedStream:
-    """Messages of the shape that was recorded.
+    """Stream messages in the recorded format.
 
     Args:
         server: `vllm` or `sglang`.
-        interval: tokens per message after the first one, which has one.
+        interval: tokens per message after the first, which has one token.
     """
 
     def __init__(self, server: str, interval: int) -> None:
@@ -44,12 +44,12 @@ class RecordedStream:
         self._middle, self._last = chunks[1], chunks[-1]
 
     def tokens_of(self, body: dict[str, Any]) -> int:
-        """How many are asked for."""
+        """Return the number of tokens that a request asks for."""
         sampling = body["sampling_params"]
         return int(sampling["max_tokens" if self.server == "vllm" else "max_new_tokens"])
 
     def messages(self, tokens: int) -> Iterator[bytes]:
-        """Those of one answer, in chunks of HTTP."""
+        """Yield the messages of one response, encoded as HTTP chunks."""
         fill = self._vllm if self.server == "vllm" else self._sglang
         sent = 0
         while sent < tokens:
@@ -87,7 +87,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 class Replay:
-    """The server: all open answers go on together."""
+    """Server that advances all open responses together."""
 
     def __init__(self, stream: RecordedStream, seconds: float) -> None:
         self.stream, self.seconds = stream, seconds
@@ -95,14 +95,14 @@ class Replay:
         self.open: dict[asyncio.Transport, Iterator[bytes]] = {}
 
     def begin(self, transport: asyncio.Transport, tokens: int) -> None:
-        """Answer a request from the next turn on."""
+        """Start the response to a request; its first message follows after the next interval."""
         if tokens not in self.messages:
             self.messages[tokens] = [*self.stream.messages(tokens)]
         transport.write(STREAM_HEADERS)
         self.open[transport] = iter(self.messages[tokens])
 
     async def run(self) -> None:
-        """Send each its next message, again and again."""
+        """Send the next message of every open response after each interval."""
         while True:
             await asyncio.sleep(self.seconds)
             for transport, messages in [*self.open.items()]:
@@ -114,7 +114,7 @@ class Replay:
 
 
 class Connection(asyncio.Protocol):
-    """One client's; requests one after the other, whole bodies."""
+    """Connection of one client, which sends one request at a time."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay, self.data = replay, b""
@@ -133,14 +133,14 @@ class Connection(asyncio.Protocol):
         self.data = body[length:]
         if b"/generate " in head.split(b"\r\n")[0]:
             self.replay.begin(self.transport, self.replay.stream.tokens_of(json.loads(body[:length])))
-        else:  # how it is, its stats
+        else:  # health and stats
             stats = {"version": 0, "open": 0, "paused": False, "running": 0, "waiting": 0}
             body = json.dumps({**stats, "generated_tokens": 0, "busy_seconds": 0}).encode()
             self.transport.write(JSON_HEADERS + b"content-length: %d\r\n\r\n%s" % (len(body), body))
 
 
 async def main(server: str, interval: int, seconds: float) -> None:
-    """Serve until the process is ended."""
+    """Serve until the process is killed."""
     replay = Replay(RecordedStream(server, interval), seconds)
     listening = await asyncio.get_running_loop().create_server(lambda: Connection(replay), "127.0.0.1", 0, backlog=512)
     print(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", flush=True)

@@ -1,12 +1,12 @@
-"""Throughput and staleness of asynchronous training for several `max_staleness`, measured beside simulated.
+"""Throughput and staleness of asynchronous training for several `max_staleness`, measured and simulated.
 
     uv run python tests/benchmarks/staleness_sweep.py
 
-Answers take log-normal times on a server with 48 places (the null engine), a trainer takes 40 ms per step of 8 groups
-of 4 answers, and every step publishes a version. `measured` is `DistRollout` on the real clock: its loop in a thread, a
-trainer that sleeps. `simulated` is its head on the simulated clock, which takes no time of its own. Both ask the same
-prompts with the same seeds, so that the answers have the same lengths. Writes docs/images/staleness.svg; the last line
-is one JSON object.
+Completions take log-normal times on a null engine with 48 decode slots. A trainer takes 40 ms per step of 8 groups of 4
+completions and publishes a version after every step. `measured` is `DistRollout` on the real clock, with its event loop
+in a thread and a trainer that sleeps. `simulated` is its scheduler on the simulated clock, where computation takes no
+time. Both request the same prompts with the same seeds, so completions have the same lengths. The script writes
+docs/images/staleness.svg. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from rl_workflows.rollout.batches import assemble
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "images" / "staleness.svg"
 SWEEP = (0, 1, 2, 4, 8)
 BATCH, GROUP = 8, 4
-"""Groups per step, and answers per group."""
+"""Groups per step, and completions per group."""
 COMPLETION_SECONDS, SIGMA = 0.05, 1.0
-"""Mean time of an answer, and sigma of its logarithm."""
+"""Mean seconds per completion, and sigma of the logarithm."""
 DECODE_SLOTS = 48
-"""Answers that the server generates at the same time."""
+"""Concurrent completions of the server."""
 TRAIN_SECONDS, COMMIT_SECONDS = 0.04, 0.002
 TOKENS = 32
 WARMUP = 5
-"""Steps that are not counted."""
+"""Unmeasured steps at the start."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was like, in seconds and versions."""
+    """Times of one step in seconds, and its staleness in versions."""
 
     seconds: float
     waited: float
@@ -59,7 +59,7 @@ class Step:
 
 
 class SingleTurn(RolloutWorkflow):
-    """One answer."""
+    """One completion per episode."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         response = await engine.agenerate(
@@ -69,7 +69,7 @@ class SingleTurn(RolloutWorkflow):
 
 
 def make_engine(clock: Clock | None) -> NullInferenceEngine:
-    """A server whose answers take log-normal times."""
+    """Return a null engine whose completions take log-normal times."""
     config = NullInferenceEngineConfig(
         mean_tokens=TOKENS,
         sigma=SIGMA,
@@ -82,23 +82,23 @@ def make_engine(clock: Clock | None) -> NullInferenceEngine:
 
 
 def rollout_config(max_staleness: int) -> RolloutConfig:
-    """Settings of both runs."""
+    """Return the rollout settings of both runs."""
     return RolloutConfig(max_staleness=max_staleness, group_size=GROUP, stall_timeout=60.0)
 
 
 def prompts() -> Iterator[dict[str, Any]]:
-    """Prompts without end."""
+    """Return an infinite iterator of prompts."""
     return ({"prompt_id": number} for number in count())
 
 
 async def publish(engine: NullInferenceEngine, version: int) -> None:
-    """Both phases of a publication."""
+    """Stage and commit a version."""
     await engine.stage_weights(WeightUpdateMeta("shm", version))
     await engine.commit_weights(version)
 
 
 def step_of(began: float, filled: float, ended: float, stats: dict[str, float | None]) -> Step:
-    """A step from its three moments and the runtime's counters."""
+    """Return a step from its start, the arrival of its batch, its end, and the runtime's metrics."""
     mean, largest = stats["groups/staleness_mean"], stats["groups/staleness_max"]
     assert mean is not None
     assert largest is not None
@@ -106,7 +106,7 @@ def step_of(began: float, filled: float, ended: float, stats: dict[str, float | 
 
 
 def measure(max_staleness: int, steps: int) -> list[Step]:
-    """The runtime on the real clock."""
+    """Run the steps with the runtime on the real clock."""
     engine = make_engine(None)
     rollout = DistRollout(engine, SingleTurn(), prompts(), batch_size=BATCH, config=rollout_config(max_staleness))
     done = []
@@ -125,7 +125,7 @@ def measure(max_staleness: int, steps: int) -> list[Step]:
 
 
 def simulate(max_staleness: int, steps: int) -> list[Step]:
-    """The same steps on the simulated clock."""
+    """Run the same steps on the simulated clock."""
     clock, config = SimulatedClock(), rollout_config(max_staleness)
     engine = make_engine(clock)
     scheduler = RolloutScheduler(engine, SingleTurn(), prompts(), StalenessManager(BATCH, max_staleness), config, clock)
@@ -149,7 +149,7 @@ def simulate(max_staleness: int, steps: int) -> list[Step]:
 
 
 def summarize(steps: list[Step]) -> dict[str, float]:
-    """Of the steps after the warm-up."""
+    """Return throughput, idle fraction and staleness over the steps after the warm-up."""
     counted = steps[min(WARMUP, len(steps) // 2) :]
     seconds = sum(step.seconds for step in counted)
     return {
@@ -161,7 +161,7 @@ def summarize(steps: list[Step]) -> dict[str, float]:
 
 
 def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, float]]) -> str:
-    """Throughput and staleness over `max_staleness`, as SVG."""
+    """Plot throughput, idle fraction and staleness over `max_staleness`; return the SVG."""
 
     def line(label: str, rows: dict[int, dict[str, float]], key: str, color: int) -> Line:
         return Line(label, [rows[bound][key] for bound in rows], color, dashed=rows is simulated)
@@ -172,14 +172,14 @@ def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, f
             [line("measured", measured, "groups_per_s", 0), line("simulated", simulated, "groups_per_s", 1)],
         ),
         Panel(
-            "share of the time in which the trainer waits",
+            "fraction of the time in which the trainer waits",
             [
                 line("measured", measured, "trainer_idle_fraction", 0),
                 line("simulated", simulated, "trainer_idle_fraction", 1),
             ],
         ),
         Panel(
-            "staleness of what was trained on, in versions",
+            "staleness of the trained groups, in versions",
             [
                 line("mean, measured", measured, "staleness_mean", 0),
                 line("mean, simulated", simulated, "staleness_mean", 1),
@@ -191,11 +191,11 @@ def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, f
 
 
 def main() -> None:
-    """Run the sweep, and write the plot and the JSON line."""
+    """Run the sweep; write the plot and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=45, help="steps of each run, the first five not counted")
-    parser.add_argument("--svg", type=Path, help="where to write the plot; by default docs/images/staleness.svg")
-    parser.add_argument("--quick", action="store_true", help="few steps, two values, no plot; checks only that it runs")
+    parser.add_argument("--steps", type=int, default=45, help="steps per run; the first five are not measured")
+    parser.add_argument("--svg", type=Path, help="file of the plot; default: docs/images/staleness.svg")
+    parser.add_argument("--quick", action="store_true", help="few steps, two values, no plot; only checks that it runs")
     options = parser.parse_args()
     if options.quick:
         options.steps = 6

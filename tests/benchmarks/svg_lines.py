@@ -1,4 +1,4 @@
-"""A line chart as SVG text: enough for the plots of the docs, without a plotting library."""
+"""Line charts as SVG text for the plots of the docs, without a plotting library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Line:
 
     label: str
     values: Sequence[float]
-    """One for each tick of the x axis."""
+    """One value per tick of the x axis."""
     color: int = 0
     """Index into `COLORS`."""
     dashed: bool = False
@@ -31,7 +31,7 @@ class Panel:
 
 
 def render(panels: Sequence[Panel], ticks: Sequence[str], x_label: str) -> str:
-    """The panels side by side; every panel begins at 0 and has the same ticks on its x axis."""
+    """Render panels side by side; y axes start at 0, and all x axes have the same ticks."""
     total = WIDTH * len(panels)
     body = [
         f'<g transform="translate({WIDTH * index},0)">{_panel(panel, ticks, x_label)}</g>'
@@ -81,7 +81,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", bold: bool = Fa
 
 
 def _round_up(value: float) -> float:
-    """The next number whose quarters are short, with room for the legend above the lines."""
+    """Return the top of the y axis: a number with short quarters that leaves space for the legend."""
     minimum, unit = value * 1.25, 1.0
     while unit * 10 <= minimum:
         unit *= 10

@@ -1,4 +1,4 @@
-"""The benchmarks run and end with one JSON object."""
+"""Every benchmark runs and prints one JSON object as its last line."""
 
 import json
 import runpy
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(name: str, *options: str, timeout: float = 560) -> dict[str, Any]:
-    """The JSON line of a benchmark, within `limit` seconds."""
+    """Run a benchmark and return its JSON line."""
     command = [sys.executable, str(BENCHMARKS / name), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -27,7 +27,7 @@ def run(name: str, *options: str, timeout: float = 560) -> dict[str, Any]:
 
 
 def benchmark_files() -> list[str]:
-    """The benchmarks: the files with an option `--quick`."""
+    """Return the names of all files with an option `--quick`."""
     files = [path for path in sorted(BENCHMARKS.glob("*.py")) if not path.name.startswith("test_")]
     return [path.name for path in files if '"--quick"' in path.read_text()]
 
@@ -42,7 +42,7 @@ def keep_signals() -> Iterator[None]:
 
 IN_CI = [name for name in benchmark_files() if name != "rollout_endpoint.py"]
 NIGHTLY = [pytest.param("rollout_endpoint.py", marks=pytest.mark.nightly)]
-"""A run of it beside other work did not finish within the time limit; the cause is not known."""
+"""Not in CI: it once exceeded the time limit next to other work, for an unknown reason."""
 
 
 @pytest.mark.usefixtures("keep_signals")
@@ -50,10 +50,10 @@ NIGHTLY = [pytest.param("rollout_endpoint.py", marks=pytest.mark.nightly)]
 def test_benchmark_quick_last_line_is_a_json_object(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # in this process, which has imported torch and transformers already
+    # in this process, which has already imported torch and transformers
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", [program, "--quick"])
-    with suppress(SystemExit) if program == "recovery.py" else nullcontext():  # the one that ends by `sys.exit`
+    with suppress(SystemExit) if program == "recovery.py" else nullcontext():  # which calls `sys.exit`
         runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
     assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1]), dict)
 
@@ -84,9 +84,9 @@ def test_rollout_endpoint_is_within_its_limits(record_property: Callable[[str, o
     results = run("rollout_endpoint.py")
     for agents in ("1", "16", "128"):
         result = results["agents"][agents]
-        record_property(f"ms of processor, ms of latency, {agents} agents", f"{result['cpu_ms']}, {result['added_ms']}")
+        record_property(f"CPU ms, added latency in ms, {agents} agents", f"{result['cpu_ms']}, {result['added_ms']}")
         assert result["calls"] >= 32
-    record_property("tokens read over those of the conversation", results["prefill"]["ratio"])
+    record_property("prefilled tokens over tokens of the conversation", results["prefill"]["ratio"])
     assert results["prefill"]["prefilled_tokens"] >= 0.5 * results["prefill"]["final_tokens"]
     assert results["exceeded_limits"] == []
 
@@ -160,12 +160,13 @@ def test_servers_client_cpu_time_per_completion_is_at_most_2_ms(
     for server in ("vllm", "sglang"):
         assert results[server]["stream_interval"] == 8
         record_property(
-            f"client, ms per answer, {server}", f"{results[server]['client']} (minimal {results[server]['minimal']})"
+            f"client, CPU ms per completion, {server}",
+            f"{results[server]['client']} (minimal {results[server]['minimal']})",
         )
         assert 0 < results[server]["minimal"] < results[server]["client"] <= results[server]["required"] == 2
 
 
-@pytest.mark.nightly  # starts each server for which there is an environment
+@pytest.mark.nightly  # starts each server whose environment exists
 @pytest.mark.timeout(1800)
 def test_servers_quick_reports_metrics_or_reason_for_skipping() -> None:
     every = [option for server in ("embedded", "vllm", "sglang") for option in ("--server", server)]
@@ -189,7 +190,7 @@ def test_recovery_quick_server_kill_reports_seconds_to_next_step(
     result = run("recovery.py", "--quick", "--case", "server-kill")["recovery"]["server-kill"]
     record_property("seconds from the kill of a server to the next step", result["seconds"]["max"])
     assert 0 < result["restart"]["max"] < result["seconds"]["max"]
-    assert result["ok"] is (result["seconds"]["max"] <= result["limit"] == 15)  # which holds on an idle machine
+    assert result["ok"] is (result["seconds"]["max"] <= result["limit"] == 15)  # an idle machine is within the limit
 
 
 @pytest.mark.nightly  # minutes of an idle machine for each case
@@ -202,7 +203,9 @@ def test_recovery_is_within_its_limits(case: str, record_property: Callable[[str
     results = run("recovery.py", "--case", case, timeout=1400)
     if case == "cost":
         for size in ("demo", "larger"):
-            record_property(f"cost of a point every 20 steps, {size}", results["recovery_checkpoints"][size]["cost"])
+            record_property(
+                f"cost of a recovery checkpoint every 20 steps, {size}", results["recovery_checkpoints"][size]["cost"]
+            )
             assert results["recovery_checkpoints"][size]["cost"] <= 0.02
             assert min(peer["blocked_s"] for peer in results["recovery_checkpoints"][size]["peers"].values()) > 0
         return

@@ -1,4 +1,4 @@
-"""The benchmark of one GPU runs whole on a CPU, and a part that fails leaves the others alone."""
+"""The GPU benchmark runs completely on a CPU, and a failing part does not affect the others."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict[str, Any]]]:
-    """The lines of a small run on the CPU, by part."""
+    """Lines of a tiny run on the CPU, by part."""
     command = [sys.executable, str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--tiny"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -66,19 +66,19 @@ def test_run_parts_failing_part_is_reported_and_others_run(
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu_step
 
-    def fails() -> Iterator[dict[str, Any]]:
+    def failing() -> Iterator[dict[str, Any]]:
         yield {"value": 1}
         raise ValueError("no such thing")
 
-    def lacks() -> Iterator[dict[str, Any]]:
+    def missing_module() -> Iterator[dict[str, Any]]:
         import a_module_that_does_not_exist
 
         yield {"value": a_module_that_does_not_exist}
 
-    def works() -> Iterator[dict[str, Any]]:
+    def working() -> Iterator[dict[str, Any]]:
         yield {"value": 2}
 
-    code = gpu_step.run_parts({"x": fails, "y": lacks, "z": works}, {"gpu": None})
+    code = gpu_step.run_parts({"x": failing, "y": missing_module, "z": working}, {"gpu": None})
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 1
@@ -89,7 +89,7 @@ def test_run_parts_failing_part_is_reported_and_others_run(
 
 
 @pytest.mark.parametrize(("values", "expected"), [((3.0, 5.0), 29.0), ((5.0, 3.0), 5.0)])
-def test_at_depth_extends_a_line_and_never_falls(
+def test_at_depth_extrapolates_linearly_without_falling(
     values: tuple[float, float], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -1,18 +1,18 @@
-"""Tokens per second of a training step beside a padded step of transformers, and the memory and time of the loss.
+"""Tokens per second of a training step, compared with a padded step of transformers, and memory and time of the loss.
 
     uv run python tests/benchmarks/train_step.py
 
-Step: rows of log-normal length, one AdamW step of next-token prediction on all of them, the same random Qwen3 in
-float32, the same optimizer settings, clipping and denominator, in one process, the two sides in turn. Ours is
-`FSDPEngine.train_batch` with packed micro-batches of at most `--max-tokens`. The peer is the training step of
-transformers as its Trainer makes it: rows in their order in micro-batches padded to their longest, attention mask,
-labels, gradients accumulated, SDPA attention. Each side gets the number of threads, and the peer the rows per
-micro-batch, with which a trial is fastest. Losses and gradient norms must agree. `fill` is the share of the
-micro-batches' room that holds tokens. `--engine megatron` runs that engine's step in turn with them. With
-`--device cuda`, `mfu` is each side's model FLOPs utilization.
+Step: one AdamW step of next-token prediction on sequences of log-normal length. All sides use the same random float32
+Qwen3, optimizer settings, gradient clipping and denominator. They run in one process, in turn. `fsdp` is
+`FSDPEngine.train_batch` with packed micro-batches of at most `--max-tokens`. The peer is the training step of the
+Trainer of transformers: micro-batches in data order, padded to their longest sequence, with attention mask, labels,
+accumulated gradients and SDPA attention. Trials choose the fastest number of threads for each side, and the fastest
+micro-batch size for the peer. Losses and gradient norms must agree. `fill` is the fraction of the micro-batches'
+capacity that holds tokens. `--engine megatron` also runs the step of that engine. With `--device cuda`, `mfu` is the
+model FLOPs utilization of each side.
 
-Loss: see `train_step_loss.py`; each side alone in a process. Where the machine has too little memory for the
-materialized side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
+Loss: see `train_step_loss.py`; each side runs alone in a process. If memory is too small for the materialized side, it
+runs on fewer tokens (`tokens`), and its seconds and bytes are scaled up.
 
 The last line is one JSON object.
 """
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 REQUIRED = {"step": 2.0, "fill": 0.95, "loss_memory": 0.25, "loss_time": 1.4}
-"""Least ratio of tokens/s and least fill; largest share of the logits' bytes and largest ratio of seconds."""
+"""Minimum ratio of tokens/s, minimum fill, maximum fraction of the logits' bytes, maximum ratio of seconds."""
 PEER_ROWS = (8, 16, 32)
-"""Rows of a padded micro-batch that the peer tries, from the Trainer's default on."""
+"""Sequences per padded micro-batch that the peer tries; 8 is the Trainer's default."""
 MEDIAN_TOKENS, SIGMA = 100.0, 1.0
-"""Of the log-normal lengths: median, and standard deviation of the logarithm."""
+"""Median of the log-normal lengths, and standard deviation of the logarithm."""
 LR, WEIGHT_DECAY, BETAS, EPS, MAX_NORM = 1e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides train on."""
+    """Model, batch and settings of all sides."""
 
     model: str
-    """Hugging Face directory."""
+    """Directory in Hugging Face format."""
     batch: TensorDict
-    """Rows, as `rl_contracts.batch.trajectory` has them."""
+    """Sequences in the format of `rl_contracts.batch.trajectory`."""
     max_tokens: int
-    """Of our micro-batches."""
+    """Token limit of the packed micro-batches."""
     device: str = "cpu"
     dtype: str = "float32"
-    """In which all sides compute; the weights are float32."""
+    """Dtype of the computation; the weights are float32."""
 
     @property
     def tokens(self) -> int:
-        """Real tokens of the batch."""
+        """Number of tokens in the batch, without padding."""
         return int(self.batch["attention_mask"].sum())
 
 
@@ -79,7 +79,7 @@ def make_workload(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> Workload:
-    """A random model of 4 layers with heads of at most 128, and rows of log-normal length."""
+    """Create a random model of 4 layers with a head dimension of at most 128, and sequences of log-normal length."""
     import numpy as np
     import torch
     import transformers
@@ -112,12 +112,12 @@ def make_workload(
 
 
 def nll(outputs: Any, packed: Any) -> Any:
-    """Our loss: the sum of the negative log-probs."""
+    """Loss of the engines: the sum of the negative log-probs."""
     return -(outputs.logprobs * packed["loss_mask"]).sum(), {}
 
 
 class EngineSide:
-    """An engine, by its installed name."""
+    """Train engine, found by its entry point."""
 
     def __init__(self, workload: Workload, name: str = "fsdp") -> None:
         from rl_contracts import registry
@@ -135,12 +135,12 @@ class EngineSide:
         self.engine.initialize(self.spec)
 
     def step(self) -> tuple[float, float]:
-        """One step; loss and gradient norm."""
+        """Take one step; return loss and gradient norm."""
         result = self.engine.train_batch(self.workload.batch, nll, lambda batch: batch["loss_mask"].sum())
         return result["loss"], result["grad_norm"]
 
     def fill(self) -> dict[str, float]:
-        """Micro-batches of a step, how full they are, and how much more than its share the heaviest of 8 ranks gets."""
+        """Return the number of micro-batches, their fill, and the load of the heaviest of 8 ranks over the mean."""
         from rl_contracts.batch.packing import balance
         from rl_contracts.models import micro_batches
 
@@ -155,7 +155,7 @@ class EngineSide:
 
 
 class PaddedSide:
-    """The step of transformers."""
+    """Training step of transformers on padded micro-batches."""
 
     def __init__(self, workload: Workload) -> None:
         import torch
@@ -172,7 +172,7 @@ class PaddedSide:
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
     def step(self, rows: int) -> tuple[float, float]:
-        """One step in micro-batches of so many rows; loss and gradient norm."""
+        """Take one step in micro-batches of `rows` sequences; return loss and gradient norm."""
         import torch
 
         batch, loss = self.workload.batch, 0.0
@@ -200,7 +200,7 @@ class PaddedSide:
 
 
 def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float, tuple[float, float]]:
-    """Seconds of a step on so many threads, and what it returned."""
+    """Return the seconds of a step on `threads` threads, and its result."""
     import torch
 
     torch.set_num_threads(threads)
@@ -210,7 +210,7 @@ def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float,
 
 
 def trial_seconds(step: Callable[[], tuple[float, float]], threads: int) -> float:
-    """Seconds of a step, infinitely many where the GPU has too little memory for it."""
+    """Return the seconds of a step, or infinity if the GPU has too little memory."""
     import torch
 
     try:
@@ -223,8 +223,10 @@ def trial_seconds(step: Callable[[], tuple[float, float]], threads: int) -> floa
 
 
 def utilization(fsdp: EngineSide, seconds: float) -> float | None:
-    """The useful FLOPs of a step (`rl_engines_fsdp.usage.step_flops`) over the device's peak in these seconds; None
-    where that is not known, as of any CPU."""
+    """Return the model FLOPs utilization, or None if the peak FLOP/s of the device is unknown, as on CPUs.
+
+    `rl_engines_fsdp.usage.step_flops` counts the useful FLOPs of a step.
+    """
     import torch
 
     from rl_contracts.models.attention_windows import layer_windows
@@ -239,7 +241,7 @@ def utilization(fsdp: EngineSide, seconds: float) -> float | None:
 
 
 def measure_step(workload: Workload, repeats: int, engine: str) -> dict[str, Any]:
-    """All sides in turn, after a trial of each way in which they can run; `engine` is one more than FSDP."""
+    """Measure all sides in turn, after trials of their settings; `engine` adds an engine to FSDP."""
     fsdp, padded = EngineSide(workload), PaddedSide(workload)
     extra_sides = {engine: EngineSide(workload, engine)} if engine != "fsdp" else {}
     counts = sorted({1, os.cpu_count() or 1})
@@ -248,7 +250,9 @@ def measure_step(workload: Workload, repeats: int, engine: str) -> dict[str, Any
     tolerance = 1e-3 if workload.dtype == "float32" else 3e-2
     for result in first_results[1:]:
         if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(first_results[0], result, strict=True)):
-            raise SystemExit(f"the sides had different work: loss and gradient norm {first_results[0]} and {result}")
+            raise SystemExit(
+                f"expected equal loss and gradient norm on all sides, found {first_results[0]} and {result}"
+            )
     fsdp_trials = {threads: timed(fsdp.step, threads)[0] for threads in counts}
     peer_trials = {
         (threads, rows): trial_seconds(partial(padded.step, rows), threads) for threads in counts for rows in PEER_ROWS
@@ -265,7 +269,8 @@ def measure_step(workload: Workload, repeats: int, engine: str) -> dict[str, Any
         runs.append((fsdp_seconds, peer_seconds))
         load = os.getloadavg()[0]
         print(
-            f"step: ours {workload.tokens / fsdp_seconds:.0f} tokens/s, padded {workload.tokens / peer_seconds:.0f}, load {load:.1f}"
+            f"step: fsdp {workload.tokens / fsdp_seconds:.0f} tokens/s, "
+            f"transformers {workload.tokens / peer_seconds:.0f}, load {load:.1f}"
         )
     rates = [statistics.median(workload.tokens / run[side] for run in runs) for side in range(2)]
     mfu = [utilization(fsdp, workload.tokens / rate) for rate in rates]
@@ -293,7 +298,7 @@ def measure_step(workload: Workload, repeats: int, engine: str) -> dict[str, Any
 
 
 def measure_quick(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One step of each of our engines, and our loss, all of them small; no peer."""
+    """Measure one small step per engine and the fused loss on few tokens, without peers."""
     results: dict[str, Any] = {}
     if options.part in ("all", "step"):
         workload = make_workload(directory, 24, 96, 128, 512, 64, options.device, options.dtype)
@@ -308,13 +313,16 @@ def measure_quick(directory: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def available_bytes() -> int:
-    """Memory that a new process may take."""
+    """Return the available memory in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
 
 
 def max_fitting_tokens(tokens: int, vocabulary: int, hidden: int) -> int:
-    """Tokens of which the materialized loss fits into memory: three times the logits, and weight and gradient twice."""
+    """Return the tokens, at most `tokens`, for which the materialized loss fits into memory.
+
+    It needs three times the logits, and twice the weight with its gradient.
+    """
     fixed = 4 * vocabulary * hidden * 4 + 2 * GIB
     while tokens > 64 and 3.2 * 4 * vocabulary * tokens + fixed > available_bytes():
         tokens //= 2
@@ -322,7 +330,7 @@ def max_fitting_tokens(tokens: int, vocabulary: int, hidden: int) -> int:
 
 
 def loss_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, float]:
-    """One run of `train_step_loss.py`, its seconds and bytes."""
+    """Run `train_step_loss.py` once and return its result."""
     arguments = [str(number) for number in (tokens, vocabulary, hidden, os.cpu_count() or 1)]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -337,12 +345,12 @@ def loss_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict[str,
 
 
 def measure_loss(tokens: int, vocabulary: int, hidden: int, repeats: int) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Run both sides of the loss in turn, after a check that they agree."""
     check_tokens = min(tokens, 64)
     small = [loss_side(side, check_tokens, vocabulary, hidden) for side in ("fused", "materialized")]
     for name in ("logprob", "gradient"):
         if not math.isclose(small[0][name], small[1][name], rel_tol=1e-4):
-            raise SystemExit(f"the sides differ: {name} {small[0][name]} and {small[1][name]}")
+            raise SystemExit(f"expected equal {name} on both sides, found {small[0][name]} and {small[1][name]}")
     runs = []
     for _ in range(repeats):
         fused = loss_side("fused", tokens, vocabulary, hidden)
@@ -369,19 +377,28 @@ def measure_loss(tokens: int, vocabulary: int, hidden: int, repeats: int) -> dic
 
 
 def main() -> None:
-    """Parse options, measure, print."""
+    """Measure and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--longest", type=int, default=1024, help="longer rows are cut to this")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of our micro-batches")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="of the step's model")
-    parser.add_argument("--hidden", type=int, default=256, help="of the step's model")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engine", default="fsdp", help="megatron: that engine's step too, in turn with the others")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the step; mfu is of known GPUs")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the step; see Workload")
+    parser.add_argument("--rows", type=int, default=128, help="sequences per step")
+    parser.add_argument("--longest", type=int, default=1024, help="length limit; longer sequences are truncated")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="token limit of the packed micro-batches")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="vocabulary size of the step's model")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the step's model")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements per side")
+    parser.add_argument(
+        "--engine", default="fsdp", help="train engine to measure in addition to fsdp, for example megatron"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the step; mfu needs a known GPU"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the step's computation; weights are float32",
+    )
     parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
-    parser.add_argument("--quick", action="store_true", help="small sizes, no peer; checks only that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, no peer; only checks that it runs")
     options = parser.parse_args()
     results: dict[str, Any] = {"required": REQUIRED}
     with tempfile.TemporaryDirectory() as directory:

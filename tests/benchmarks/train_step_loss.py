@@ -1,12 +1,12 @@
-"""One side of the loss comparison of `train_step.py`, alone in a process, so that its peak memory is its own.
+"""One side of the loss comparison of `train_step.py`, alone in a process so that its peak memory can be measured.
 
     python train_step_loss.py SIDE TOKENS VOCABULARY HIDDEN THREADS
 
 `SIDE` is `fused` (`rl_contracts.models.fused_logprobs`) or `materialized` (a linear layer and torch's cross-entropy in
-float32). Both turn hidden states into the log-prob of each token, and go backward to hidden states and weight with a
-gradient of their own per token. Peak memory is what the process's resident set grows by between the moment when hidden
-states and weight lie ready and its highest point (`VmHWM`, reset by the kernel before the clock starts): blocks of
-logits, everything kept for backward, and the two gradients. The last line is one JSON object.
+float32). Both compute the log-prob of each token from hidden states. Both run backward to hidden states and weight,
+with a different gradient for each token. Peak memory is the growth of the resident set from before the forward pass to
+its peak (`VmHWM`, reset before the clock starts). It includes blocks of logits, activations kept for backward, and the
+two gradients. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, toke
 
 LossSide = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK = 1 << 19
-"""`max_logits` as the engine sets it on a CPU."""
+"""`max_logits` that the engine uses on a CPU."""
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [M] in blocks."""
+    """Return log-probs [M], computed in blocks of logits."""
     options = HeadOptions(LogitTransform(), BLOCK, entropy_grad=False)
     logprobs, _ = token_logprobs(hidden, weight, None, targets, torch.ones(len(targets)), options)
     return logprobs
 
 
 def materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [M] from a float32 tensor [M, V] of logits."""
+    """Return log-probs [M] from a float32 logits tensor [M, V]."""
     return -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
 
 
@@ -44,19 +44,19 @@ SIDES: dict[str, LossSide] = {"fused": fused, "materialized": materialized}
 
 
 def status(name: str) -> int:
-    """Bytes of an entry of /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
 def measure(side: LossSide, tokens: int, vocabulary: int, hidden_size: int) -> dict[str, float]:
-    """Seconds and bytes of one forward and backward, and a number by which the sides can be compared."""
+    """Return seconds and bytes of one forward and backward pass, with `logprob` and `gradient` to compare sides."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size).mul_(hidden_size**-0.5).requires_grad_()
     targets, gradient = torch.randint(vocabulary, (tokens,)), torch.randn(tokens)
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begin = time.perf_counter()
     logprobs = side(hidden, weight, targets)
     forward = time.perf_counter() - begin
@@ -75,7 +75,7 @@ def measure(side: LossSide, tokens: int, vocabulary: int, hidden_size: int) -> d
 
 
 def main(name: str, tokens: int, vocabulary: int, hidden: int, threads: int) -> None:
-    """Warm up on a few tokens, measure once, print."""
+    """Warm up on a few tokens, measure once, and print the result."""
     torch.set_num_threads(threads)
     measure(SIDES[name], 16, min(vocabulary, 4096), hidden)
     print(json.dumps(measure(SIDES[name], tokens, vocabulary, hidden)))

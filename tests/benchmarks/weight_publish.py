@@ -1,14 +1,15 @@
-"""Seconds to publish 512 MiB of weights over each route, beside a copy of as many bytes.
+"""Seconds to publish 512 MiB of weights over each route, compared with a copy of as many bytes.
 
     uv run python tests/benchmarks/weight_publish.py
 
-A Qwen3 with few wide layers, whose float32 parameters add up to 512 MiB, is made on the spot. The trainer's side is an
-`FSDPEngine` and the publisher of a run, the other side an embedded server in a process of its own; each update is put
-on the route, staged, its receipts compared, and committed. The limit is a copy of as many bytes by two torch threads
-between warm pages, measured before each update. Pages are warm on both sides: the first updates are not counted.
-`ratio` is the median over updates, `undisturbed_ratio` that of the fastest update to the fastest copy: on a busy
-machine a long work is interrupted more often than a short one, and the second is the fairer one.
-`paused` is the time for which the server does not generate at a commit, measured while it has an answer to write.
+The model is a random Qwen3 with few wide layers and 512 MiB of float32 parameters. An `FSDPEngine` and the publisher of
+a run send it to an embedded server in a separate process. Each update sends and stages the weights, compares receipts
+and commits. The reference is a copy of as many bytes by two torch threads between warm pages, measured before each
+update. The first updates warm the pages of both sides and are not counted.
+
+`ratio` is the median over updates. `undisturbed_ratio` is the fastest update divided by the fastest copy. It is fairer
+on a busy machine, which interrupts a long operation more often than a short one. `paused` is the time without
+generation during a commit, measured while the server generates.
 
 The last line is one JSON object.
 """
@@ -29,11 +30,11 @@ from typing import Any
 
 MIB = 2**20
 REQUIRED = {"shm": 6.0, "broadcast": 15.0, "paused": 2.0}
-"""Multiples of a copy that are allowed."""
+"""Largest allowed multiples of a copy."""
 
 
 def make_model(path: Path, mebibytes: int) -> Path:
-    """A model of float32 parameters of about that size: two layers as wide as it takes."""
+    """Create a model with about `mebibytes` of float32 parameters, in few wide layers; return its path."""
     from rl_inference.testing import tiny_model
 
     hidden, layers = (1024, 4) if mebibytes >= 64 else (256, 1)
@@ -45,7 +46,7 @@ def make_model(path: Path, mebibytes: int) -> Path:
 
 
 class Copy:
-    """A copy between warm pages."""
+    """Copy of `size` bytes between warm pages."""
 
     def __init__(self, size: int) -> None:
         import torch
@@ -55,12 +56,12 @@ class Copy:
         self()
 
     def __call__(self) -> float:
-        """Seconds of one, by two threads."""
+        """Copy once with two threads; return the seconds."""
         import torch
 
         threads = torch.get_num_threads()
         torch.set_num_threads(2)
-        self._target.copy_(self._source)  # wakes the threads
+        self._target.copy_(self._source)  # wakes up the threads
         begin = time.perf_counter()
         self._target.copy_(self._source)
         seconds = time.perf_counter() - begin
@@ -69,7 +70,7 @@ class Copy:
 
 
 class Run:
-    """A trainer's engine, a server and the publisher between them, over one route; both on one device, in one dtype."""
+    """Train engine, server and the publisher between them, over one route, on one device and in one dtype."""
 
     def __init__(
         self, stack: ExitStack, model: Path, folder: Path, route: str, device: str = "cpu", dtype: str = "float32"
@@ -104,7 +105,7 @@ class Run:
         return sum(p.numel() * p.element_size() for _, p in self.engine._model.hugging_face_parameters())
 
     def publish(self) -> dict[str, float]:
-        """One update; its seconds, all told and paused."""
+        """Publish once; return the seconds in total, after sending, and with generation paused."""
         self.version += 1
         begin = time.perf_counter()
         times = self.publisher.publish(self.version)
@@ -114,7 +115,7 @@ class Run:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """One answer after the other is being written."""
+        """Keep the server generating, one completion after another."""
         from rl_contracts.config import GenerationConfig
         from rl_contracts.data import ModelRequest
 
@@ -137,7 +138,7 @@ class Run:
 
 
 def measure(model: Path, folder: Path, route: str, warmup: int, rounds: int) -> dict[str, Any]:
-    """Medians of one route, and of the rounds' ratios to a copy."""
+    """Measure one route; return medians of the times and of the ratios to a copy."""
     with ExitStack() as stack:
         run = Run(stack, model, folder, route)
         copy = Copy(run.size)
@@ -174,14 +175,16 @@ def measure(model: Path, folder: Path, route: str, warmup: int, rounds: int) -> 
 
 
 def main() -> None:
-    """Measure, and print a line per route and the JSON line."""
+    """Measure; print a line per route and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512, help="size of the parameters")
-    parser.add_argument("--rounds", type=int, default=9, help="updates that count")
-    parser.add_argument("--warmup", type=int, default=3, help="updates before, which do not")
-    parser.add_argument("--route", choices=["shm", "broadcast", "disk"], action="append", help="only these")
+    parser.add_argument("--rounds", type=int, default=9, help="measured updates")
+    parser.add_argument("--warmup", type=int, default=3, help="unmeasured updates before them")
     parser.add_argument(
-        "--quick", action="store_true", help="a small model, few updates, one route; checks only that it runs"
+        "--route", choices=["shm", "broadcast", "disk"], action="append", help="only this route; may be repeated"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small model, few updates, one route; only checks that it runs"
     )
     options = parser.parse_args()
     mebibytes, warmup, rounds = (8, 1, 2) if options.quick else (options.mebibytes, options.warmup, options.rounds)

@@ -12,7 +12,7 @@ import argparse
 import ast
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -38,44 +38,88 @@ PARTS = {
     "launcher.options": "rl.schedulers",
 }
 """Sections whose settings are those of the part that is chosen, and where the parts are found."""
+CELL_WORDS = 25
+"""Maximum number of words in a table cell."""
 
 
 # ---- settings
 
 
 def settings_page() -> str:
-    """docs/settings.md: every setting of every command."""
+    """Return docs/settings.md: every setting of every command."""
     apps: dict[str, App] = {name: registry.load("rl.apps", name) for names in APPS.values() for name in names}
     kinds = {kind: _settings(apps[names[0]].schema()) for kind, names in APPS.items()}
     merged = {key: row for kind in reversed(kinds.values()) for key, row in kind.items()}
     ordered = [key for kind in kinds.values() for key in kind]
     parts = [
         "# Settings",
-        "Every setting with its default and its meaning. `--help SECTION` of a command shows the same, `--cfg job`\n"
-        "what a command would run with. The defaults are those of the dataclasses;\n"
-        "[what the commands set](#what-the-commands-set) says what each lays over them. This page is made of the\n"
-        f"dataclasses and the docstrings under their fields, by `{COMMAND}`.",
-        "Where a setting is not of all commands, the last column says of which: "
+        "Set a value with `key=value` on the command line, for example `rollout.group_size=8`, or in a YAML file.\n"
+        "The tables list all settings with their defaults. Where a table shortens a text, *more* leads to the full\n"
+        "text below it.",
+        "- `--help SECTION` of a command prints the same texts, and `--cfg job` the values that a command would use.\n"
+        "- [Values of the commands](#values-of-the-commands) lists the defaults that a command changes.\n"
+        "- Each setting has an address: `settings.html#setting-rollout-group_size`, with `-` in place of dots.",
+        "A setting exists in all commands if the table has no entry under *apps*. Otherwise *apps* names the commands: "
         + "; ".join(f"*{kind}* is {_listed(names)}" for kind, names in APPS.items())
-        + ". An app of your own has those of the class that it derives from.",
+        + ". Your own app has the settings of the class that it derives from.",
+        f"`{COMMAND}` writes this page from the config classes.",
     ]
     for section in dict.fromkeys(map(_section, ordered)):
         keys = dict.fromkeys(key for key in ordered if _section(key) == section)
-        rows = [(f"`{key}`", *merged[key], _only(key, kinds)) for key in keys]
-        parts += [f"## {section}", _table(("setting", "default", "meaning", "of"), rows)]
+        rows = [(key, *merged[key], _only(key, kinds)) for key in keys]
+        columns = 4 if any(row[3] for row in rows) else 3
+        head = ("setting", "default", "meaning", "apps")[:columns]
+        parts += [f"## {section}", *_setting_tables(head, [row[:columns] for row in rows], _address)]
     for section, group in PARTS.items():
         parts += _parts(section, group)
-    parts += ["## What the commands set", "Beyond the defaults above, before files and settings of your own:"]
+    parts += ["## Values of the commands", "Values that a command sets before your files and settings:"]
     for name, app in apps.items():
         parts += [f"### {name}", _table(("setting", "value"), _changed(app))]
     return "\n\n".join(parts) + "\n"
 
 
+def _setting_tables(
+    head: tuple[str, ...], rows: Iterable[tuple[str, ...]], address: Callable[[str], str]
+) -> Iterator[str]:
+    """Yield a table of settings, then a list with the full text of those whose meaning is too long for a cell.
+
+    The HTML id of a setting is on its list item, or on its row if it has no item.
+    """
+    cells, items = [], []
+    for key, default, meaning, *rest in rows:
+        anchor, short = f'<a id="{address(key)}"></a>', _first_sentences(meaning)
+        if short == meaning:
+            cells.append((f"{anchor}`{key}`", default, _text(meaning), *rest))
+            continue
+        cells.append((f"`{key}`", default, f'{_text(short)} <a href="#{address(key)}">more</a>', *rest))
+        items.append(f"- {anchor}`{key}`: {_text(meaning, in_cell=False)}")
+    yield _table(head, cells)
+    if items:
+        yield "\n".join(items)
+
+
+def _address(key: str) -> str:
+    """Return the HTML id of a setting."""
+    return "setting-" + key.replace(".", "-")
+
+
+def _first_sentences(text: str) -> str:
+    """Return a text if it fits into a cell, otherwise its first sentences or the beginning of a long first one."""
+    if len(text.split()) <= CELL_WORDS:
+        return text
+    limit = CELL_WORDS - 2  # the link to the full text counts as two words
+    sentences = re.split(r"(?:(?<=\.)|(?<=\.\))) (?=[A-Z0-9`(])", text)
+    while len(sentences) > 1 and len(" ".join(sentences).split()) > limit:
+        sentences.pop()
+    short = " ".join(sentences)
+    return short if len(short.split()) <= limit else re.split(r"[:;] | \(", short)[0] + "."
+
+
 def _settings(config: Any) -> dict[str, tuple[str, str]]:
-    """Default and meaning of each setting, without those of parts."""
+    """Return the default and the meaning of each setting, without those of exchangeable components."""
     parts = tuple(f"{section}." for section in (*PARTS, "ref.engine", "critic.engine"))
     rows = (row for row in describe(config) if not row[0].startswith(parts) and row[0] not in FILLED_IN)
-    return {key: (_code(value), _text(meaning)) for key, value, meaning in rows}
+    return {key: (_code(value), meaning) for key, value, meaning in rows}
 
 
 def _section(key: str) -> str:
@@ -83,21 +127,30 @@ def _section(key: str) -> str:
 
 
 def _only(key: str, kinds: dict[str, dict[str, Any]]) -> str:
-    """The kinds of commands that have a setting; empty: all."""
+    """Return the kinds of commands that have a setting, or an empty string for all."""
     having = [kind for kind, settings in kinds.items() if key in settings]
     return "" if len(having) == len(kinds) else ", ".join(having)
 
 
-def _parts(section: str, group: str) -> Iterable[str]:
-    """The settings of the parts that a section is for."""
+def _parts(section: str, group: str) -> Iterator[str]:
+    """Yield a heading and a table per component that can be selected for a section."""
     for name in sorted(registry.available(group)):
         rows = describe(registry.settings(group, name)(), f"{section}.")
         yield f"## {section}: {name}"
-        yield _table(("setting", "default", "meaning"), [(f"`{k}`", _code(v), _text(m)) for k, v, m in rows])
+        yield from _setting_tables(
+            ("setting", "default", "meaning"),
+            [(key, _code(value), meaning) for key, value, meaning in rows],
+            partial(_address_of_component, section, name),
+        )
+
+
+def _address_of_component(section: str, name: str, key: str) -> str:
+    """Return the HTML id of a component's setting: components of a section may have settings of the same name."""
+    return _address(f"{section}.{name}{key.removeprefix(section)}")
 
 
 def _changed(app: App) -> list[tuple[str, str]]:
-    """What a command's own file says that the dataclasses do not."""
+    """Return the settings with other values in a command's file than in the config classes."""
     plain, own = _settings(app.schema()), _settings(app.config([]))
     return [(f"`{key}`", value) for key, (value, _) in own.items() if plain.get(key, ("",))[0] != value]
 
@@ -121,19 +174,23 @@ def commands_page() -> str:
     ]
     parts = [
         "# Commands",
-        f"What can be typed. This page is made of the commands' own parsers, by `{COMMAND}`; `--help` says the same.",
+        f"All commands with their arguments, as `--help` prints them. `{COMMAND}` writes this page from the parsers.",
         "## The apps",
-        "`rl grpo` and `rl sft` are run by these two words, the others by their name alone or behind `rl`. All take\n"
+        "Type `rl grpo` or `rl sft`. The other apps run by their name alone, or after `rl`. All apps accept\n"
         "`key=value` ([settings](settings.md)) and these flags:",
         f"```text\n{FLAGS.partition(chr(10))[2]}\n```",
         _table(("command", "what it does"), apps),
     ]
     for name, parser in choices.choices.items():
         parts += [f"## rl {name}", _sentence(helps[name]), _arguments(parser)]
-    parts += ["## python -m rl_datasets.validate", _sentence("whether the gold answers of a data set score 1.0")]
+    parts += ["## python -m rl_datasets.validate", "Check that the gold answers of a data set score 1.0."]
     parts += [_arguments(parser_of(lambda: validate.main([])))]
-    parts += ["## python -m rl_inference.embedded_server", "The embedded server; the launcher starts it."]
-    parts += [_arguments(parser_of(lambda: server.parse([])))]
+    parts += ["## python -m rl_inference.embedded_server"]
+    parts += [
+        "Start the embedded server, as the launcher does.\n"
+        "[Settings](settings.md#rolloutserver-embedded) has the full text of each argument."
+    ]
+    parts += [_arguments(parser_of(lambda: server.parse([])), _first_sentences)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -155,7 +212,7 @@ def parser_of(command: Callable[[], Any]) -> argparse.ArgumentParser:
     raise AssertionError("expected a command that parses arguments")
 
 
-def _arguments(parser: argparse.ArgumentParser) -> str:
+def _arguments(parser: argparse.ArgumentParser, shorten: Callable[[str], str] = str) -> str:
     rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
@@ -165,8 +222,8 @@ def _arguments(parser: argparse.ArgumentParser) -> str:
         )
         takes = "" if action.nargs == 0 else f" {shown}"
         name = ", ".join(f"{option}{takes}" for option in action.option_strings) or str(shown)
-        said = (action.help or "") % {"default": action.default, "prog": parser.prog}
-        rows.append((f"`{name}`", _text(said)))
+        meaning = (action.help or "") % {"default": action.default, "prog": parser.prog}
+        rows.append((f"`{name}`", _text(shorten(meaning).removesuffix("."))))
     return _table(("argument", "meaning"), rows)
 
 
@@ -210,11 +267,11 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def _text(text: str) -> str:
-    """A sentence for a cell: what stands between backticks is code, and nothing is a tag."""
-    said = text.split("`")
-    said[::2] = [part.replace("<", "&lt;") for part in said[::2]]
-    return "`".join(said).replace("|", "\\|")
+def _text(text: str, in_cell: bool = True) -> str:
+    """Escape a sentence: `<` outside of code begins no tag, and `|` in a cell does not end it."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
+    return "`".join(parts).replace("|", "\\|" if in_cell else "|")
 
 
 def _code(value: str) -> str:

@@ -36,7 +36,9 @@ def test_generated_page_matches_its_sources(page: str) -> None:
 
 
 def test_settings_page_lists_the_settings_of_every_command() -> None:
-    named = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE))
+    named = set(
+        re.findall(r"^\| (?:<a id=\S+</a>)?`([\w.]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    )
     derived = ("ref.engine.", "critic.engine.")  # the page lists them once, as `actor.engine`
     for name in sum(reference.APPS.values(), ()):
         app: App = load("rl.apps", name)
@@ -56,10 +58,36 @@ def test_settings_page_shows_a_new_setting(monkeypatch: pytest.MonkeyPatch) -> N
     app = replace(hh_rlhf.DPO, schema=ExtraConfig)
     monkeypatch.setattr(reference.registry, "load", lambda group, name: app if "dpo" in name else load(group, name))
 
-    assert "| `extra` | `7` | Number of &lt;seeds>, or `\\|`. | dpo |" in reference.settings_page()
+    row = '| <a id="setting-planted"></a>`extra` | `7` | Number of &lt;seeds>, or `\\|`. | dpo |'
+    assert row in reference.settings_page()
 
 
-def test_commands_page_shows_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_setting_is_shortened_in_its_table_and_whole_below_it() -> None:
+    meaning = f"First <tag>. {'Word ' * 30}`a|b`."
+
+    table, full_text = reference._setting_tables(
+        ("setting", "default", "meaning"), [("a.b", "`1`", meaning)], reference._address
+    )
+
+    assert table.endswith('| `a.b` | `1` | First &lt;tag>. <a href="#setting-a-b">more</a> |')
+    assert full_text == f'- <a id="setting-a-b"></a>`a.b`: {meaning.replace("<tag", "&lt;tag")}'
+
+
+def test_addresses_of_settings_are_unique() -> None:
+    addresses = re.findall(r'<a id="(.*?)"', (ROOT / "docs/settings.md").read_text())
+
+    assert len(addresses) == len(set(addresses)) > 300
+
+
+@pytest.mark.parametrize("page", ["docs/settings.md", "docs/commands.md", "docs/families.md"])
+def test_cells_of_generated_pages_are_short(page: str) -> None:
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
+    cells = [cell.split() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+
+    assert max(map(len, cells)) <= reference.CELL_WORDS
+
+
+def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_figures(commands: Any) -> None:
         commands.add_parser("figures", help="list metrics").add_argument("--extra", default=7, help="(%(default)s)")
 

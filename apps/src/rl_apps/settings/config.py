@@ -85,8 +85,8 @@ class ServingSettings(RuntimeConfig):
     """Run a trial episode before the run starts: workflow and reward on one example, with a synthetic
     completion. Set false for a workflow that only works with a real server."""
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))
-    """Handling of unfinished completions at a weight update: `keep` (continue with the KV cache), `recompute` (continue
-    with a rebuilt KV cache) or `wait` (finish them first)."""
+    """Unfinished completions at a weight update: `keep` (continue with the KV cache), `recompute` (rebuild the KV cache
+    first) or `wait` (finish them first)."""
     port: int = bounded(0, "0 (any free one) to 65535", lambda port: 0 <= port <= 65535)
     """Port of the first server; the others use the following ports. 0: any free port."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -131,9 +131,10 @@ class RunConfig(Settings):
     total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
     """Epochs after which the run also ends; 0: only `total_steps` counts."""
     recipe: str = ""
-    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` (for the tiny built-in model) or
-    `pretrained` (published settings: verl's GSM8K examples for `gsm8k-grpo` and `gsm8k-sft`, TRL's for `hh-rlhf-dpo`
-    and `hh-rlhf-rm`; `conf/` names the files). Default: chosen by `model.path`. Other settings override it."""
+    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` or `pretrained`. `embedded`: for the
+    tiny built-in model. `pretrained`: published settings, of verl's GSM8K examples for `gsm8k-grpo` and `gsm8k-sft`,
+    and of TRL's for `hh-rlhf-dpo` and `hh-rlhf-rm`; `conf/` names the files. Default: chosen by `model.path`. Other
+    settings override it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The initial policy."""
     data: DataConfig = field(default_factory=DataConfig)

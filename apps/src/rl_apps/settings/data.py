@@ -53,9 +53,10 @@ class DataConfig(Settings):
     """Maximum tokens of an example, including the completion if completions are generated; generation stops there.
     null: the model's context length, at most 2048. A value above the context length is rejected."""
     overlong: str = choice("refuse", ("refuse", "drop", "truncate"))
-    """Handling of examples that are too long: `refuse` (the command reports their number and does not start), `drop`,
-    or `truncate` (cut at the end). A prompt without room for a completion is cut at the beginning of its last message,
-    until `max_new_tokens` fit, or half of the limit. The command reports how many were dropped or cut."""
+    """Handling of examples that are too long: `refuse`, `drop` or `truncate`. `refuse`: the command reports their
+    number and does not start. `truncate`: they are cut at the end. A prompt without room for a completion is cut at the
+    beginning of its last message, until `max_new_tokens` fit, or half of the limit. The command reports how many were
+    dropped or cut."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set, by name."""
 

@@ -227,9 +227,9 @@ class OptimizerConfig(Settings):
         "schedule": {"constant": set(), "linear": {"min_lr_ratio"}, "cosine": {"min_lr_ratio"}},
     }
     name: str = "adamw"
-    """Optimizer: `adamw`; `sgd`; `muon` (for the matrices of the decoder layers, AdamW for the other parameters);
-    `adamw8bit` (8-bit moments; requires torchao); another installed name; or a dotted path such as
-    `torch.optim:Adagrad`."""
+    """Optimizer: `adamw`, `sgd`, `muon`, `adamw8bit`, another installed name, or a dotted path such as
+    `torch.optim:Adagrad`. `muon` updates the matrices of the decoder layers, and AdamW the other parameters.
+    `adamw8bit` keeps 8-bit moments and requires torchao."""
     lr: float = bounded(1e-6, "0 or more", lambda rate: rate >= 0)
     """Peak learning rate."""
     weight_decay: float = bounded(0.01, "0 or more", lambda decay: decay >= 0)

@@ -71,8 +71,8 @@ class RestartConfig(Settings):
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts towards the limits."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
-    """Seconds without a successful readiness check after which a server is killed and restarted, and without a
-    heartbeat after which a trainer counts as lost. 0: only the end of a process counts."""
+    """Seconds without a successful readiness check after which a server is killed and restarted. A trainer without a
+    heartbeat for that long counts as lost. 0: only the end of a process counts."""
     health_interval: float = bounded(2.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds between two readiness checks of a server."""
 

@@ -82,9 +82,9 @@ class AdvantageConfig(ComponentConfig):
         }
     }
     kind: str = "outcome"
-    """Estimator: `outcome` (the normalized episode reward for each of its tokens; GRPO and variants), `return` (the
-    discounted sum of the rewards from a token on; REINFORCE), `gae` (PPO; needs a critic), `gdpo` (normalizes each
-    reward component separately; `options.weights`), or a custom one."""
+    """Estimator: `outcome` (GRPO and variants), `return` (REINFORCE), `gae` (PPO), `gdpo`, or a custom one. `outcome`:
+    the normalized episode reward for each of its tokens. `return`: the discounted sum of the rewards from a token on.
+    `gae` needs a critic. `gdpo` normalizes each reward component separately (`options.weights`)."""
     mean: str = choice("group", NORMALIZATION_SCOPES)
     """Scope of the mean that `outcome` subtracts: `group`, `batch` or `none`."""
     std: str = choice("group", (*NORMALIZATION_SCOPES, "mean"))
@@ -178,8 +178,8 @@ class CorrectionConfig(ComponentConfig):
         }
     }
     kind: str = "truncate"
-    """Correction: `truncate` (the ratio clipped to [floor, cap]; TIS), `mask` (drops tokens with a ratio outside
-    [floor, cap]; IcePop), `plain` (the ratio itself), `none`, or a custom one."""
+    """Correction: `truncate` (TIS), `mask` (IcePop), `plain`, `none`, or a custom one. `truncate`: the ratio clipped to
+    [floor, cap]. `mask`: drops tokens with a ratio outside [floor, cap]. `plain`: the ratio itself."""
     level: str = choice("token", LEVELS)
     """Level of the ratio: the `token`, its `sequence` (the product over trained tokens) or the `geometric` mean over
     the sequence's trained tokens."""
@@ -208,9 +208,9 @@ class MaskConfig(ComponentConfig):
         }
     }
     kind: str = "none"
-    """Mask: `ratio` (drops tokens with pi_proximal / pi_behavior outside [low, high]), `divergence` (drops tokens or
-    sequences whose `options.estimator` exceeds `options.bound`), `second_moment` (M2PO), `none`, a custom one, or
-    several joined by `+`."""
+    """Mask: `ratio`, `divergence`, `second_moment` (M2PO), `none`, a custom one, or several joined by `+`. `ratio`:
+    drops tokens with pi_proximal / pi_behavior outside [low, high]. `divergence`: drops tokens or sequences whose
+    `options.estimator` exceeds `options.bound`."""
     level: str = choice("geometric", LEVELS)
     """Level of the ratio for `ratio`: the `token`, its `sequence` (the product over trained tokens) or the `geometric`
     mean over the sequence's trained tokens."""
@@ -240,8 +240,9 @@ class KLConfig(Settings):
         "place": {"reward": {"estimator"}, "loss": {"estimator", "weighted"}, "none": set()},
     }
     place: str = choice("none", ("none", "reward", "loss"))
-    """Use of the penalty. `reward`: subtract the KL between sampling policy and reference from the reward of each
-    trained token. `loss`: add the KL between current policy and reference to the loss. `none`: load no reference."""
+    """Use of the penalty: in the `reward`, in the `loss`, or `none`. `reward`: subtract the KL between sampling policy
+    and reference from the reward of each trained token. `loss`: add the KL between current policy and reference to the
+    loss. `none`: load no reference."""
     coef: float = 0.0
     """Weight of the penalty, beta."""
     estimator: str = choice("k3", ESTIMATORS)
@@ -287,10 +288,11 @@ class AlgorithmConfig(Settings):
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     """Reduction of token losses to one number."""
     proximal: str = choice("auto", ("auto", *PROXIMALS))
-    """Source of the proximal ("old") log-probs: `recompute` (a forward pass before the update), `current` (the current
-    policy, detached; needs one minibatch per step), `behavior` (the sampler, which makes every correction 1),
-    `interpolate` (between sampler and current policy, by version; A-3PO), or `auto`. `auto` means `current` with one
-    minibatch and no mask over a whole minibatch (`second_moment`), else `recompute`."""
+    """Source of the proximal ("old") log-probs: `recompute`, `current`, `behavior`, `interpolate` or `auto`.
+    `recompute`: a forward pass before the update. `current`: the current policy, detached; needs one minibatch per
+    step. `behavior`: the sampler, which makes every correction 1. `interpolate`: between sampler and current policy,
+    by version (A-3PO). `auto`: `current` with one minibatch and no mask over a whole minibatch (`second_moment`), else
+    `recompute`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Importance weights for the difference between server and trainer."""
     mask: MaskConfig = field(default_factory=MaskConfig)

@@ -55,10 +55,10 @@ class PublishConfig(Settings):
 
     setting: ClassVar[str] = "publish"
     route: str = choice("auto", ("auto", *ROUTES))
-    """Transport of the weights: `shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to
-    memory, over the network) or `ipc` (trainer and server on one GPU). `auto` takes `shm` if all are on one machine.
-    Otherwise it takes `broadcast`, but `disk` for a single server, which could not rejoin after a restart otherwise.
-    The commands choose the route; in a program without them `auto` is `shm`."""
+    """Transport of the weights: `shm`, `disk`, `broadcast`, `ipc` or `auto`. `shm`: servers on this host. `disk`: a
+    shared file system. `broadcast`: memory to memory, over the network. `ipc`: trainer and server on one GPU. `auto`
+    takes `shm` if all are on one machine. Otherwise it takes `broadcast`, but `disk` for a single server, which could
+    not rejoin after a restart otherwise. The commands choose the route; in a program without them `auto` is `shm`."""
     host: str = ""
     """Address on which rank 0 listens for `broadcast`. Empty: the rendezvous address of the ranks (`MASTER_ADDR`),
     which is loopback on one machine."""

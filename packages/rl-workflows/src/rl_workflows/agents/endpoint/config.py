@@ -28,15 +28,16 @@ class EndpointConfig(Settings):
     `transformers` (defined by the tokenizer's `response_template`) or `none`. `auto` takes the format in which the chat
     template renders a call, or `none` if that format is unknown. With `none`, requests with tools are rejected."""
     credit: str = choice("episode", ("episode", "turn"))
-    """Use of the rewards of single calls (`POST /v1/rewards`). `episode`: they are added to the outcome, and the sum is
-    the single reward of the episode; works with any estimator. `turn`: each completion gets the sum of the rewards from
-    it onward; requires an estimator that reads token rewards (`algorithm.advantage.kind=return` or `gae`)."""
+    """Use of the rewards of single calls (`POST /v1/rewards`), per `episode` or per `turn`. `episode`: they are added
+    to the outcome, and the sum is the single reward of the episode; works with any estimator. `turn`: each completion
+    gets the sum of the rewards from it onward; requires an estimator that reads token rewards
+    (`algorithm.advantage.kind=return` or `gae`)."""
     discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
     """Discount factor of rewards per turn. With `credit=episode` a reward is multiplied by it once for each earlier
     turn of its branch. With `credit=turn` the return of the next turn is multiplied by it."""
     sequences_per: str = choice("branch", ("branch", "call"))
-    """Unit that becomes one training sequence. `branch`: a conversation from its first prompt to a final completion;
-    tokens that branches share are trained in one of them. `call`: a completion and its prompt."""
+    """Unit that becomes one training sequence: `branch` or `call`. `branch`: a conversation from its first prompt to a
+    final completion; tokens that branches share are trained in one of them. `call`: a completion and its prompt."""
     session_seconds: float = bounded(1800.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds after which an open session is closed and its episode fails."""
     max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)

@@ -22,7 +22,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from families_checks import Result, check_engine, check_server, reference_results
+from families_checks import (
+    GRADIENT_TOLERANCE,
+    LOGPROB_TOLERANCE,
+    Result,
+    expectation,
+    try_engine,
+    try_server,
+)
 from families_ranks import RankPair
 
 from rl_contracts.testing.families import VARIANTS, make_family
@@ -88,51 +95,79 @@ def _without_paths(results: dict[str, Result], directory: Path) -> dict[str, Res
 
 HEADER = """# Model families
 
-This page lists which causal families of transformers {version} the train engine and the embedded server support. Each
-family is tested as a tiny random model with the attention windows, RoPE and dropout of its default configuration. Some
-families are also tested with other configurations.
+The causal language models of transformers {version} with the FSDP engine and the embedded server, one train engine model
+per family: {passed} pass all tests. The engine, the server or both reject the other {refused} when they load the model.
 
-| column | `ok` means |
+| column | test |
 |---|---|
-| engine | Log-probs and gradients match those of transformers on each sequence alone. |
-| engine d2 | The same on two processes. |
-| export | The saved directory has the keys of its source, and transformers loads the same weights from it. |
-| server | Log-probs of completions and scores match those of transformers. |
-| publish | After a training step, the server's scores with the published weights match transformers on the export. |
+| engine, engine d2 | Log-probs and gradients on one and on two processes equal those of transformers. |
+| export | A saved checkpoint has the keys of its source, and transformers loads the same weights. |
+| server | Log-probs of completions, and scores, equal those of transformers. |
+| publish | After a weight update, scores of differ server equal those of transformers with the exported weights. |
 
-In float32, log-probs match if they differ by at most 2e-5 nats, and gradients if they differ by at most 1e-4 of the
-tensor's largest entry. Engine and server reject a model while they load it; the last column has the reason.
-`pytest --nightly tests/end_to_end/test_families.py` writes this page.
+transformers computes each sequence separately, in float32. Log-probs may differ by {logprobs} nats, and gradients by
+{gradients} of a tensor's largest entry.
 
-{passed} families pass all checks, the engine or the server rejects {rejected}, and {unbuilt} have no tiny model.
+| note | meaning |
+|---|---|
+| layers: X | The model has layers of type X. Packed sequences and decode slots need full or sliding attention. |
+| fixed attention | transformers does not let the attention of this model be replaced. |
+| attention mask | The model needs an attention mask, or attention that is not causal. |
+| mixed sequences | The layers mix the sequences that are packed into one row. |
+| other numbers | The results differ from those of transformers. |
+| architecture | The model is not a decoder with a linear vocabulary projection. |
+| up to N of M tokens | The server limits the context to N tokens, because RoPE changes at that length. |
 
-| family | engine | engine d2 | export | server | publish | remark or reason |
+| family | engine | engine d2 | export | server | publish | note |
 |---|---|---|---|---|---|---|
 """
+NOTES = {
+    r"has layers of type \[(.*?)\]": r"layers: \1",
+    r"does not (?:allow|let) its attention": "fixed attention",
+    r"this model also needs|its own mask server bias": "attention mask",
+    r"the layers mix packed sequences": "mixed sequences",
+    r"packed sequences differ by|computes other log-probs": "other numbers",
+    r"expected a decoder and a linear": "architecture",
+}
+"""Patterns of the errors that reject a model, and the notes of the page for them."""
 
 
 def page(results_by_family: dict[str, dict[str, Result]]) -> str:
-    """Return the text of docs/families.md."""
+    """Return docs/families.md."""
     import transformers
 
     built = {name: results for name, results in results_by_family.items() if "build" not in results}
     passed = [name for name, results in built.items() if all(result["status"] == "ok" for result in results.values())]
-    unbuilt = {name: results["build"]["why"] for name, results in results_by_family.items() if "build" in results}
-    counts = {"passed": len(passed), "rejected": len(built) - len(passed), "unbuilt": len(unbuilt)}
-    lines = [HEADER.format(version=transformers.__version__, **counts)]
+    values = {
+        "version": transformers.__version__,
+        "passed": len(passed),
+        "rejected": len(built) - len(passed),
+        "logprobs": LOGPROB_TOLERANCE,
+        "gradients": GRADIENT_TOLERANCE,
+    }
+    lines = [HEADER.format(**values)]
     for name, results in built.items():
-        cells = [results.get(check, {}).get("status", "") for check in CHECKS]
-        reasons = {check: results[check]["why"] for check in CHECKS if results.get(check, {}).get("why")}
-        if reasons.get("engine") and reasons["engine"] in reasons.get("engine d2", ""):
-            del reasons["engine d2"]
-        why = " ".join(f"*{check}:* {text}" for check, text in reasons.items())
-        lines.append(f"| {name} | {' | '.join(cells)} | {_cell(why)} |\n")
+        cells = [results.get(check, {}).get("status", "").replace("refused", "rejected") for check in CHECKS]
+        notes = {check: _note(results[check]["why"]) for check in CHECKS if results.get(check, {}).get("why")}
+        if notes.get("engine d2") == notes.get("engine"):
+            notes.pop("engine d2", None)
+        if len(set(notes.values())) == 1 and len(notes) > 1:
+            notes = {" and ".join(notes): next(iter(notes.values()))}
+        text = "; ".join(f"{check}: {note}" for check, note in notes.items())
+        lines.append(f"| {name} | {' | '.join(cells)} | {_cell(text)} |\n")
     if unbuilt:
-        lines += [
-            "\n## Families without a tiny model\n\n",
-            *(f"- {name}: {_cell(why)}\n" for name, why in unbuilt.items()),
+        lines += [name for name, why in unbuilt.items()),
         ]
-    return "".join(lines)
+    rest = "\nNo tiny model could be built for: " + ", ".join(f"`{name}`" for name in unmade) + ".\n"
+    return "".join(lines, rest if unmade else ""])
+
+
+def _note(error: str) -> str:
+    """Return the note for the error of a component, or the beginning of an error without one."""
+    for pattern, note in NOTES.items():
+        if match := re.search(pattern, error):
+            return match.expand(note).replace("'", "")
+    return textwrap.shorten(error, 80)
 
 
 def _cell(text: str) -> str:

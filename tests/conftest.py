@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # modules shared by tests and the tests they start
-sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # modules shared and releases
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # modules shared by tests and the processes they start
+sys.path.append(str(Path(__file__).parents[1] / "infra" / "release"))  # modules shared with releases
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "rl-inference" / "tests"))  # module `publishing`
-collect_ignore = ["plugin"]  # separate package; test_plugin.py runs its tests where it and installed
+collect_ignore = ["plugin"]  # separate package; test_plugin.py runs its tests where it is installed
 
 
 @pytest.fixture

@@ -191,12 +191,7 @@ def test_slurm_run_with_lost_nodes_uses_every_prompt_once(
         run_dir, prompts, epochs = tmp_path / "run", 500, 2
         settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
-        part = chaos.ChaosRun(command,
-            run_dir,
-            tmp_path / "chaos.log",
-            seed,
-            15, CLUSTER_FAULTS,
-            kill_node=lose)
+        part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", seed, 15, CLUSTER_FAULTS, kill_node=lose)
         part.run(seconds=2400)
         check_run(part, prompts, epochs, record_property, DP_LEADERS[route])
 
@@ -225,11 +220,6 @@ def test_ray_run_with_lost_nodes_uses_every_prompt_once(
         names = "files" if seed == 20 else "ray"
         settings = settings_of("ray", names=names) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
-        part = chaos.ChaosRun(command,
-            run_dir,
-            tmp_path / "chaos.log",
-            seed,
-            15, CLUSTER_FAULTS,
-            kill_node=lose)
+        part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", seed, 15, CLUSTER_FAULTS, kill_node=lose)
         part.run(seconds=2400)
         check_run(part, prompts, epochs, record_property, DP_LEADERS[route])

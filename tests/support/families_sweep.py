@@ -26,9 +26,9 @@ from families_checks import (
     GRADIENT_TOLERANCE,
     LOGPROB_TOLERANCE,
     Result,
-    expectation,
-    try_engine,
-    try_server,
+    check_engine,
+    check_server,
+    reference_results,
 )
 from families_ranks import RankPair
 
@@ -95,15 +95,15 @@ def _without_paths(results: dict[str, Result], directory: Path) -> dict[str, Res
 
 HEADER = """# Model families
 
-The causal language models of transformers {version} with the FSDP engine and the embedded server, one train engine model
-per family: {passed} pass all tests. The engine, the server or both reject the other {refused} when they load the model.
+The causal language models of transformers {version} with the FSDP engine and the embedded server, one tiny random model
+per family: {passed} pass all tests. Engine, server or both reject the other {rejected} when they load the model.
 
 | column | test |
 |---|---|
 | engine, engine d2 | Log-probs and gradients on one and on two processes equal those of transformers. |
-| export | A saved checkpoint has the keys of its source, and transformers loads the same weights. |
+| export | A saved checkpoint has the keys of its source, and transformers reloads the same weights. |
 | server | Log-probs of completions, and scores, equal those of transformers. |
-| publish | After a weight update, scores of differ server equal those of transformers with the exported weights. |
+| publish | After a weight update, scores of the server equal those of transformers with the exported weights. |
 
 transformers computes each sequence separately, in float32. Log-probs may differ by {logprobs} nats, and gradients by
 {gradients} of a tensor's largest entry.
@@ -124,7 +124,7 @@ transformers computes each sequence separately, in float32. Log-probs may differ
 NOTES = {
     r"has layers of type \[(.*?)\]": r"layers: \1",
     r"does not (?:allow|let) its attention": "fixed attention",
-    r"this model also needs|its own mask server bias": "attention mask",
+    r"this model also needs|its own mask or bias": "attention mask",
     r"the layers mix packed sequences": "mixed sequences",
     r"packed sequences differ by|computes other log-probs": "other numbers",
     r"expected a decoder and a linear": "architecture",
@@ -147,7 +147,7 @@ def page(results_by_family: dict[str, dict[str, Result]]) -> str:
     }
     lines = [HEADER.format(**values)]
     for name, results in built.items():
-        cells = [results.get(check, {}).get("status", "").replace("refused", "rejected") for check in CHECKS]
+        cells = [results.get(check, {}).get("status", "") for check in CHECKS]
         notes = {check: _note(results[check]["why"]) for check in CHECKS if results.get(check, {}).get("why")}
         if notes.get("engine d2") == notes.get("engine"):
             notes.pop("engine d2", None)
@@ -155,15 +155,13 @@ def page(results_by_family: dict[str, dict[str, Result]]) -> str:
             notes = {" and ".join(notes): next(iter(notes.values()))}
         text = "; ".join(f"{check}: {note}" for check, note in notes.items())
         lines.append(f"| {name} | {' | '.join(cells)} | {_cell(text)} |\n")
-    if unbuilt:
-        lines += [name for name, why in unbuilt.items()),
-        ]
-    rest = "\nNo tiny model could be built for: " + ", ".join(f"`{name}`" for name in unmade) + ".\n"
-    return "".join(lines, rest if unmade else ""])
+    unbuilt = [name for name, results in results_by_family.items() if "build" in results]
+    rest = "\nNo tiny model could be built for: " + ", ".join(f"`{name}`" for name in unbuilt) + ".\n"
+    return "".join([*lines, rest if unbuilt else ""])
 
 
 def _note(error: str) -> str:
-    """Return the note for the error of a component, or the beginning of an error without one."""
+    """Return the note for an error of engine or server, or the beginning of an error without one."""
     for pattern, note in NOTES.items():
         if match := re.search(pattern, error):
             return match.expand(note).replace("'", "")

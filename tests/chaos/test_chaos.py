@@ -31,7 +31,7 @@ PROCESS_FAULTS = (
     "kill_launcher",
     "stop_launcher",
 )
-CLUSTER_FAULTS = (*PROCESS_FAULTS, "truncate_point", "lose_node")
+CLUSTER_FAULTS = (*PROCESS_FAULTS, "truncate_checkpoint", "lose_node")
 ALLOCATIONS = {"broadcast": "embedded:d2+fsdp:d2", "disk": "embedded:d1+fsdp:d1"}
 """Allocation per weight route on a cluster; only the route `disk` allows replacing a single server."""
 DP_LEADERS = {"broadcast": 2, "disk": 1}

@@ -58,7 +58,7 @@ def test_settings_page_shows_a_new_setting(monkeypatch: pytest.MonkeyPatch) -> N
     app = replace(hh_rlhf.DPO, schema=ExtraConfig)
     monkeypatch.setattr(reference.registry, "load", lambda group, name: app if "dpo" in name else load(group, name))
 
-    row = '| <a id="setting-planted"></a>`extra` | `7` | Number of &lt;seeds>, or `\\|`. | dpo |'
+    row = '| <a id="setting-extra"></a>`extra` | `7` | Number of &lt;seeds>, or `\\|`. | dpo |'
     assert row in reference.settings_page()
 
 

@@ -4,6 +4,7 @@ The pages are plain Markdown that GitHub shows as well; `toc.yml` beside this fi
 when the site is looked at, and search works from files.
 """
 
+import re
 from typing import Any
 
 from docutils.nodes import SkipNode
@@ -13,7 +14,7 @@ project = "rl"
 copyright = "the authors of rl"
 extensions = ["myst_parser", "sphinx_external_toc"]
 external_toc_path = "infra/docs/toc.yml"
-include_patterns = ["README.md", "AGENTS.md", "docs/**", "packages/*/README.md", "apps/README.md", "infra/README.md"]
+include_patterns = ["*.md", "docs/**", "packages/*/README.md", "apps/README.md", "infra/README.md"]
 exclude_patterns = [".*", "runs", "outputs", "site", "**/tests", "**/src", "**/__pycache__"]
 
 html_theme = "furo"
@@ -31,8 +32,15 @@ myst_heading_anchors = 4
 
 
 def setup(app: Any) -> None:
-    """Formulas become MathML, which browsers show by themselves."""
+    """Show formulas as MathML, and resolve links to other pages in the READMEs of packages."""
     app.add_html_math_renderer("mathml", (_formula, None), (_displayed_formula, None))
+    app.connect("source-read", _use_relative_links)
+
+
+def _use_relative_links(_: Any, page: str, source: list[str]) -> None:
+    """Replace the absolute links that package READMEs need on a package index."""
+    if page.startswith(("packages/", "apps/")):
+        source[0] = re.sub(r"\]\(https://[^\s)]+/blob/main/(?=docs/)", "](" + "../" * page.count("/"), source[0])
 
 
 def _formula(writer: Any, node: Any) -> None:

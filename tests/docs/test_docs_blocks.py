@@ -168,7 +168,7 @@ def _install(words: list[str]) -> None:
     local_packages = {**packages(), **folders}
     skipped = {"--torch-backend", "cpu", "torch", "transformers", "uv"}
     for word in (word for word in words if word not in skipped):
-        name, _, extras = word.removesuffix("]").partition("[")
+        name, _, extras = word.partition(" @ git+")[0].removesuffix("]").partition("[")
         assert name in local_packages
         assert not extras or set(extras.split(",")) <= set(local_packages[name].project["optional-dependencies"])
 

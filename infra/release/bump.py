@@ -1,10 +1,10 @@
-"""Raise the version of one package, in everything that names it.
+"""Raise the version of one package in all files that contain it.
 
     uv run python infra/release/bump.py PACKAGE (major | minor | patch)
 
-That is its pyproject.toml, the heading of its unreleased changes, the range in which other packages
-and the projects in `downstream/` ask for it, with a line in the changelog of each package whose range changed, and
-uv.lock. Commits nothing.
+Changes the version in pyproject.toml, the heading of the unreleased changes, and uv.lock. If the range for users
+changes, it also changes the range in other packages and in the projects in `downstream/`, and adds a line to the
+changelogs of these packages. Commits nothing.
 """
 
 from __future__ import annotations
@@ -15,47 +15,62 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workspace import ROOT, UNRELEASED, Package, ReleaseError, compatible, ended, package_named, packages, run
+from workspace import (
+    ROOT,
+    UNRELEASED,
+    Package,
+    ReleaseError,
+    compatible_range,
+    exit_code,
+    package_named,
+    packages,
+    run,
+)
 
-PARTS = ("major", "minor", "patch")
+COMPONENTS = ("major", "minor", "patch")
 
 
-def bump(name: str, part: str, root: Path = ROOT) -> list[str]:
-    """Raise the version; uv.lock is left as it is.
+def bump(name: str, component: str, root: Path = ROOT) -> list[str]:
+    """Raise the version, but do not update uv.lock.
 
     Returns:
-        the packages that ask for another range now, and so have an unreleased change.
+        the packages whose requirement changed. They have an unreleased change now.
 
     Raises:
         ReleaseError: the package has no unreleased changes.
     """
     package = package_named(name, root)
     if not package.changes(UNRELEASED):
-        raise ReleaseError(f"{package.changelog}: expected changes under '## {UNRELEASED}', found none to release")
-    version = run("uv", "version", "--package", name, "--bump", part, "--frozen", "--short", cwd=root).strip()
+        raise ReleaseError(f"{package.changelog}: no changes under '## {UNRELEASED}'; nothing to release")
+    version = run("uv", "version", "--package", name, "--bump", component, "--frozen", "--short", cwd=root).strip()
     _edit(package.changelog, rf"(?m)^## {UNRELEASED}$", f"## {UNRELEASED}\n\n## {version}")
     package = Package(package.folder)
     for project in (root / "infra" / "release" / "downstream").glob("*/pyproject.toml"):
-        _ask_for(package, project)
-    users = [user for user in packages(root).values() if _ask_for(package, user.folder / "pyproject.toml")]
+        _update_requirement(package, project)
+    users = [user for user in packages(root).values() if _update_requirement(package, user.folder / "pyproject.toml")]
     for user in users:
         _add_change(user, f"- Needs `{name}` {package.version.major}.{package.version.minor}.")
     return [user.name for user in users]
 
 
-def _add_change(package: Package, change: str) -> None:
-    """Put a line on top of a package's unreleased changes."""
-    if package.changes(UNRELEASED):
-        _edit(package.changelog, rf"(?m)^## {UNRELEASED}\n+", rf"\g<0>{change}\n")
+def _add_change(package: Package, line: str) -> None:
+    """Add a line to the group `### Changed` of the unreleased changes."""
+    before, *sections = re.split(r"(?m)^(?=## )", package.changelog.read_text())
+    unreleased = sections.pop(0) if sections and sections[0].startswith(f"## {UNRELEASED}\n") else f"## {UNRELEASED}\n"
+    unreleased = unreleased.rstrip() + "\n\n"
+    if "\n### Changed\n" in unreleased:
+        unreleased = unreleased.replace("\n### Changed\n\n", f"\n### Changed\n\n{line}\n", 1)
+    elif "\n### Fixed\n" in unreleased:
+        unreleased = unreleased.replace("\n### Fixed\n", f"\n### Changed\n\n{line}\n\n### Fixed\n", 1)
     else:
-        _edit(package.changelog, rf"(?m)^## {UNRELEASED}\n+", "")
-        _edit(package.changelog, r"(?m)^## ", rf"## {UNRELEASED}\n\n{change}\n\n\g<0>")
+        unreleased += f"### Changed\n\n{line}\n\n"
+    package.changelog.write_text(before + unreleased + "".join(sections))
 
 
-def _ask_for(package: Package, project: Path) -> bool:
-    """Let a project ask for the version that the package has now; whether that changed anything."""
-    asked = rf'(?<="{package.name})(\[[\w,]+\])?[<>=\d.,]+(?=")'
-    return _edit(project, asked, rf"\g<1>{compatible(package.version)}", count=0)
+def _update_requirement(package: Package, project: Path) -> bool:
+    """Set the range in which a pyproject.toml requires the package. Return whether the file changed."""
+    requirement = rf'(?<="{package.name})(\[[\w,]+\])?[<>=\d.,]+(?=")'
+    return _edit(project, requirement, rf"\g<1>{compatible_range(package.version)}", count=0)
 
 
 def _edit(path: Path, pattern: str, replacement: str, count: int = 1) -> bool:
@@ -65,19 +80,19 @@ def _edit(path: Path, pattern: str, replacement: str, count: int = 1) -> bool:
     return after != before
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Raise the version, lock, and say what is left to do."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raise the version, update uv.lock, and print the next steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package")
-    parser.add_argument("part", choices=PARTS)
-    asked = parser.parse_args(words)
-    users = bump(asked.package, asked.part)
+    parser.add_argument("component", choices=COMPONENTS)
+    options = parser.parse_args(arguments)
+    users = bump(options.package, options.component)
     run("uv", "lock", cwd=ROOT)
-    package = package_named(asked.package)
-    print(f"{package.name} is {package.version}: commit this, then infra/release/tag.py {package.name}")
+    package = package_named(options.package)
+    print(f"{package.name} is now {package.version}; commit this, then run infra/release/tag.py {package.name}")
     if users:
-        print(f"these ask for it in another range and want a release too: {', '.join(users)}")
+        print(f"these packages require the new range and need a release too: {', '.join(users)}")
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_code(main))

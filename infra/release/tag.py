@@ -1,10 +1,10 @@
-"""Tag this commit as a release of one package.
+"""Tag the current commit as a release of one package.
 
     uv run python infra/release/tag.py PACKAGE
 
-Makes the annotated tag `PACKAGE-vVERSION` with the changelog of that version as its message, and pushes nothing.
-Refused are a tree with changes, a version that is tagged already, a changelog without it or with changes that it leaves
-out, and files that contradict each other.
+Creates the annotated tag `PACKAGE-vVERSION` with the changelog of that version as its message, and pushes nothing.
+Fails for uncommitted changes, a version that already has a tag, a changelog without this version or with unreleased
+changes, and files that contradict each other.
 """
 
 from __future__ import annotations
@@ -14,45 +14,41 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workspace import ROOT, UNRELEASED, ReleaseError, ended, faults, package_named, run
+from workspace import ROOT, UNRELEASED, ReleaseError, exit_code, find_problems, package_named, run
 
 
 def tag(name: str, root: Path = ROOT) -> str:
-    """Tag the commit that is checked out.
-
-    Returns:
-        the tag.
+    """Tag the current commit and return the tag.
 
     Raises:
-        ReleaseError: something of the above; nothing was tagged.
+        ReleaseError: a condition in the docstring of this module is not met. No tag was created.
     """
     package = package_named(name, root)
-    if changed := run("git", "status", "--porcelain", cwd=root):
-        raise ReleaseError(f"expected a tree without changes, found\n{changed.rstrip()}\ncommit or stash them")
+    if uncommitted := run("git", "status", "--porcelain", cwd=root):
+        raise ReleaseError(f"the working tree has uncommitted changes; commit or stash them\n{uncommitted.rstrip()}")
     if run("git", "tag", "--list", package.tag, cwd=root):
-        raise ReleaseError(f"{package.tag}: expected a version without a tag, found one; raise it with bump.py")
-    changes, left_out = package.changes(str(package.version)), package.changes(UNRELEASED)
+        raise ReleaseError(f"the tag {package.tag} already exists; raise the version with bump.py")
+    changes, unreleased = package.changes(str(package.version)), package.changes(UNRELEASED)
     if not changes:
-        raise ReleaseError(f"{package.changelog}: expected changes under '## {package.version}', found none")
-    if left_out:
+        raise ReleaseError(f"{package.changelog}: no changes under '## {package.version}'; raise it with bump.py")
+    if unreleased:
         raise ReleaseError(
-            f"{package.changelog}: expected nothing under '## {UNRELEASED}', found\n{left_out}\n"
-            f"raise the version with bump.py"
+            f"{package.changelog}: '## {UNRELEASED}' must be empty; raise the version with bump.py\n{unreleased}"
         )
-    if found := faults(package, root):
-        raise ReleaseError("\n".join(found))
+    if problems := find_problems(package, root):
+        raise ReleaseError("\n".join(problems))
     message = f"{name} {package.version}\n\n{changes}"
     run("git", "tag", "--annotate", "--cleanup=whitespace", "--message", message, package.tag, cwd=root)
     return package.tag
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Tag, and say what is left to do."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Tag, and print how to publish the tag."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package")
-    made = tag(parser.parse_args(words).package)
-    print(f"tagged; to publish the tag: git push origin {made}")
+    name = tag(parser.parse_args(arguments).package)
+    print(f"tagged; to publish the tag: git push origin {name}")
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_code(main))

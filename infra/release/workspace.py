@@ -1,4 +1,4 @@
-"""The packages of this workspace as their files describe them, and what a release asks of these files."""
+"""The packages of the workspace, as their files describe them, and the commands that the release scripts run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 UNRELEASED = "Unreleased"
 DEADLINE = 1200.0
-"""Seconds that a command may take: the longest fetches gigabytes into an environment."""
+"""Seconds that a command may take. The longest one downloads gigabytes."""
 
 
 class ReleaseError(Exception):
-    """A package cannot be released as it is."""
+    """A package cannot be released in its current state."""
 
 
 class UnknownPackageError(ReleaseError):
-    """No package has that name."""
+    """The workspace has no package of the requested name."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Package:
 
     @property
     def tag(self) -> str:
-        """What the commit of this version is tagged with."""
+        """Git tag of this version."""
         return f"{self.name}-v{self.version}"
 
     @property
     def requirements(self) -> list[Requirement]:
-        """Of the package and of all of its extras."""
+        """Dependencies of the package and of all its extras."""
         extras = self.project.get("optional-dependencies", {}).values()
         return [Requirement(line) for lines in (self.project["dependencies"], *extras) for line in lines]
 
@@ -68,92 +68,96 @@ class Package:
         return self.folder / "CHANGELOG.md"
 
     def changes(self, heading: str) -> str | None:
-        """What its changelog says under a heading; None without such a heading."""
+        """Return the text below a heading of the changelog, or None without this heading."""
         _, *sections = re.split(r"(?m)^## ", self.changelog.read_text())
-        found = (section.partition("\n") for section in sections)
-        return next((text.strip() for name, _, text in found if name.strip() == heading), None)
+        parts = (section.partition("\n") for section in sections)
+        return next((text.strip() for name, _, text in parts if name.strip() == heading), None)
 
 
 def packages(root: Path = ROOT) -> dict[str, Package]:
-    """All packages by name."""
-    found = [Package(folder) for folder in (*sorted((root / "packages").iterdir()), root / "apps")]
-    return {package.name: package for package in found if (package.folder / "pyproject.toml").is_file()}
+    """Return all packages by name."""
+    candidates = [Package(folder) for folder in (*sorted((root / "packages").iterdir()), root / "apps")]
+    return {package.name: package for package in candidates if (package.folder / "pyproject.toml").is_file()}
 
 
 def package_named(name: str, root: Path = ROOT) -> Package:
-    """The package of that name.
+    """Return the package of that name.
 
     Raises:
         UnknownPackageError: there is none.
     """
-    known = packages(root)
-    if name not in known:
-        raise UnknownPackageError(f"expected a package of {', '.join(known)}, found {name}")
-    return known[name]
+    by_name = packages(root)
+    if name not in by_name:
+        raise UnknownPackageError(f"unknown package {name}; expected one of {', '.join(by_name)}")
+    return by_name[name]
 
 
 def next_breaking(version: Version) -> Version:
-    """The first version that may break what uses this one: the next minor one before 1.0, else the next major one."""
+    """Return the next version that may break users: the next minor version before 1.0, else the next major version."""
     return Version(f"0.{version.minor + 1}" if version.major == 0 else f"{version.major + 1}")
 
 
-def compatible(version: Version) -> str:
-    """The range of versions in which what uses this one goes on working: `>=0.2,<0.3`."""
+def compatible_range(version: Version) -> str:
+    """Return the range of versions that do not break users of this version, such as `>=0.2,<0.3`."""
     return f">={version.major}.{version.minor},<{next_breaking(version)}"
 
 
-def range_fault(user: str, requirement: Requirement, version: Version) -> str | None:
-    """What is wrong with how `user` asks for one of our packages, which has this version now."""
-    asked = requirement.specifier
-    if asked.contains(version) and not asked.contains(next_breaking(version)) and not asked.contains("0.0"):
+def range_problem(user: str, requirement: Requirement, version: Version) -> str | None:
+    """Return the problem with the range in which `user` requires a package of the workspace, or None.
+
+    Args:
+        user: name of the package or project that has the requirement.
+        requirement: its requirement.
+        version: current version of the required package.
+    """
+    versions = requirement.specifier
+    if versions.contains(version) and not versions.contains(next_breaking(version)) and not versions.contains("0.0"):
         return None
-    return f"{user}: expected {requirement.name}{compatible(version)}, found {requirement}"
+    return f"{user}: expected {requirement.name}{compatible_range(version)}, found {requirement}"
 
 
-def faults(package: Package, root: Path = ROOT) -> list[str]:
-    """What must be put right in a package's files before it can be released, a sentence each."""
-    known = packages(root)
-    ours = [requirement for requirement in package.requirements if requirement.name in known]
-    found = [range_fault(package.name, requirement, known[requirement.name].version) for requirement in ours]
-    licence = package.folder / "LICENSE"
-    if not licence.is_file() or licence.read_bytes() != (root / "LICENSE").read_bytes():
-        found.append(f"{package.name}: expected a copy of LICENSE in {package.folder}, found none or another; copy it")
-    return [fault for fault in found if fault]
+def find_problems(package: Package, root: Path = ROOT) -> list[str]:
+    """Return the contradictions between the files of a package and the workspace, one sentence each."""
+    by_name = packages(root)
+    internal = [requirement for requirement in package.requirements if requirement.name in by_name]
+    problems = [range_problem(package.name, requirement, by_name[requirement.name].version) for requirement in internal]
+    license_file = package.folder / "LICENSE"
+    if not license_file.is_file() or license_file.read_bytes() != (root / "LICENSE").read_bytes():
+        problems.append(f"{package.name}: {license_file} must be a copy of the LICENSE of the repository; copy it")
+    return [problem for problem in problems if problem]
 
 
-def with_ours(names: Iterable[str], root: Path = ROOT) -> list[Package]:
-    """These packages and all packages of ours that they use, extras included; in the order of the workspace."""
-    known, left, found = packages(root), list(names), set()
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += [requirement.name for requirement in known[name].requirements if requirement.name in known]
-    return [package for name, package in known.items() if name in found]
+def with_dependencies(names: Iterable[str], root: Path = ROOT) -> list[Package]:
+    """Return these packages and the workspace packages that they require, also in extras, in workspace order."""
+    by_name, remaining, selected = packages(root), list(names), set()
+    while remaining:
+        name = remaining.pop()
+        if name not in selected:
+            selected.add(name)
+            requirements = by_name[name].requirements
+            remaining += [requirement.name for requirement in requirements if requirement.name in by_name]
+    return [package for name, package in by_name.items() if name in selected]
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Run a command to its end.
-
-    Returns:
-        what it wrote to standard output.
+    """Run a command and return its standard output.
 
     Raises:
-        ReleaseError: its exit code is not 0, with the end of what it said; or it takes longer than `DEADLINE`.
+        ReleaseError: it takes longer than `DEADLINE`, or its exit code is not 0 (with the last 20 lines of output).
     """
-    what = " ".join(map(str, command[:4]))
+    title = " ".join(map(str, command[:4]))
     try:
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=DEADLINE)
     except subprocess.TimeoutExpired:
-        raise ReleaseError(f"{what} ...: expected an end within {DEADLINE:.0f} s (DEADLINE), found none") from None
+        raise ReleaseError(f"{title} ... did not end within {DEADLINE:.0f} s (DEADLINE in workspace.py)") from None
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise ReleaseError(f"{what} ... ended with {done.returncode}\n{last}")
+        raise ReleaseError(f"{title} ... failed with exit code {done.returncode}\n{last}")
     return done.stdout
 
 
-def ended(main: Callable[[], None]) -> int:
-    """The exit code of a program of this folder: 0, 1 where a package cannot be released, 2 where none is so called."""
+def exit_code(main: Callable[[], None]) -> int:
+    """Run a script of this folder. Return 0, or 2 for an unknown package, or 1 for another `ReleaseError`."""
     try:
         main()
     except ReleaseError as error:

@@ -63,10 +63,18 @@ def test_scripts_of_a_workflow_exist(workflow):
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("dependabot", "dependabot.yml"), ("github-actions", "actions/setup/action.yml")]
+    ("schema", "file"),
+    [
+        ("citation-file-format", "CITATION.cff"),
+        ("dependabot", ".github/dependabot.yml"),
+        ("github-actions", ".github/actions/setup/action.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/feature.yml"),
+    ],
 )
-def test_github_file_matches_its_schema(schema, file):
-    path = WORKFLOWS[0].parents[1] / file
+def test_community_and_github_files_match_their_schema(schema, file):
+    path = workspace.ROOT / file
     done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", str(path)])
 
     assert done.exit_code == 0, done.output

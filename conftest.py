@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu(items: list[pytest.Item]) -> bool:
-    """Whether a CUDA device is available. Imports torch only if a test has the mark `gpu`."""
+    """Return whether a CUDA device is available. Imports torch only if a test has the mark `gpu`."""
     if importlib.util.find_spec("torch") is None or not any(item.get_closest_marker("gpu") for item in items):
         return False
     import torch

@@ -29,7 +29,7 @@ def _lines(*rows: object) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-RECORD = _lines({"step": 1, "rows": 2, "reward/mean": 0.5, "version": 1})
+RECORD = _lines({"step": 1, "sequences": 2, "reward/mean": 0.5, "version": 1})
 FILES = {"good.py": REWARD + "    return 1.0\n", "train.jsonl": _lines(*ROWS), "test.jsonl": _lines(*ROWS)}
 BEFORE = to_yaml(grpo.APP.config(["seed=1", "total_steps=3"]))
 RUN = {"run/config.yaml": BEFORE, "run/metrics.jsonl": RECORD}

@@ -137,7 +137,7 @@ def write_run(directory: Path, setup: Setup, steps: int = 6, **changed: Any) -> 
         "time/train": outcome.train_seconds,
         "time/publish": outcome.publish_seconds,
         "tokens": outcome.trained_tokens,
-        "rows": 16.0,
+        "sequences": 16.0,
         "length/mean": outcome.trained_tokens / 16 - setup.rates.prompt_tokens,
     }
     names = {"server/busy_seconds": busy, "server/generated_tokens": outcome.generated_tokens}

@@ -15,7 +15,7 @@ from rl_contracts.tracker import Tracker
 class Lacking(Tracker):
     library, install = "no_such_library", "the-package"
     def open(self, run): return ""
-    def log(self, figures, step, time): pass
+    def log(self, metrics, step, time): pass
 """
 
 
@@ -81,7 +81,7 @@ from rl_trainers import TrackersConfig, Tracking
 class Endless(Tracker):
     def open(self, run):
         threading.Event().wait()
-    def log(self, figures, step, time): pass
+    def log(self, metrics, step, time): pass
 
 def run(*_):
     with Tracking(TrackersConfig(kind="endless:Endless", close_seconds=0), Path("run"), "sums", {}, print):

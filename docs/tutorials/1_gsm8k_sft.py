@@ -32,7 +32,7 @@ settings = [
     f"data.path={data}",
     "data.batch_size=50",
     "total_steps=40",
-    "evaluation.rows=25",
+    "evaluation.examples=25",
     f"run_dir={run}",
     *sys.argv[1:],
 ]

@@ -33,7 +33,7 @@ settings = [
     "rollout.group_size=8",
     "rollout.max_staleness=1",
     "total_steps=60",
-    "evaluation.rows=128",
+    "evaluation.examples=128",
     f"run_dir={run}",
     *sys.argv[1:],
 ]

@@ -25,7 +25,7 @@ algorithm = [
 # 2. The run.
 # PPO with a critic needs no groups. Here each prompt gets four completions.
 run = Path("runs/tutorials/ppo")
-size = ["data.batch_size=32", "rollout.group_size=4", "total_steps=40", "evaluation.rows=128"]
+size = ["data.batch_size=32", "rollout.group_size=4", "total_steps=40", "evaluation.examples=128"]
 settings = [*algorithm, *size, f"run_dir={run}", *sys.argv[1:]]
 code = main("gsm8k-grpo", settings)
 if code or "--dry-run" in settings:

@@ -16,7 +16,7 @@ from rl_apps.cli.driver import main
 # Without `data.*` the command generates pairs: a word problem with its right answer, and with a wrong one. Your own
 # pairs are examples with `chosen` and `rejected`: `data.name=hh-rlhf data.path=DIR`.
 run = Path("runs/tutorials/rm")
-settings = ["total_steps=40", "data.batch_size=32", "evaluation.rows=128", f"run_dir={run}", *sys.argv[1:]]
+settings = ["total_steps=40", "data.batch_size=32", "evaluation.examples=128", f"run_dir={run}", *sys.argv[1:]]
 code = main("hh-rlhf-rm", settings)
 if code or "--dry-run" in settings:
     sys.exit(code)

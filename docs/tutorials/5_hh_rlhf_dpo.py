@@ -33,7 +33,7 @@ settings = [
     "data.batch_size=32",
     "preference.beta=0.1",
     "total_steps=15",
-    "evaluation.rows=24",
+    "evaluation.examples=24",
     f"run_dir={run}",
     *sys.argv[1:],
 ]

@@ -19,7 +19,7 @@ workflow = ["rollout.workflow=multi-turn"]
 # 2. The run.
 # A step has 16 prompts with 8 episodes each.
 run = Path("runs/tutorials/multi-turn")
-size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.rows=64"]
+size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.examples=64"]
 settings = [*workflow, *size, f"run_dir={run}", *sys.argv[1:]]
 code = main("multi-turn-math", settings)
 if code or "--dry-run" in settings:

@@ -39,19 +39,19 @@ class Reckoner(AgentWorkflow):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         messages, calls = list(data["messages"]), 0
         for _ in range(3):
-            made = await client.chat.completions.create(model="policy", messages=messages, tools=self.tools)
-            said = made.choices[0].message
-            if not said.tool_calls:
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=self.tools)
+            message = completion.choices[0].message
+            if not message.tool_calls:
                 break
-            messages.append(said)
-            for call in said.tool_calls:
+            messages.append(message)
+            for call in message.tool_calls:
                 calls += 1
                 try:
                     result = calculate(json.loads(call.function.arguments)["expression"])
                 except (KeyError, TypeError, ValueError, ArithmeticError) as error:
                     result = f"error: {error}"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        reward = await self.reward("", said.content or "", [], [], answer=data["answer"])
+        reward = await self.reward("", message.content or "", [], [], answer=data["answer"])
         return {"reward": reward, "calls": calls}
 
 
@@ -60,7 +60,7 @@ class Reckoner(AgentWorkflow):
 if __name__ == "__main__":
     run = Path("runs/tutorials/agent")
     agent = f"rollout.workflow={Path(__file__).absolute()}:Reckoner"
-    size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.rows=64"]
+    size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.examples=64"]
     settings = [agent, *size, f"run_dir={run}", *sys.argv[1:]]
     code = main("math-agent", settings)
     if code or "--dry-run" in settings:

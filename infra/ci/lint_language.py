@@ -2,7 +2,7 @@
 
     python infra/ci/lint_language.py
 
-Checks in the folders of CHECKED: words of BANNED anywhere, docstrings whose first word is in OPENINGS, names of tests
+Checks in all tracked files: words of BANNED anywhere, docstrings whose first word is in OPENINGS, names of tests
 over 70 characters, messages (errors, warnings, log lines, help) over 40 words, and Markdown table cells over 25 words.
 Needs the standard library only.
 """
@@ -17,22 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CHECKED = (
-    "packages",
-    "apps",
-    "AGENTS.md",
-    "docs/howto",
-    "docs/tutorials",
-    *(
-        f"docs/{page}.md"
-        for page in (
-            *("agents", "algorithms", "asynchronous", "clusters", "debugging", "failures", "formulas"),
-            *("getting-started", "glossary", "numerics", "own-app", "own-loop", "see-a-run", "servers", "weights"),
-        )
-    ),
-    "infra/ci/commit_message.py",
-)
-"""Paths that are checked. A package is added when its last sentence is in plain English."""
 BANNED = (
     "told, anew, go on, goes on, going on, went on, whoever, somebody, anybody, nobody, everybody, mend, mends, "
     "mended, one's own, by itself, an only, what there is, became of, came of, says nothing, so many more, "
@@ -57,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2])
     root = parser.parse_args().root
-    listed = subprocess.run(["git", "ls-files", "-z", *CHECKED], cwd=root, check=True, capture_output=True, text=True)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)
     names = [name for name in listed.stdout.split("\0") if name.endswith(TEXTS) and not name.endswith(EXEMPT)]
     findings = [
         f"{name}:{line}: {problem}"
@@ -80,15 +64,15 @@ def check(name: str, text: str) -> Iterator[tuple[int, str]]:
                 if (words := len(cell.split())) > CELL_WORDS:
                     yield number, f"table cell of {words} words, expected at most {CELL_WORDS}"
     if name.endswith(".py"):
-        tree = ast.parse(text)
-        yield from _docstrings(tree)
-        yield from _messages(tree)
-        yield from _test_names(tree)
+        nodes = list(ast.walk(ast.parse(text)))
+        yield from _docstrings(nodes)
+        yield from _messages(nodes)
+        yield from _test_names(nodes)
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield docstrings that cannot stand alone: of modules, classes, functions, attributes and constants."""
-    for node in ast.walk(tree):
+    for node in nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -97,9 +81,9 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, f"docstring begins with {match.group()!r}"
 
 
-def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _messages(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield texts of raised errors, log calls and `help=` that are too long. A placeholder counts as one word."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             texts = node.exc.args
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGGED:
@@ -124,9 +108,9 @@ def _text(node: ast.expr) -> str:
     return ""
 
 
-def _test_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _test_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield functions and methods `test_...` with a name that is too long."""
-    for node in ast.walk(tree):
+    for node in nodes:
         name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
         if name.startswith("test_") and len(name) > TEST_NAME:
             yield node.lineno, f"{name}: {len(name)} characters, expected at most {TEST_NAME}"

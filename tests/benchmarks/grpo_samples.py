@@ -55,7 +55,7 @@ def run_rl(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[
         "seed": seed,
         "total_steps": STEPS,
         "evaluation.every": EVERY,
-        "evaluation.rows": HELD_OUT,
+        "evaluation.examples": HELD_OUT,
     }
     command = [sys.executable, "-c", "from rl_apps.cli.driver import main; main('gsm8k-grpo')"]
     run([*command, *(f"{key}={value}" for key, value in overrides.items())])

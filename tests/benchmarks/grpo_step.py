@@ -87,8 +87,8 @@ def run_rl(job: Job, directory: Path, extra: dict[str, Any] | None = None) -> di
         "actor.optimizer.lr": job.lr,
         "actor.optimizer.weight_decay": job.weight_decay,
         "actor.optimizer.beta2": job.beta2,
-        "evaluation.rows": 0,
-        "rollout.rehearsal": False,  # the trial episode takes seconds and is not part of a step
+        "evaluation.examples": 0,
+        "rollout.trial_episode": False,  # the trial episode takes seconds and is not part of a step
         **(extra or {}),
     }
     command = [sys.executable, "-c", "from rl_apps.cli.driver import main; raise SystemExit(main('gsm8k-grpo'))"]
@@ -108,8 +108,8 @@ def read_measurements(job: Job, directory: Path) -> dict[str, Any]:
     }
     return {
         "seconds": sum(r["time/step"] for r in records),
-        "completions": sum(r["rows"] for r in records),
-        "tokens": sum(r["length/mean"] * r["rows"] for r in records),
+        "completions": sum(r["sequences"] for r in records),
+        "tokens": sum(r["length/mean"] * r["sequences"] for r in records),
         "step": {name: round(value, 4) for name, value in mean.items()},
     }
 

@@ -40,7 +40,7 @@ SETTINGS = {
     "rollout.generation.max_new_tokens": 16,
     "rollout.max_staleness": 0,
     "rollout.reward": "reward_by_ids:score",
-    "evaluation.rows": 0,
+    "evaluation.examples": 0,
     "cluster.device": "cpu",
     "recover.every": INTERVAL,
     "launcher.max_restarts": 1000,

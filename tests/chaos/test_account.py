@@ -24,8 +24,8 @@ def make_run(directory: Path, change: Callable[[list[Line]], object] = lambda li
     lines: list[Line] = []
     for group, (epoch, prompt) in enumerate((epoch, prompt) for epoch in range(2) for prompt in range(6)):
         outcome = {(0, 4): "rejected", (1, 4): "rejected", (1, 5): "failed"}.get((epoch, prompt), "trained")
-        lines.append({"prompt_id": prompt, "epoch": epoch, "group_id": group, "ending": outcome, "reason": None})
-    trained = [line for line in lines if line["ending"] == "trained"]
+        lines.append({"prompt_id": prompt, "epoch": epoch, "group_id": group, "outcome": outcome, "reason": None})
+    trained = [line for line in lines if line["outcome"] == "trained"]
     (directory / "batches").mkdir(parents=True)
     for step in range(1, 4):
         batch = trained[3 * step - 3 : 3 * step]
@@ -39,7 +39,7 @@ def make_run(directory: Path, change: Callable[[list[Line]], object] = lambda li
         line.setdefault("step", 2)
     change(lines)
     (directory / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records = [{"step": 0, "eval/accuracy": 0.5}, *({"step": step, "rows": 6.0} for step in (1, 2, 3))]
+    records = [{"step": 0, "eval/accuracy": 0.5}, *({"step": step, "sequences": 6.0} for step in (1, 2, 3))]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
 
@@ -87,7 +87,7 @@ def test_account_with_a_duplicate_sequence_or_step_reports_both(tmp_path: Path) 
     file = run / "batches" / "step_1-version_0.safetensors"
     save_file({name: torch.tensor(ids) for name, ids in sequences.items()}, file)
     with (run / "metrics.jsonl").open("a") as records:
-        records.write('{"step": 3, "rows": 6.0}\n')
+        records.write('{"step": 3, "sequences": 6.0}\n')
 
     with pytest.raises(AssertionError) as error:
         check_accounting(run, range(6), 2)

@@ -33,7 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "data.batch_size": 4,
         "rollout.group_size": 2,
         "rollout.generation.max_new_tokens": 8,
-        "evaluation.rows": 0,
+        "evaluation.examples": 0,
         "recover.every": 3,
         "publish.route": "disk",
     }

@@ -33,7 +33,7 @@ SHORT = {
     "recipe": "embedded",
     "seed": 3,
     "total_steps": 20,
-    "evaluation.rows": 0,
+    "evaluation.examples": 0,
     "data.options.levels": 1,
     "data.batch_size": 16,
     "rollout.group_size": 16,
@@ -128,7 +128,7 @@ def test_gsm8k_data_with_a_random_model_runs_five_steps(
     data = {"data.name": "gsm8k", "data.path": GSM8K, "model.path": tiny, "total_steps": 5, "data.batch_size": 4}
     small = {"rollout.group_size": 4, "rollout.generation.max_new_tokens": 32} if name == "gsm8k-grpo" else {}
     begin = time.monotonic()
-    command = start_command(name, launcher | ONE_CORE | data | small | {"evaluation.rows": 8})
+    command = start_command(name, launcher | ONE_CORE | data | small | {"evaluation.examples": 8})
     command.finish(SECONDS)
 
     record_property("seconds", f"{time.monotonic() - begin:.0f}")

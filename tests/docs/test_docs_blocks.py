@@ -98,7 +98,7 @@ def _rl(words: list[str]) -> None:
         _app(command)([target, *rest][:-1])
     elif command == "plan":  # the empty `RUN` has no rates to plan with
         assert main(words) == (2 if "RUN" in words else 0)
-    elif command == "figures" or (command, target) == ("generate", "CHECKPOINT"):
+    elif command == "metrics" or (command, target) == ("generate", "CHECKPOINT"):
         assert main(words) == 0
     else:
         problem = "no saved batches" if command == "replay" else "expected the directory of a run"

@@ -64,7 +64,7 @@ def test_own_app_is_found_by_its_entry_point(own_app):
     assert _run(own_app, f"{command} --help").startswith("first-words: Supervised learning")
 
 
-@pytest.mark.nightly  # test_apps_own_app.py runs a similar app for each commit
+@pytest.mark.nightly  # test_apps_custom_app.py runs a similar app for each commit
 def test_own_app_runs_20_steps_and_lowers_the_loss(own_app):
     *_, train = _commands(OWN_APP)
 

@@ -89,7 +89,7 @@ def test_cells_of_generated_pages_are_short(page: str) -> None:
 
 def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_figures(commands: Any) -> None:
-        commands.add_parser("figures", help="list metrics").add_argument("--extra", default=7, help="(%(default)s)")
+        commands.add_parser("metrics", help="list metrics").add_argument("--extra", default=7, help="(%(default)s)")
 
     monkeypatch.setattr(main, "_add_models", add_figures)
 

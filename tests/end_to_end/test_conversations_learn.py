@@ -39,7 +39,7 @@ class FailingAgent(MathAgent):
             raise RuntimeError("injected")
         return await super().run(data, **options)
 """
-SMALL = ("recipe=embedded", "data.batch_size=4", "rollout.group_size=4", "evaluation.rows=8", "total_steps=3")
+SMALL = ("recipe=embedded", "data.batch_size=4", "rollout.group_size=4", "evaluation.examples=8", "total_steps=3")
 
 
 def run(app: Any, directory: Path, *settings: str, seconds: float = 280) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_math_agent_colocated_with_server_completes_three_steps(staleness: int, 
 
     records = run(MATH_AGENT, tmp_path / "run", *settings, *SMALL)
 
-    steps = [record for record in records if "rows" in record]
+    steps = [record for record in records if "sequences" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert max(record["staleness/max"] for record in steps) == staleness
     assert all("sharing/freed_gib" in record and record["time/sleep"] > 0 for record in steps)
@@ -94,12 +94,12 @@ def test_agent_failing_on_some_prompts_does_not_stop_the_run(tmp_path: Path) -> 
         "rollout.workflow=failing:FailingAgent",
         *SMALL,
     )
-    settings += ("rollout.rehearsal=false", "rollout.failure_budget=0.9")
+    settings += ("rollout.trial_episode=false", "rollout.failure_budget=0.9")
     (tmp_path / "failing.py").write_text(FAILING)
 
     records = run(MATH_AGENT, tmp_path / "run", *settings)
 
-    steps = [record for record in records if "rows" in record]
+    steps = [record for record in records if "sequences" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert sum(record.get("groups/failed/agent") or 0 for record in records) > 0
     assert {record["prompt_id"] % 3 for record in rollouts(tmp_path / "run")} == {1, 2}
@@ -113,7 +113,7 @@ def test_math_agent_with_process_per_episode_completes_three_steps(tmp_path: Pat
         MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.programs.math_agent:OneEpisodeAgent", *settings
     )
 
-    steps = [record for record in records if "rows" in record]
+    steps = [record for record in records if "sequences" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert {record["groups/failed"] for record in steps} == {0}
     assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
@@ -123,7 +123,7 @@ def test_math_agent_with_process_per_episode_completes_three_steps(tmp_path: Pat
 def test_multi_turn_math_trains_on_several_turns(tmp_path: Path) -> None:
     records = run(MULTI_TURN_MATH, tmp_path / "run", f"model.path={warm_model(tmp_path / 'cache', 'turns')}", *SMALL)
 
-    assert [record["step"] for record in records if "rows" in record] == [1, 2, 3]
+    assert [record["step"] for record in records if "sequences" in record] == [1, 2, 3]
     turns = {record["turns"] for record in rollouts(tmp_path / "run")}
     assert 2 in turns
 

@@ -30,7 +30,7 @@ SETTINGS = (
     "rollout.group_size=4",
     "rollout.generation.max_new_tokens=12",
     "rollout.reward=reward_by_ids:score",
-    "evaluation.rows=4",
+    "evaluation.examples=4",
     "actor.optimizer.lr=3e-3",
     "actor.optimizer.warmup_steps=0",
 )
@@ -153,19 +153,19 @@ def _has_rollouts(run_dir, step):
 
 
 def is_generating(run_dir):
-    """Whether the servers generate the completions of the next step."""
+    """Return whether the servers generate the completions of the next step."""
     step = _last_step(run_dir)
     return step >= 3 and not _has_rollouts(run_dir, step + 1)
 
 
 def is_training(run_dir):
-    """Whether the trainer trains: the completions of a step are written, but not its record."""
+    """Return whether the trainer trains: the completions of a step are written, but not its record."""
     step = _last_step(run_dir)
     return step >= 5 and _has_rollouts(run_dir, step + 1) and _last_step(run_dir) == step
 
 
 def is_writing(run_dir):
-    """Whether a recovery checkpoint is being written."""
+    """Return whether a recovery checkpoint is being written."""
     return _last_step(run_dir) >= 7 and any((run_dir / "recover").glob(".step_*.partial"))
 
 

@@ -27,9 +27,9 @@ SMALL = (
     "data.batch_size=4",
     "rollout.group_size=4",
     "rollout.generation.max_new_tokens=12",
-    "evaluation.rows=8",
+    "evaluation.examples=8",
 )
-ENDLESS = ("total_steps=100000", "evaluation.rows=0", "launcher.max_restarts=0")
+ENDLESS = ("total_steps=100000", "evaluation.examples=0", "launcher.max_restarts=0")
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_plan_predicts_step_times_within_25_percent(model, tmp_path, capsys):
 
     assert main(["plan", "gsm8k-grpo", "--run", str(run_dir), "--no-splits", "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)["simulated"]
-    steps = [record for record in _records(run_dir) if "rows" in record][2:]
+    steps = [record for record in _records(run_dir) if "sequences" in record][2:]
     for predicted, name in (("step_seconds", "time/step"), ("train_seconds", "time/train")):
         measured = sum(step[name] for step in steps) / len(steps)
         assert simulated[predicted] == pytest.approx(measured, rel=0.25), predicted
@@ -196,7 +196,7 @@ def test_grpo_on_two_ranks_completes(model, tmp_path):
         *SMALL,
     )
     assert result.returncode == 0, result.stderr
-    assert [r["rows"] for r in _records(tmp_path / "run") if "rows" in r] == [16, 16]
+    assert [r["sequences"] for r in _records(tmp_path / "run") if "sequences" in r] == [16, 16]
 
 
 @pytest.mark.nightly
@@ -234,7 +234,7 @@ def test_grpo_loads_workflow_and_reward_from_current_directory(model, tmp_path):
     (tmp_path / "custom.py").write_text(CUSTOM_COMPONENTS)
     settings = (
         *("rollout.workflow=custom:CustomWorkflow", "rollout.reward=custom:slow"),
-        *("rollout.max_staleness=0", "evaluation.rows=0"),
+        *("rollout.max_staleness=0", "evaluation.examples=0"),
     )
     command = _command("gsm8k-grpo", *settings, f"model.path={model}", "total_steps=2", "run_dir=run", *SMALL[:-1])
 
@@ -308,7 +308,7 @@ def test_grpo_killed_server_is_restarted_and_run_completes(model, tmp_path):
         "total_steps=100",
         "rollout.client.probe_interval=0.5",
         "launcher.health_timeout=0",  # the test suspends the trainer for a while
-        "evaluation.rows=0",
+        "evaluation.examples=0",
         "allocation=embedded:d2+fsdp:d1",
         *SMALL[:-1],
     )
@@ -357,7 +357,7 @@ def test_grpo_frozen_single_server_is_restarted_without_failures(model, tmp_path
         "gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", "total_steps=60", *limits, *SMALL[:-1]
     )
     process = subprocess.Popen(
-        [*command, "evaluation.rows=0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, "evaluation.examples=0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_until(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")

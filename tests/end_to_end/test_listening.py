@@ -31,7 +31,7 @@ def _listening_addresses(process: psutil.Process) -> set[tuple[str, str]]:
 def test_local_run_listens_only_on_loopback(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     settings = ["allocation=embedded:d1+fsdp:d2", "publish.route=broadcast", "total_steps=1000", "recipe=embedded"]
-    settings += [f"model.path={model}", f"run_dir={run_dir}", "data.batch_size=4", "evaluation.rows=0"]
+    settings += [f"model.path={model}", f"run_dir={run_dir}", "data.batch_size=4", "evaluation.examples=0"]
     run = subprocess.Popen([COMMAND, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     seen: set[tuple[str, str]] = set()
     try:

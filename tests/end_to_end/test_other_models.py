@@ -24,7 +24,7 @@ SMALL = (
     "data.batch_size=4",
     "rollout.group_size=4",
     "rollout.generation.max_new_tokens=12",
-    "evaluation.rows=0",
+    "evaluation.examples=0",
 )
 
 

@@ -16,7 +16,7 @@ SETTINGS = (
     "recipe=embedded",
     "seed=1",
     f"total_steps={STEPS}",
-    "evaluation.rows=0",
+    "evaluation.examples=0",
     "data.options.levels=1",
     "data.batch_size=16",
     "rollout.group_size=16",
@@ -91,7 +91,7 @@ def test_preset_reinforce_improves_the_reward_on_policy(improves):
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_lora_training_improves_accuracy(tmp_path, record_property):
-    adapters = ("actor.engine.lora.rank=16", "actor.optimizer.lr=1e-3", "total_steps=60", "evaluation.rows=256")
+    adapters = ("actor.engine.lora.rank=16", "actor.optimizer.lr=1e-3", "total_steps=60", "evaluation.examples=256")
 
     accuracy = _run("grpo", tmp_path / "run", "eval/accuracy", *SETTINGS, *adapters)
 

@@ -29,7 +29,7 @@ def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]
         "recipe": "embedded",
         "total_steps": 12,
         "data.batch_size": 4,
-        "evaluation.rows": 8,
+        "evaluation.examples": 8,
         "recover.every": 3,
     }
     return [str(BIN / name), *(f"{key}={value}" for key, value in (settings | more).items())]
@@ -83,7 +83,13 @@ def test_sft_killed_and_restarted_ends_with_same_weights(tmp_path: Path) -> None
 def test_sft_resumed_with_other_trainers_matches_uninterrupted_run(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=128)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    settings = {"total_epochs": 2, "total_steps": 20, "data.options.size": 26, "recover.every": 2, "evaluation.rows": 0}
+    settings = {
+        "total_epochs": 2,
+        "total_steps": 20,
+        "data.options.size": 26,
+        "recover.every": 2,
+        "evaluation.examples": 0,
+    }
     one_rank = {**settings, "allocation": "fsdp:d1"}
     subprocess.run(_command("gsm8k-sft", model, whole, **one_rank), check=True, capture_output=True, timeout=250)
 
@@ -108,7 +114,7 @@ def test_sft_resumed_with_other_trainers_matches_uninterrupted_run(tmp_path: Pat
 def test_sft_on_megatron_tensor_ranks_resumes_on_pipeline_stages(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    settings = {"recover.every": 2, "evaluation.rows": 0}
+    settings = {"recover.every": 2, "evaluation.examples": 0}
     before, after = ({**settings, "allocation": f"megatron:{layout}"} for layout in ("t2", "p2"))
     subprocess.run(_command("gsm8k-sft", model, whole, **before), check=True, capture_output=True, timeout=250)
 
@@ -128,7 +134,7 @@ def test_sft_on_megatron_tensor_ranks_resumes_on_pipeline_stages(tmp_path: Path)
 @pytest.mark.nightly
 def test_grpo_killed_and_restarted_trains_on_every_prompt_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
-    small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.rows": 0}
+    small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.examples": 0}
     command = _command("gsm8k-grpo", model, run_dir, **small)
     _kill_after_checkpoint(command, run_dir)
 
@@ -155,7 +161,7 @@ def test_grpo_resumed_on_two_trainers_and_one_trains_every_prompt_once(tmp_path:
     settings = {
         "rollout.group_size": 2,
         "rollout.generation.max_new_tokens": 8,
-        "evaluation.rows": 0,
+        "evaluation.examples": 0,
         "data.options.size": 21,
         "total_epochs": 2,
         "total_steps": 20,
@@ -175,7 +181,7 @@ def test_grpo_resumed_on_two_trainers_and_one_trains_every_prompt_once(tmp_path:
     records = _records(run_dir)
     assert [r["step"] for r in records] == [*range(1, 12)]
     assert [r["version"] for r in records] == [*range(1, 12)]
-    assert [r["rows"] for r in records] == [8.0] * 10 + [4.0]
+    assert [r["sequences"] for r in records] == [8.0] * 10 + [4.0]
     trained = [
         json.loads(line)
         for path in (run_dir / "rollouts").glob("step_*.jsonl")
@@ -191,7 +197,7 @@ def test_grpo_resumed_on_two_trainers_and_one_trains_every_prompt_once(tmp_path:
 @pytest.mark.nightly  # test_end_to_end.py stops a run on every commit
 def test_sft_stopped_by_sigterm_resumes_and_finishes_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
-    more = {"recover.every": 0, "recover.every_minutes": 0, "evaluation.rows": 0}
+    more = {"recover.every": 0, "recover.every_minutes": 0, "evaluation.examples": 0}
     endless = _command("gsm8k-sft", model, run_dir, **more, total_steps=100_000)
     process = subprocess.Popen(endless, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200

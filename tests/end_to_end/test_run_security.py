@@ -133,7 +133,7 @@ def run(request, tmp_path_factory) -> Iterator[RunInProgress]:
             "publish.route=broadcast",
             "total_steps=100000",
         ]
-        settings += [f"model.path={model}", f"run_dir={run_dir}", "data.batch_size=4", "evaluation.rows=0"]
+        settings += [f"model.path={model}", f"run_dir={run_dir}", "data.batch_size=4", "evaluation.examples=0"]
         settings += ["recipe=embedded", "cluster.device=cpu", "recover.every=10"]
         environment = os.environ | variables | {"TMPDIR": str(temporary)}
         with (Path(base) / "output").open("w") as output:

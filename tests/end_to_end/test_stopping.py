@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]:
-    settings = {"run_dir": run_dir, "model.path": model, "recipe": "embedded", "evaluation.rows": 0}
+    settings = {"run_dir": run_dir, "model.path": model, "recipe": "embedded", "evaluation.examples": 0}
     if name == "gsm8k-grpo":
         settings |= {"rollout.group_size": 4, "rollout.generation.max_new_tokens": 8, "rollout.reward": REWARD}
     return [str(BIN / name), *(f"{key}={value}" for key, value in (settings | more).items())]

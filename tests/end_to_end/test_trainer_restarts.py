@@ -24,7 +24,7 @@ def _start(name: str, model: Path, run_dir: Path, **more: object) -> Command:
         "recipe": "embedded",
         "total_steps": 12,
         "data.batch_size": 4,
-        "evaluation.rows": 0,
+        "evaluation.examples": 0,
         "recover.every": 3,
     }
     return Command(name, run_dir, settings | more)

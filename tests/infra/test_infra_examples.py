@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 BIN = Path(sys.executable).parent
 KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
-SMALL = ("recipe=embedded", "data.batch_size=4", "evaluation.rows=0", "total_steps=3", "cluster.device=cpu")
+SMALL = ("recipe=embedded", "data.batch_size=4", "evaluation.examples=0", "total_steps=3", "cluster.device=cpu")
 
 
 def _locked(name):

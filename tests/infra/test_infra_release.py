@@ -30,7 +30,7 @@ def test_package_files_agree(package):
     assert workspace.find_problems(package) == []
 
 
-@pytest.mark.parametrize("package", **_named(PACKAGES))
+@pytest.mark.parametrize("package", **_parameters(PACKAGES))
 def test_package_metadata_is_complete(package):
     assert metadata.metadata_problems(package) == []
 

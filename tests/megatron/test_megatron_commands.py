@@ -65,7 +65,7 @@ def test_command_trains_in_megatron_layout(tmp_path, monkeypatch, name, layout, 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = make_tiny_model(tmp_path / "model", "qwen3_moe" if "e2" in layout else "qwen3")
     run = {"allocation": layout, "model.path": model, "cluster.device": "cpu"}
-    command = Command(name, tmp_path / "run", run | {"total_steps": 2, "evaluation.rows": 4} | settings)
+    command = Command(name, tmp_path / "run", run | {"total_steps": 2, "evaluation.examples": 4} | settings)
 
     command.finish(280)
 

@@ -15,7 +15,7 @@ EXPERTS = ("allocation=embedded:d1+megatron:(attn:d2|ffn:e2)", "model.path=embed
 @pytest.mark.nightly
 @pytest.mark.timeout(3300)
 def test_moe_on_two_expert_ranks_raises_reward_by_a_fifth(tmp_path, record_property):
-    line = [COMMAND, *EXPERTS, f"run_dir={tmp_path / 'run'}", "total_steps=200", "evaluation.rows=0"]
+    line = [COMMAND, *EXPERTS, f"run_dir={tmp_path / 'run'}", "total_steps=200", "evaluation.examples=0"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from rl_apps.run.components import weights_directory
 from rl_inference.testing import ServerProcess
 
 KEY = "the key of the servers"
-SHORT_RUN = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.rows=8", "evaluation.every=2")
+SHORT_RUN = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.examples=8", "evaluation.every=2")
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ async def test_vllm_sleep_frees_gpu_memory_and_wake_keeps_the_version(tmp_path: 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_embedded_server_sleeps_while_the_trainer_uses_its_gpu(tmp_path: Path) -> None:
-    settings = ("allocation='embedded:d1|fsdp:d1'", "cluster.device=cuda", "total_steps=3", "evaluation.rows=0")
+    settings = ("allocation='embedded:d1|fsdp:d1'", "cluster.device=cuda", "total_steps=3", "evaluation.examples=0")
     line = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={tmp_path / 'run'}", *settings]
 
     done = subprocess.run(line, capture_output=True, text=True, timeout=500)

@@ -132,7 +132,7 @@ def learned(record_property: Callable[[str, object], None], checker: ModuleType)
         command.end()
         records = command.records
         accuracy = checker.values(records, "eval/accuracy")
-        steps = [record for record in records if "rows" in record]
+        steps = [record for record in records if "sequences" in record]
         seconds, step_seconds = time.monotonic() - command.begin, sum(r["time/step"] for r in steps) / len(steps)
         record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
         record_property("steps, seconds of one, seconds of all", f"{len(steps)}, {step_seconds:.2f}, {seconds:.0f}")
@@ -168,7 +168,7 @@ def test_run_with_one_of_two_vllm_servers_killed_learns(start, record_property):
     command.wait_for(lambda: _gain(command.records) > 0.05, "a higher reward than in the first steps")
     command.stop()
 
-    steps = [record for record in command.records if "rows" in record]
+    steps = [record for record in command.records if "sequences" in record]
     _assert_steps_complete(steps, 32)
     assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", command.output)
     record_property("steps, of them with one server", f"{len(steps)}, {_servers(steps).count(1)}")
@@ -178,12 +178,12 @@ def test_run_with_one_of_two_vllm_servers_killed_learns(start, record_property):
 
 def _servers(records: list[dict[str, Any]]) -> list[float]:
     """Return the number of servers at each step."""
-    return [record["server/servers"] for record in records if "rows" in record]
+    return [record["server/servers"] for record in records if "sequences" in record]
 
 
 def _gain(records: list[dict[str, Any]]) -> float:
     """Return the mean reward of the last eight steps minus that of the first eight; 0 with fewer than 16 steps."""
-    rewards = [record["reward/mean"] for record in records if "rows" in record]
+    rewards = [record["reward/mean"] for record in records if "sequences" in record]
     return 0.0 if len(rewards) < 16 else (sum(rewards[-8:]) - sum(rewards[:8])) / 8
 
 
@@ -210,9 +210,15 @@ def test_run_with_one_server_learns_over_each_route(start, learned, server, rout
 )
 def test_servers_match_the_weights_that_megatron_ranks_publish(start, server, trainer, route):
     command = start(
-        server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.sequences=8", trainer=trainer
+        server,
+        1,
+        f"publish.route={route}",
+        "total_steps=3",
+        "evaluation.examples=0",
+        "gap.sequences=8",
+        trainer=trainer,
     )
     command.end()
-    steps = [record for record in command.records if "rows" in record]
+    steps = [record for record in command.records if "sequences" in record]
     assert len(steps) == 3
     _assert_steps_complete(steps, 32)

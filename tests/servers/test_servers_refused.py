@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NIGHTLY = pytest.mark.nightly
 BOTH = ["vllm", pytest.param("sglang", marks=NIGHTLY)]
 OTHER = {"vllm": "sglang", "sglang": "vllm"}
-SHORT_RUN = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.rows=0")
+SHORT_RUN = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.examples=0")
 ERROR_SECONDS = 120.0
 """Time limit of an error without a server start; the check of an interpreter imports the server."""
 SERVER_START_SECONDS = 300.0

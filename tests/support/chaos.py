@@ -296,7 +296,8 @@ class ChaosRun:
 
 
 def is_expected_failure(text: str) -> bool:
-    """Whether the last error of a command has an expected cause; without an error, whether its last line has one.
+    """Return whether the last error of a command has an expected cause; without an error, whether its last line has
+    one.
 
     The lines of injected faults, which start with `--- `, are ignored.
     """
@@ -355,12 +356,12 @@ def grpo_command(model: Path, run_dir: Path, prompts: int, epochs: int, **more: 
         "total_epochs": epochs,
         "data.options.size": prompts,
         "data.batch_size": 4,
-        "evaluation.rows": 0,
+        "evaluation.examples": 0,
         "rollout.group_size": 3,
         "rollout.dynamic_sampling": "true",
         "rollout.generation.max_new_tokens": 24,
         "rollout.reward": "chaos:reward",
-        "rollout.rehearsal": "false",
+        "rollout.trial_episode": "false",
         "rollout.reward_timeout": 5,
         "rollout.failure_budget": 0.9,
         "rollout.client.probe_timeout": 2,

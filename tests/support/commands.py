@@ -78,7 +78,7 @@ class Command:
         wait_until(holds, seconds, what=lambda: f"{inspect.getsource(condition)}\n{self.output}")
 
     def has_recovery_checkpoint(self) -> bool:
-        """Whether the run has a recovery checkpoint."""
+        """Return whether the run has a recovery checkpoint."""
         return bool(list((self.run_dir / "recover").glob("step_*")))
 
     def workers(self) -> dict[str, dict[str, Any]]:
@@ -113,7 +113,7 @@ class Command:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the records of training steps."""
-        return [record for record in self.records() if "rows" in record]
+        return [record for record in self.records() if "sequences" in record]
 
     def trained_completions(self) -> Counter[str]:
         """Return the number of trained completions per prompt."""

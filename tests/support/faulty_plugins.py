@@ -33,7 +33,7 @@ else:
 
 
 def is_active(fault):
-    """Whether the fault is active now."""
+    """Return whether the fault is active now."""
     return fault in Path(os.environ["FAULT_FILE"]).read_text()
 
 

@@ -43,7 +43,7 @@ def check_accounting(run_dir: Path, prompts: Iterable[int], epochs: int) -> Coun
     problems += _check_steps(run_dir, records)
     hidden = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
     assert not problems, "\n".join([f"{run_dir}: inconsistent prompts:", *problems[:MAX_LISTED], *hidden])
-    return Counter(record["ending"] for record in records)
+    return Counter(record["outcome"] for record in records)
 
 
 def _check_prompts(records: list[dict[str, Any]], expected: set[tuple[int, int]]) -> Iterable[str]:
@@ -58,22 +58,24 @@ def _check_prompts(records: list[dict[str, Any]], expected: set[tuple[int, int]]
         elif not outcomes:
             yield f"{name} was lost"
         elif len(outcomes) > 1:
-            where = ", ".join(f"{r['ending']} in step {r['step']} (group {r['group_id']})" for r in outcomes)
+            where = ", ".join(f"{r['outcome']} in step {r['step']} (group {r['group_id']})" for r in outcomes)
             yield f"{name} was used {len(outcomes)} times: {where}"
-        elif outcomes[0]["ending"] not in OUTCOMES:
-            yield f"{name} has the unknown outcome {outcomes[0]['ending']!r}"
+        elif outcomes[0]["outcome"] not in OUTCOMES:
+            yield f"{name} has the unknown outcome {outcomes[0]['outcome']!r}"
     yield from (f"group {group} has {prompts} prompts" for group, prompts in group_sizes.items() if prompts > 1)
 
 
 def _check_steps(run_dir: Path, records: list[dict[str, Any]]) -> Iterable[str]:
     """Yield a message for each gap in the steps, and each step whose batch contradicts its recorded prompts."""
     metrics = list(json_lines(run_dir / "metrics.jsonl"))
-    steps = [record["step"] for record in metrics if "rows" in record]  # records of an evaluation alone have no rows
+    steps = [
+        record["step"] for record in metrics if "sequences" in record
+    ]  # records of an evaluation alone have no rows
     if steps != [*range(1, len(steps) + 1)]:
         yield f"metrics.jsonl: expected the steps 1 to {len(steps)}, found {steps}"
     trained = defaultdict(list)
     for record in records:
-        if record["ending"] == "trained":
+        if record["outcome"] == "trained":
             trained[record["step"]].append((record["group_id"], record["prompt_id"]))
     yield from (f"step {step} has trained prompts but no metrics" for step in sorted(trained.keys() - {*steps}))
     for step in steps if (run_dir / "batches").is_dir() else ():

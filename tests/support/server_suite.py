@@ -56,7 +56,7 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
     logprob_tolerance = TOLERANCE
     context_length = CONTEXT
     drains = True
-    """Whether `interrupt=wait` completes queued requests too, before the version changes."""
+    """True if `interrupt=wait` completes queued requests too, before the version changes."""
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
         return put_weights(self.weights_dir, version, self.models.tensors(version))

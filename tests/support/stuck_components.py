@@ -12,7 +12,7 @@ from rl_workflows import RLVRWorkflow
 
 
 def is_stuck(component: str) -> bool:
-    """Whether STUCK_FILE names this component."""
+    """Return whether STUCK_FILE names this component."""
     file = Path(os.environ["STUCK_FILE"])
     return file.exists() and file.read_text() == component
 

@@ -206,7 +206,7 @@ def test_train_records_have_timestamp_and_mark_evaluations(engine, tmp_path):
     before = time.time()
     train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=3)
     records, after = _records(tmp_path / "run"), time.time()
-    assert [(r["step"], r.get("evaluation"), "rows" in r) for r in records] == [
+    assert [(r["step"], r.get("evaluation"), "sequences" in r) for r in records] == [
         (0, True, False),
         (1, None, True),
         (2, None, True),  # also has the evaluation at the end of the step

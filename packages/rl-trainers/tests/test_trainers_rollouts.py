@@ -228,11 +228,11 @@ def test_reward_std_equals_sample_deviation_for_any_split():
     for number, reward in enumerate(rewards):
         shards[number % 3].add("mean", reward)
         shards[number % 3].add("square", reward**2)
-        shards[number % 3].add("rows", 1, kind="sum")
+        shards[number % 3].add("sequences", 1, kind="sum")
     for shard in shards[1:]:
         shards[0].merge(shard)
     results = shards[0].results()
-    assert reward_std(results["mean"], results["square"], results["rows"]) == pytest.approx(rewards.std(ddof=1))
+    assert reward_std(results["mean"], results["square"], results["sequences"]) == pytest.approx(rewards.std(ddof=1))
     assert reward_std(1.0, 1.0, 1.0) is None
 
 

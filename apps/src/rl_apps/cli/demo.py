@@ -187,5 +187,5 @@ def _inject_fault(scenario: Demo, run: Path, fault: Path, ended: threading.Event
 
 def _steps(run: Path) -> int:
     with suppress(OSError):
-        return sum("rows" in record for record in json_lines(run / "metrics.jsonl"))
+        return sum("sequences" in record for record in json_lines(run / "metrics.jsonl"))
     return 0

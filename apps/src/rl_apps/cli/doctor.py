@@ -258,7 +258,7 @@ def trial(app: str, settings: Sequence[str]) -> Iterator[Finding]:
             return
         records = list(json_lines(run / "metrics.jsonl"))
     yield Finding(app, f"one step of {trainers} trainer(s) in {time.monotonic() - begin:.0f} s, including the start")
-    yield from _log_prob_gap(next(record for record in records if "rows" in record))
+    yield from _log_prob_gap(next(record for record in records if "sequences" in record))
 
 
 def _log_prob_gap(record: dict[str, Any]) -> Iterator[Finding]:

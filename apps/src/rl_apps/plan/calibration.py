@@ -17,7 +17,7 @@ FIRST = 2
 """Number of steps to skip at the start of a run, when servers and caches are cold."""
 ROUNDS = 16
 """Number of simulations in the search for the seconds of a pass and of an episode."""
-NEEDED = ("time/step", "time/rollout_wait", "time/train", "time/publish", "tokens", "rows", "length/mean")
+NEEDED = ("time/step", "time/rollout_wait", "time/train", "time/publish", "tokens", "sequences", "length/mean")
 UNLIMITED = 1e12
 """Tokens per second of an operation whose time is already contained in another rate."""
 
@@ -71,7 +71,7 @@ def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Sourced], tuple[
         "train_tokens_per_s": average("tokens") / average("time/train") / trainers,
         "publish_seconds": average("time/publish"),
         "other_seconds": max(average("time/step") - sum(map(average, parts)), 0.0),
-        "prompt_tokens": max(average("tokens") / average("rows") - completion_tokens, 1.0),
+        "prompt_tokens": max(average("tokens") / average("sequences") - completion_tokens, 1.0),
         "answer_tokens": mean(lengths) if lengths else completion_tokens,
         "rejected_fraction": groups[0] / sum(groups) if sum(groups) else 0.0,
         "prefill_tokens_per_s": UNLIMITED,

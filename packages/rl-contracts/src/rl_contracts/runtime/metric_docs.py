@@ -36,7 +36,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "metrics/non_finite": ("metrics", "metrics of this record that were NaN or infinite, and are null here"),
     },
     "The batch": {
-        "rows": ("sequences", "sequences in the batch, over all replicas"),
+        "sequences": ("sequences", "sequences in the batch, over all replicas"),
         "tokens/trained": ("tokens", "tokens in the loss, over all replicas"),
         "reward/mean": ("reward", "mean reward of the sequences in the batch, as the reward function returned it"),
         "reward/std": ("reward", "sample standard deviation of that reward; null with fewer than two sequences"),

@@ -153,7 +153,7 @@ class RunLog:
         self.step = step
         metrics = batch_metrics(batch, version_before).over_replicas(self.engine.parallel).results()
         record: dict[str, float | None] = {"step": step, "version": version, **metrics}
-        record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["rows"])
+        record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["sequences"])
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)
@@ -280,7 +280,7 @@ def batch_metrics(batch: TensorDict, version: int) -> Metrics:
         version: the trainer's version when the batch left the runtime.
 
     Returns:
-        `rows` (sequences), `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`.
+        `sequences`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`.
         `staleness/mean` and `staleness/max`: `version` minus the version of a sequence's oldest token.
         `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more`: trained tokens by age.
     """
@@ -290,7 +290,7 @@ def batch_metrics(batch: TensorDict, version: int) -> Metrics:
     # the largest int marks sequences without a generated token, which do not count
     oldest = versions.masked_fill(~generated, 2**31 - 1).amin(-1)
     age, has_generated = version - oldest, generated.any(-1)
-    metrics.add("rows", rewards.new_ones(len(rewards)), kind="sum")
+    metrics.add("sequences", rewards.new_ones(len(rewards)), kind="sum")
     metrics.add("tokens/trained", trained, kind="sum")
     metrics.add("reward/mean", rewards)
     metrics.add("reward/square", rewards.square())

@@ -43,7 +43,7 @@ def test_page_shows_memory_counts_rates_splits_and_assumptions(
     settings = (f"model.path={model}", "data.batch_size=4", "rollout.group_size=4", "cluster.devices=4")
     assert main(["plan", "gsm8k-grpo", *settings, "--rates", str(rates), "--memory", "1"]) == 0
     out = capsys.readouterr().out
-    for part in ("rows of a step", "optimizer", "keys and values", "waiting for a batch", "Splits of 4 devices"):
+    for part in ("sequences per step", "optimizer", "keys and values", "waiting for a batch", "Splits of 4 devices"):
         assert part in out
     assert f"given ({rates})" in out
     assert "assumed: half" not in out
@@ -55,7 +55,7 @@ def test_json_is_one_line_with_the_plan(model: Path, rates: Path, capsys: pytest
     assert main(["plan", "gsm8k-grpo", *settings, "--rates", str(rates), "--json"]) == 0
     (printed,) = capsys.readouterr().out.splitlines()
     plan = json.loads(printed)
-    assert plan["arithmetic"]["rows of a step"] == 4 * 8
+    assert plan["arithmetic"]["sequences per step"] == 4 * 8
     assert plan["simulated"]["servers"] == 2
     assert plan["simulated"]["trained_tokens"] == pytest.approx(32 * (20 + 12), rel=0.1)
     assert {each["servers"] + each["trainer_devices"] for each in plan["candidates"]} == {4}

@@ -17,7 +17,7 @@ from rl_workflows import StalenessManager
 
 RATES = Rates(
     decode_seconds=0.01,
-    decode_seconds_per_answer=0.001,
+    decode_seconds_per_completion=0.001,
     decode_seconds_per_context_token=0.0,
     prefill_tokens_per_s=1000.0,
     max_running=64,

@@ -48,7 +48,7 @@ def test_validate_invalid_example_is_reported(tmp_path, reward_fn):
     report = validate(dataset(tmp_path, [GOOD, BAD, GOOD]), reward_fn)
 
     assert not report.ok
-    assert [(o.index, o.reason) for o in report.offences] == [(1, "RewardError: no gold answer")]
+    assert [(o.index, o.reason) for o in report.failures] == [(1, "RewardError: no gold answer")]
     assert "2 of 3 gold answers" in str(report)
     assert "example 1: RewardError: no gold answer; its answer ends with 'I forgot'" in str(report)
 
@@ -56,8 +56,8 @@ def test_validate_invalid_example_is_reported(tmp_path, reward_fn):
 def test_validate_reward_below_one_lists_all_and_prints_some(tmp_path):
     report = validate(dataset(tmp_path, [GOOD] * 25), half_reward_fn)
 
-    assert len(report.offences) == 25
-    assert report.offences[0].reason == "scores 0.5"
+    assert len(report.failures) == 25
+    assert report.failures[0].reason == "scores 0.5"
     assert "and 5 more" in str(report)
 
 

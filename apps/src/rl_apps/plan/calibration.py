@@ -75,11 +75,11 @@ def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Sourced], tuple[
         "answer_tokens": mean(lengths) if lengths else completion_tokens,
         "rejected_fraction": groups[0] / sum(groups) if sum(groups) else 0.0,
         "prefill_tokens_per_s": UNLIMITED,
-        "decode_seconds_per_answer": 0.0,
+        "decode_seconds_per_completion": 0.0,
         "decode_seconds_per_context_token": 0.0,
     }
     rates = {name: Sourced(value, source) for name, value in values.items()}
-    for name in ("prefill_tokens_per_s", "decode_seconds_per_answer", "decode_seconds_per_context_token"):
+    for name in ("prefill_tokens_per_s", "decode_seconds_per_completion", "decode_seconds_per_context_token"):
         rates[name] = Sourced(values[name], "contained in the measured decode_seconds")
     if not lengths:
         del rates["answer_tokens"]

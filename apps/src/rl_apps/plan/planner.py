@@ -99,7 +99,7 @@ def plan(
         known_rates |= measured_servers(run_of, _setup(_describe_run(reference, (), run_of)[0], known_rates, lengths))
         setup = _setup(run, known_rates, lengths)
     arithmetic = _arithmetic(config, setup)
-    micro_batches = int(arithmetic["micro-batches of an update"])
+    micro_batches = int(arithmetic["micro-batches per update"])
     memory_parts = {"trainer rank": trainer_memory(run, sizes, micro_batches, setup.replicas)}
     if memory:
         memory_parts["server device"] = server_memory(run, sizes, memory)
@@ -208,8 +208,8 @@ def _setup(run: Run[GRPOConfig], known_rates: dict[str, Sourced], lengths: tuple
     for name in ("prefill_tokens_per_s", "train_tokens_per_s", "max_running"):
         require(values[name] > 0, name, "more than 0", values[name])
     rates = Rates(lengths=lengths, **values)
-    decode = rates.decode_seconds + rates.decode_seconds_per_answer
-    require(decode > 0, "decode_seconds + decode_seconds_per_answer", "more than 0", decode)
+    decode = rates.decode_seconds + rates.decode_seconds_per_completion
+    require(decode > 0, "decode_seconds + decode_seconds_per_completion", "more than 0", decode)
     config, layout = run.config, run.layout
     assert layout.rollout is not None
     return Setup(
@@ -240,22 +240,22 @@ def _devices(run: Run[GRPOConfig]) -> int:
 
 def _arithmetic(config: GRPOConfig, setup: Setup) -> dict[str, float]:
     """Return the counts of one step."""
-    sequences, tokens = setup.batch_size * setup.group_size, setup.rates.tokens_per_answer
+    sequences, tokens = setup.batch_size * setup.group_size, setup.rates.tokens_per_completion
     update_tokens = sequences * tokens / config.actor.minibatches / setup.replicas
     concurrent = setup.max_concurrent
     return {
-        "prompts of a step": setup.batch_size,
-        "answers of a prompt": setup.group_size,
-        "rows of a step": sequences,
-        "tokens of a step": sequences * tokens,
-        "updates of a step": config.actor.minibatches,
-        "tokens of an update on a replica": update_tokens,
-        "micro-batches of an update": math.ceil(update_tokens / config.actor.micro_batch.max_tokens),
-        "answers in flight at most": setup.in_flight,
-        "answers that run at most": min(setup.in_flight, (concurrent or math.inf) * setup.group_size),
-        "answers that servers can run": setup.servers * setup.rates.max_running,
-        "replicas, each with a rollout head": setup.replicas,
-        "prompts of a step on a replica": setup.batch_size // setup.replicas,
+        "prompts per step": setup.batch_size,
+        "completions per prompt": setup.group_size,
+        "sequences per step": sequences,
+        "tokens per step": sequences * tokens,
+        "updates per step": config.actor.minibatches,
+        "tokens per update and replica": update_tokens,
+        "micro-batches per update": math.ceil(update_tokens / config.actor.micro_batch.max_tokens),
+        "maximum completions in flight": setup.in_flight,
+        "maximum running completions": min(setup.in_flight, (concurrent or math.inf) * setup.group_size),
+        "completions that servers can run": setup.servers * setup.rates.max_running,
+        "replicas": setup.replicas,
+        "prompts per step and replica": setup.batch_size // setup.replicas,
     }
 
 

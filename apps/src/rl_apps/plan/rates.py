@@ -17,7 +17,7 @@ from rl_contracts.errors import ConfigError
 
 NEEDED = {
     "decode_seconds": "s, fixed time of a decoding pass of a server",
-    "decode_seconds_per_answer": "s, additional time of a pass per running completion",
+    "decode_seconds_per_completion": "s, additional time of a pass per running completion",
     "decode_seconds_per_context_token": "s, additional time of a pass per token in the running contexts",
     "prefill_tokens_per_s": "tokens/s, prompt tokens of one server",
     "max_running": "completions, maximum that one server runs at once",
@@ -49,7 +49,7 @@ class Rates:
     """Rates of a simulation; `NEEDED` explains each."""
 
     decode_seconds: float
-    decode_seconds_per_answer: float
+    decode_seconds_per_completion: float
     decode_seconds_per_context_token: float
     prefill_tokens_per_s: float
     max_running: float
@@ -63,7 +63,7 @@ class Rates:
     """Sample of completion lengths in tokens, in random order."""
 
     @property
-    def tokens_per_answer(self) -> float:
+    def tokens_per_completion(self) -> float:
         """Mean number of tokens of a sequence, prompt and completion."""
         return self.prompt_tokens + sum(self.lengths) / len(self.lengths)
 
@@ -116,7 +116,7 @@ def read_rates(file: Path) -> dict[str, Sourced]:
         require(is_valid, f"--rates {file}: {name}", f"a number of {NEEDED[name]}", value)
     rates = {name: float(value) for name, value in values.items()}
     if decode is not None:
-        rates["decode_seconds"], rates["decode_seconds_per_answer"] = fit_decode(decode, f"--rates {file}: decode")
+        rates["decode_seconds"], rates["decode_seconds_per_completion"] = fit_decode(decode, f"--rates {file}: decode")
         rates.setdefault("decode_seconds_per_context_token", 0.0)  # contained in the measured rates of `decode`
     return {name: Sourced(value, f"given ({file})") for name, value in rates.items()}
 
@@ -213,7 +213,7 @@ def assumed(name: str, parameters: float, weights: float, cache: float, split: i
     update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, 8 FLOPs per parameter and token"
     return {
         "decode_seconds": Sourced(weights / bandwidth, memory),
-        "decode_seconds_per_answer": Sourced(1 / prefill, pass_through),
+        "decode_seconds_per_completion": Sourced(1 / prefill, pass_through),
         "decode_seconds_per_context_token": Sourced(cache / bandwidth, memory),
         "prefill_tokens_per_s": Sourced(prefill, pass_through),
         "train_tokens_per_s": Sourced(training, update),

@@ -125,7 +125,7 @@ def _faster(rates: Rates, factor: float) -> Rates:
     """Scale the rates of a server so that `factor` times as many completions take the same time per pass."""
     return replace(
         rates,
-        decode_seconds_per_answer=rates.decode_seconds_per_answer / factor,
+        decode_seconds_per_completion=rates.decode_seconds_per_completion / factor,
         decode_seconds_per_context_token=rates.decode_seconds_per_context_token / factor,
         prefill_tokens_per_s=rates.prefill_tokens_per_s * factor,
         max_running=max(1, round(rates.max_running * factor)),

@@ -2,7 +2,7 @@
 
 A server repeats decoding passes. Each pass generates one token for each running completion and takes
 
-    decode_seconds + decode_seconds_per_answer * completions + decode_seconds_per_context_token * tokens of context
+    decode_seconds + decode_seconds_per_completion * completions + decode_seconds_per_context_token * tokens of context
 
 Between two events (a completion begins or ends, the server is paused), the elapsed time is a quadratic function of the
 number of passes, which can be solved. So the simulation needs one timer per completion and none per token.
@@ -48,7 +48,7 @@ class Server:
     """Seconds in which the server had running completions and was not paused."""
     generated: float = 0.0
     """Number of generated tokens."""
-    answering: float = 0.0
+    completing: float = 0.0
     """Sum of the generation seconds of all completions."""
     _waiting: deque[_Completion] = field(default_factory=deque)
     _running: list[tuple[float, int, _Completion]] = field(default_factory=list)
@@ -77,14 +77,14 @@ class Server:
         self.stand_still(self._context / self.rates.prefill_tokens_per_s)
 
     def totals(self) -> tuple[float, float, float]:
-        """Return `busy`, `generated` and `answering` up to now."""
+        """Return `busy`, `generated` and `completing` up to now."""
         self._advance()
-        return self.busy, self.generated, self.answering
+        return self.busy, self.generated, self.completing
 
     def _pass_seconds(self) -> tuple[float, float]:
         """Return the seconds of the next pass, and half of the increase from each pass to the next."""
         rates, running = self.rates, len(self._running)
-        seconds = rates.decode_seconds + rates.decode_seconds_per_answer * running
+        seconds = rates.decode_seconds + rates.decode_seconds_per_completion * running
         per_token = rates.decode_seconds_per_context_token
         return seconds + per_token * self._context, per_token * running / 2
 
@@ -100,7 +100,7 @@ class Server:
         self._context += passes * running
         self.generated += passes * running
         self.busy += now - begin
-        self.answering += (now - begin) * running
+        self.completing += (now - begin) * running
 
     def _plan_soon(self) -> None:
         """Schedule one call of `_plan`, since many completions begin at the same moment."""

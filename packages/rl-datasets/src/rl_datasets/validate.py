@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Offence:
+class ValidationFailure:
     """Example whose gold answer does not score 1.0."""
 
     index: int
@@ -44,19 +44,19 @@ class ValidationReport:
 
     rows: int
     """Number of examples that were scored."""
-    offences: tuple[Offence, ...]
+    failures: tuple[ValidationFailure, ...]
     """Examples that did not score 1.0, in order."""
 
     @property
     def ok(self) -> bool:
         """True if every gold answer scored 1.0."""
-        return not self.offences
+        return not self.failures
 
     def __str__(self) -> str:
-        lines = [f"{self.rows - len(self.offences)} of {self.rows} gold answers score 1.0"]
-        lines += [f"  {offence}" for offence in self.offences[:20]]
-        if len(self.offences) > 20:
-            lines.append(f"  and {len(self.offences) - 20} more")
+        lines = [f"{self.rows - len(self.failures)} of {self.rows} gold answers score 1.0"]
+        lines += [f"  {failure}" for failure in self.failures[:20]]
+        if len(self.failures) > 20:
+            lines.append(f"  and {len(self.failures) - 20} more")
         return "\n".join(lines)
 
 
@@ -73,15 +73,15 @@ def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> Valid
     if not len(rows):
         raise DataError("validate: expected examples, found none; check the data set and its split")
     with asyncio.Runner() as runner:
-        offences = [
-            Offence(index, reason, str(row["answer"]))
+        failures = [
+            ValidationFailure(index, reason, str(row["answer"]))
             for index, row in enumerate(rows)
-            if (reason := _offence(index, row, reward_fn, runner))
+            if (reason := _failure_reason(index, row, reward_fn, runner))
         ]
-    return ValidationReport(len(rows), tuple(offences))
+    return ValidationReport(len(rows), tuple(failures))
 
 
-def _offence(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
+def _failure_reason(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
     if "answer" not in row:
         raise DataError(
             f"validate: expected an 'answer' in example {index}, found only {', '.join(row)}; load the data in RL form"

@@ -1,10 +1,10 @@
-"""The packages that a change can affect, as a JSON list for a job matrix.
+"""Print the packages that a change can affect, as a JSON list for a job matrix.
 
     python3 infra/ci/changed_packages.py BASE
 
-A package is affected by a change in its own folder; all packages are by one in rl-contracts, in the lock, or in the
-scripts and workflows of CI. Where BASE is no known commit, as on the first push of a branch, all packages are listed.
-Needs git and the standard library only.
+A change in a package's folder affects that package. A change in rl-contracts, in the lock file, or in the scripts and
+workflows of CI affects all packages. If git does not know BASE, as on the first push of a branch, all packages are
+printed. Needs git and the standard library only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOR_ALL = ("packages/rl-contracts/", "uv.lock", "pyproject.toml", "conftest.py", "infra/ci/", ".github/")
-"""Beginnings of paths that affect every package."""
+"""Path prefixes that affect every package."""
 
 
 def affected(paths: Iterable[str], folders: dict[str, str]) -> list[str]:
-    """Return the names of the packages that changes of these paths affect.
+    """Return the names of the packages that a change of these paths affects.
 
     Args:
-        paths: changed files, relative to the repository.
-        folders: package name to its folder.
+        paths: Changed files, relative to the repository.
+        folders: Folder of each package, by package name.
     """
     paths = list(paths)
     if any(path.startswith(FOR_ALL) for path in paths):

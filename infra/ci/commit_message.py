@@ -21,14 +21,14 @@ BY_GIT = re.compile(r"(?:Merge |Revert \"|fixup! |squash! |amend! )")
 
 
 def problem(message: str) -> str:
-    """Return the rule that a message breaks, or an empty text."""
+    """Return the rule that a message breaks, or an empty string."""
     lines = [line for line in message.splitlines() if not line.startswith("#")]
     subject = lines[0] if lines else ""
     if BY_GIT.match(subject):
         return ""
     if not FORM.fullmatch(subject):
         return (
-            f"expected a subject such as 'feat(rl-rewards): add partial credit', without a full stop, with one of the "
+            f"expected a subject such as 'feat(rl-rewards): add partial credit', without a period, with one of the "
             f"types {', '.join(TYPES)} and an optional scope, found {subject!r}."
         )
     if len(subject) > MAX_SUBJECT:
@@ -41,7 +41,7 @@ def problem(message: str) -> str:
 
 
 def messages(commits: str) -> list[str]:
-    """Return the messages of a range of commits, merges left out."""
+    """Return the messages of a range of commits, without merges."""
     command = ["git", "log", "-z", "--no-merges", "--format=%B", commits]
     return [text for text in subprocess.check_output(command, text=True).split("\0") if text]
 
@@ -54,9 +54,9 @@ def main() -> int:
     source.add_argument("--range", metavar="A..B", help="commits to check")
     options = parser.parse_args()
     texts = messages(options.range) if options.range else [options.file.read_text()]
-    problems = [found for text in texts if (found := problem(text))]
-    for found in problems:
-        print(f"commit message: {found}", file=sys.stderr)
+    problems = list(filter(None, map(problem, texts)))
+    for text in problems:
+        print(f"commit message: {text}", file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -1,9 +1,9 @@
-"""Print the size of packages and apps in statements, as a table.
+"""Print the number of statements and files of each package, as a table.
 
     python infra/ci/count_statements.py
 
-Counts syntax-tree statements, so neither the layout of code nor its documentation changes the number. Docstrings,
-`testing` and `conformance` are not counted. Needs the standard library only.
+Counts the statements of the syntax tree, so layout and comments do not change the number. Docstrings and the folders
+`testing` and `conformance` do not count. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_COUNTED = ("testing", "testing.py", "conformance")
 
 
 def statements(source: str) -> int:
-    """Statements of a file's text, those inside others counted too, docstrings not."""
+    """Return the number of statements in source code, including nested statements, without docstrings."""
     return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(ast.parse(source)))
 
 
@@ -26,7 +26,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def count(root: Path) -> tuple[Counter[str], Counter[str]]:
-    """Statements and files of each package under the repository's root."""
+    """Return the statements and the files of each package under the root of the repository."""
     sizes: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for folder in [*sorted(root.glob("packages/*/src")), root / "apps" / "src"]:

@@ -1,12 +1,12 @@
-"""Run tests several times under bad conditions, and print those that did not always pass.
+"""Run tests several times under load, and print the tests that failed at least once.
 
     python infra/ci/flaky.py tests/chaos/test_chaos.py -n 20
     python infra/ci/flaky.py --changed origin/main     # the test files that differ from a commit
     python infra/ci/flaky.py --tier quick -n 5         # all quick tests
 
-All cores are kept busy meanwhile. Each run has a random order (of files, and of the tests of a file) and a random hash
-seed, which are printed with each failure: `FLAKY_SEED=7 PYTHONHASHSEED=7 pytest -p flaky PATH`, with `infra/ci` on
-PYTHONPATH, repeats a run. The exit code is 1 if a test failed.
+Other processes keep all cores busy. Each run shuffles the files, and the tests within each file, with a new seed, which
+is also the hash seed of Python. The seed is printed with each failure. To repeat a run, put `infra/ci` on PYTHONPATH
+and run `FLAKY_SEED=7 PYTHONHASHSEED=7 pytest -p flaky PATH`. The exit code is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BUSY = "while True: pass"
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Shuffle the collected tests; pytest calls this in each run."""
+    """Shuffle the collected tests; a hook of pytest."""
     shuffle(items, int(os.environ["FLAKY_SEED"]))
 
 
 def shuffle(items: list[Any], seed: int) -> None:
-    """Shuffle in place by file, then within each file; tests are objects with a `path`."""
+    """Shuffle tests in place: the order of the files, then the tests within each file. A test has a `path`."""
     draw = random.Random(seed)
     files: dict[Any, list[Any]] = {}
     for item in items:
@@ -50,7 +50,7 @@ def shuffle(items: list[Any], seed: int) -> None:
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keep this many cores busy."""
+    """Keep `count` cores busy inside the context."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -62,17 +62,17 @@ def busy_cores(count: int) -> Iterator[None]:
 
 def failures(report: ElementTree.Element) -> dict[str, str]:
     """Return the first line of each failure in a JUnit XML report, by test."""
-    found = {}
+    messages = {}
     for case in report.iter("testcase"):
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
         if problem is not None:
             name = f"{case.attrib['classname']}::{case.attrib['name']}"
-            found[name] = problem.attrib.get("message", "").partition("\n")[0]
-    return found
+            messages[name] = problem.attrib.get("message", "").partition("\n")[0]
+    return messages
 
 
 def run(paths: Sequence[str], seed: int, tier: str) -> dict[str, str]:
-    """Run the tests of the paths, or all tests, once; returns the failures by test."""
+    """Run the tests of the paths, or all tests, once; return the failures by test."""
     environment = {
         **os.environ,
         "FLAKY_SEED": str(seed),
@@ -86,7 +86,7 @@ def run(paths: Sequence[str], seed: int, tier: str) -> dict[str, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "flaky", *flags, f"--junitxml={report}", *paths]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if code not in (0, 1):
-            raise SystemExit(f"pytest exited with code {code}, expected 0 or 1")
+            raise SystemExit(f"pytest exited with code {code}; expected 0 or 1. Its output above states the reason.")
         return failures(ElementTree.parse(report).getroot())
 
 
@@ -97,8 +97,8 @@ def changed(base: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests and print those that did not always pass; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Run tests several times under bad conditions.")
+    """Run the tests, print the tests that failed at least once, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Run tests several times under load.")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="test files or directories; default: all tests")
     parser.add_argument("-n", type=int, default=10, help="number of runs (default: %(default)s)")
     parser.add_argument("--changed", metavar="BASE", help="the test files that differ from this commit")
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{test}: {len(cases)} of {options.n} runs failed")
         for seed, message in cases:
             print(f"  seed {seed}: {message}")
-    print(f"{len(failed)} tests did not always pass in {options.n} runs")
+    print(f"{len(failed)} tests failed at least once in {options.n} runs")
     return int(bool(failed))
 
 

@@ -2,7 +2,7 @@
 
     python infra/ci/folder_sizes.py
 
-Counts the files of each folder of packages/*/src and apps/src, `__init__.py` not among them. Needs the standard library
+Counts the files of each folder under packages/*/src and apps/src, without `__init__.py`. Needs the standard library
 only.
 """
 
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 LIMIT = 14
-"""Python files of a folder, at most."""
+"""Maximum number of Python files in a folder."""
 
 
 def main() -> int:
@@ -27,7 +27,8 @@ def main() -> int:
     crowded = {folder: size for folder, size in sorted(sizes.items()) if size > LIMIT}
     for folder, size in crowded.items():
         print(
-            f"{folder}: {size} Python files, expected at most {LIMIT}; give a group of them a folder", file=sys.stderr
+            f"{folder}: {size} Python files, expected at most {LIMIT}; move related files to a subfolder",
+            file=sys.stderr,
         )
     return 1 if crowded else 0
 

@@ -1,7 +1,7 @@
-"""An import-linter contract: no modules import each other, directly or in a larger circle.
+"""An import-linter contract: no modules import each other, directly or through other modules.
 
-Imports inside functions and for type checkers count too: a circle that such an import hides is still two files that
-cannot be understood, moved or tested apart. `lint-imports` runs it ([tool.importlinter] in pyproject.toml).
+Imports inside functions and imports for type checkers count too, because files in such a circle cannot be understood,
+moved or tested separately. `lint-imports` runs the contract ([tool.importlinter] in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from importlinter.application.contract_utils import AlertLevel
 
 
 class NoCirclesContract(Contract):
-    """Every module of the root packages can be read after the modules that it imports.
+    """The import graph of the root packages has no circles.
 
     Configuration options:
-        - ignore_imports: imports that are left out of the graph.
-        - unmatched_ignore_imports_alerting: what to do about one of them that is not there: "none", "warn" or "error".
+        - ignore_imports: Imports to remove from the graph.
+        - unmatched_ignore_imports_alerting: How to report an ignored import that does not exist: "none", "warn" or
+          "error".
     """
 
     type_name = "no_circles"
@@ -52,15 +53,15 @@ class NoCirclesContract(Contract):
                 if importer in circle:
                     output.indent_cursor()
                     output.print_error(f"{importer} -> {imported} (l. {line})", bold=False)
-            output.print_error("Move what both need into a module of its own, or merge them.", bold=False)
+            output.print_error("Move the shared code to a separate module, or merge the modules.", bold=False)
             output.new_line()
 
 
 def find_circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module (Tarjan 1972), each in alphabetical order.
+    """Return the strongly connected components of more than one module (Tarjan 1972), each in alphabetical order.
 
     Args:
-        imports: what each module imports; every imported module is a key too.
+        imports: Imported modules by module; every imported module is a key too.
     """
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}

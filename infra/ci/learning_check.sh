@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The job a newcomer runs first, and whether it learned.
+# Run gsm8k-grpo with its default settings, and check that it learned.
 #
 #   infra/ci/learning_check.sh                 # seed 1
 #   infra/ci/learning_check.sh 3 total_steps=80
 #
-# The first argument is the seed; further ones are overrides for the job. The run directory is runs/ci-demo/seed-<n>.
+# The first argument is the seed; further arguments are settings. The run directory is runs/ci-demo/seed-<n>.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

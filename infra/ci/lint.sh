@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Format (also of Markdown), lint, types (strict on rl-contracts), import rules, folder sizes, public names, language, and declared
-# dependencies. Expects the synced workspace environment.
+# Check format (Python and Markdown), lint, types (strict in rl-contracts), import rules, folder sizes, public names,
+# language, workflows and declared dependencies. Needs the workspace environment of `uv sync`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -14,6 +14,7 @@ uv run --no-sync python infra/ci/folder_sizes.py
 uv run --no-sync python infra/ci/public_api.py
 uv run --no-sync python infra/ci/lint_language.py
 uv run --no-sync zizmor --offline --quiet .github
-for package in packages/* apps; do # what is exempt, and why, stands in each pyproject.toml; tests import what is for tests
+# Each pyproject.toml lists its exemptions with reasons. Tests may import dependencies of the dev group.
+for package in packages/* apps; do
   (cd "$package" && uv run --no-sync deptry src && uv run --no-sync deptry src tests --ignore DEP002,DEP004)
 done

@@ -1,16 +1,16 @@
-"""Run the tests that CI leaves to the nightly run, and property tests with new examples, one part at a time.
+"""Run the nightly tests, and the property tests with new examples, one part at a time.
 
     python infra/ci/nightly.py [PATH ...]            # list the parts and their results
     python infra/ci/nightly.py --parts [PATH ...]    # run the parts that have no result yet
-    python infra/ci/nightly.py --parts --shard 2/6   # only every sixth part, starting with the second
+    python infra/ci/nightly.py --parts --shard 2/6   # every sixth part, starting with the second
 
 A part is one test file, or one test of a file in `SPLIT`. A part that still runs after 25 minutes is stopped and fails.
 Paths restrict the parts to files or directories.
 
 Each finished part appends one JSON line to `runs/nightly/COMMIT.jsonl`: part, commit, passed, failed (test ids),
-skipped (number of tests per reason), seconds, and metrics (what tests recorded with pytest's `record_property`). A
-second call with the same commit runs the remaining parts; with uncommitted changes, all parts run. The exit code is 1
-if a part failed, also in an earlier call. Needs the standard library, and pytest in the same environment.
+skipped (number of tests per reason), seconds, and metrics (values that tests recorded with pytest's
+`record_property`). A second call with the same commit runs the remaining parts. With uncommitted changes, all parts
+run. The exit code is 1 if a part failed, in this call or an earlier one. Needs the standard library and pytest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "runs" / "nightly"
 LIMIT = 25 * 60.0
-"""Seconds that a part may take."""
+"""Time limit of a part in seconds."""
 SPLIT = {
     "packages/rl-engines-megatron/tests/test_megatron_ranks.py",
     "tests/chaos/test_chaos.py",
@@ -48,10 +48,10 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or g
 
 
 def cut(tests: Iterable[str]) -> list[str]:
-    """Return the parts that hold the tests, in the order of the tests.
+    """Return the parts that contain the tests, in the order of the tests.
 
     Args:
-        tests: pytest's ids, such as `tests/chaos/test_chaos.py::test_run[local]`.
+        tests: Test ids of pytest, such as `tests/chaos/test_chaos.py::test_run[local]`.
     """
     files = ((test, test.partition("::")[0]) for test in tests)
     return list(dict.fromkeys(test if file in SPLIT else file for test, file in files))
@@ -76,7 +76,7 @@ def summarize(report: ElementTree.Element) -> dict[str, Any]:
 
 
 def run(part: str, limit: float = LIMIT) -> dict[str, Any]:
-    """Run a part, with its output on the console, and return its result; stop it after `limit` seconds."""
+    """Run a part and return its result; kill it after `limit` seconds. Its output goes to the console."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         process = subprocess.Popen([*PYTEST, f"--junitxml={report}", part], cwd=ROOT, start_new_session=True)
@@ -86,7 +86,7 @@ def run(part: str, limit: float = LIMIT) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return _without_report(f"{part}: stopped after {limit:g} s", limit)
-        except BaseException:  # Ctrl-C does not reach the other session
+        except BaseException:  # the child has its own session, so it does not receive Ctrl-C
             os.killpg(process.pid, signal.SIGTERM)
             raise
         if not report.exists():
@@ -122,11 +122,11 @@ def _shard(text: str) -> tuple[int, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """List or run the parts and return the exit code."""
-    parser = argparse.ArgumentParser(description="Run the tests that CI leaves to the nightly run, in parts.")
+    parser = argparse.ArgumentParser(description="Run the nightly tests, in parts.")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="test files or directories; default: all")
     parser.add_argument("--parts", action="store_true", help="run the parts that have no result yet")
     parser.add_argument(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="take every N-th part from the I-th"
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="select every N-th part, starting with the I-th"
     )
     options = parser.parse_args(arguments)
     index, count = options.shard
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     commit = _commit()
     file = RESULTS / f"{commit}.jsonl"
-    resumes = file.exists() and not commit.endswith("-changed")  # a changed tree may have changed since
+    resumes = file.exists() and not commit.endswith("-changed")  # uncommitted changes differ between calls
     lines = file.read_text().splitlines() if resumes else []
     results = {result["part"]: result for result in map(json.loads, lines)}
     for number, part in enumerate(parts, 1):

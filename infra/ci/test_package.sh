@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Test one package in an environment that holds that package alone, so that an import which only works in the full
+# Test one package in an environment without the other packages of the workspace. An import that works only in the full
 # workspace fails here.
 #
 #   infra/ci/test_package.sh rl-rewards
 #   PYTHON=3.13 infra/ci/test_package.sh rl-launchers --all -k signals
-#   RESOLUTION=lowest-direct infra/ci/test_package.sh rl-rewards    # the lowest versions that it declares; or highest
+#   RESOLUTION=lowest-direct infra/ci/test_package.sh rl-rewards    # the lowest declared versions; or highest
 #   UV_TORCH_BACKEND=cpu infra/ci/test_package.sh rl-trainers       # with a build of torch for CPUs
 #
-# Runs the quick tests. Further arguments go to pytest. The environment is .venv-alone; your own .venv is left as it is.
+# Runs the quick tests. Further arguments go to pytest. The environment is .venv-alone; .venv does not change.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -21,14 +21,14 @@ folder=packages/$package
 [ "$package" = rl-apps ] && folder=apps
 if [ ! -f "$folder/pyproject.toml" ]; then
     names=(packages/*)
-    echo "$0: no package is called '$package'; there are: ${names[*]#packages/} rl-apps" >&2
+    echo "$0: there is no package '$package'; choose one of: ${names[*]#packages/} rl-apps" >&2
     exit 2
 fi
 
 environment=${ALONE_ENVIRONMENT:-.venv-alone}
 export UV_PROJECT_ENVIRONMENT=$environment
 unset VIRTUAL_ENV
-if [ -n "${RESOLUTION:-}${UV_TORCH_BACKEND:-}" ]; then # `uv sync` knows the versions and builds of the lock alone
+if [ -n "${RESOLUTION:-}${UV_TORCH_BACKEND:-}" ]; then # `uv sync` installs only the versions and builds of the lock
     versions=(--resolution "${RESOLUTION:-}")
     if [ -z "${RESOLUTION:-}" ]; then
         locked=$(mktemp)
@@ -41,7 +41,7 @@ if [ -n "${RESOLUTION:-}${UV_TORCH_BACKEND:-}" ]; then # `uv sync` knows the ver
         --editable "$folder" --group "$folder/pyproject.toml:dev"
 else
     if [ -d .venv ] && [ -z "${PYTHON:-}" ]; then
-        # Begin with links to what is installed and compiled already; uv takes away what this package does not ask for.
+        # Start with hard links to the installed and compiled files; uv removes those that this package does not need.
         rm -rf "$environment"
         cp -al .venv "$environment"
     fi
@@ -51,7 +51,7 @@ fi
 module=${package//-/_}
 uv run --no-sync python -c "import $module"
 if [ -z "$(find "$folder/tests" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
-    echo "$package: can be imported alone; it has no tests yet"
+    echo "$package: the import works; the package has no tests yet"
     exit 0
 fi
 uv run --no-sync python -m pytest "$folder/tests" -q "$@"

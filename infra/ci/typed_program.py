@@ -1,6 +1,6 @@
-"""A user's program, for type checkers alone: what packages export has types, and a misspelt import is an error.
+"""A user program for type checkers: the exports of the packages have types, and a misspelled import is an error.
 
-`lint.sh` checks it with strict mypy and basedpyright, which refuse an unused `type: ignore`.
+`lint.sh` checks it with strict mypy and basedpyright, which reject an unused `type: ignore`. It is never run.
 """
 
 from pathlib import Path
@@ -27,27 +27,27 @@ from rl_rewards import gsm8k_reward_fn
 from rl_trainers import AlgorithmConfig, PolicyActor
 from rl_workflows import DistRollout, RolloutConfig
 
-MISSPELT = (
-    rl_contracts.testing.Misspelt,  # type: ignore[attr-defined]
-    rl_contracts.weights.Misspelt,  # type: ignore[attr-defined]
-    rl_datasets.Misspelt,  # type: ignore[attr-defined]
-    rl_engines_fsdp.Misspelt,  # type: ignore[attr-defined]
-    rl_engines_megatron.Misspelt,  # type: ignore[attr-defined]
-    rl_inference.Misspelt,  # type: ignore[attr-defined]
-    rl_launchers.Misspelt,  # type: ignore[attr-defined]
-    rl_rewards.Misspelt,  # type: ignore[attr-defined]
-    rl_trainers.Misspelt,  # type: ignore[attr-defined]
-    rl_workflows.Misspelt,  # type: ignore[attr-defined]
+MISSPELLED = (
+    rl_contracts.testing.Misspelled,  # type: ignore[attr-defined]
+    rl_contracts.weights.Misspelled,  # type: ignore[attr-defined]
+    rl_datasets.Misspelled,  # type: ignore[attr-defined]
+    rl_engines_fsdp.Misspelled,  # type: ignore[attr-defined]
+    rl_engines_megatron.Misspelled,  # type: ignore[attr-defined]
+    rl_inference.Misspelled,  # type: ignore[attr-defined]
+    rl_launchers.Misspelled,  # type: ignore[attr-defined]
+    rl_rewards.Misspelled,  # type: ignore[attr-defined]
+    rl_trainers.Misspelled,  # type: ignore[attr-defined]
+    rl_workflows.Misspelled,  # type: ignore[attr-defined]
 )
 
 
-def rows(directory: Path) -> list[dict[str, Any]]:
+def examples(directory: Path) -> list[dict[str, Any]]:
     return list(GSM8K(directory, split="train"))
 
 
-async def ask(engine: EmbeddedEngine) -> list[int]:
-    answer = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=4)))
-    return answer.output_ids
+async def generate(engine: EmbeddedEngine) -> list[int]:
+    completion = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=4)))
+    return completion.output_ids
 
 
 def step(engine: FSDPEngine, rollout: DistRollout) -> float | None:

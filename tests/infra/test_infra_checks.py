@@ -144,7 +144,7 @@ def test_commit_message_in_conventional_form_passes(message):
         ("Fixed the build", "found 'Fixed the build'"),
         ("feature: more", "found 'feature: more'"),
         ("feat(RL Rewards): more", "optional scope"),
-        ("feat: more.", "without a full stop"),
+        ("feat: more.", "without a period"),
         ("feat:more", "found 'feat:more'"),
         ("", "found ''"),
         ("feat: " + "x" * 67, "found 73"),

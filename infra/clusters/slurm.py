@@ -1,20 +1,23 @@
-"""A real Slurm of several nodes on this one machine, for tests and for trying things out. Needs root, and Debian's
-packages, which it installs.
+"""Run a real Slurm of several nodes on this machine, for tests and experiments.
 
     python infra/clusters/slurm.py start DIR [--nodes 4] [--cores 2] [--gpus 0] [--lost-after 10]
     export SLURM_CONF=DIR/slurm.conf       # then sinfo, sbatch, srun, squeue, scancel work
-    python infra/clusters/slurm.py kill-node DIR node2     # its slurmd and everything below it, as a power cut would
+    python infra/clusters/slurm.py kill-node DIR node2     # kills all its processes, which simulates a power failure
     python infra/clusters/slurm.py revive DIR node2
     python infra/clusters/slurm.py stop DIR
-    python infra/clusters/slurm.py install                 # the packages alone
+    python infra/clusters/slurm.py install                 # installs the packages only
 
-One controller, and a slurmd per node on a port of its own; munge with a key and a socket of its own, so that several
-clusters stand side by side and nothing of the system's is touched. Each node has its own temporary directory (TMPDIR is
-`DIR/tmp/<node>` in all that runs there). Partitions: `all` (the default), `front` and `restore` (the first and the
-second half of the nodes), and `urgent`, all nodes, whose jobs preempt those of the others, which are requeued. There is
-no accounting, as on many clusters: no `sacct`, and a job that ended is forgotten after `--forget-after` seconds.
+Needs root. `start` installs the packages of Debian if they are missing.
 
-GPUs are made up (`--gpus`): Slurm counts and hands them out, but nothing can compute on them.
+A cluster is one controller, one slurmd per node with a separate port, and munge with a separate key and socket. So
+several clusters can run at the same time, and a Slurm of the system is not affected. In jobs, TMPDIR is
+`DIR/tmp/<node>`.
+
+Partitions are `all` (the default), `front` (the first half of the nodes), `back` (the second half), and `urgent` (all
+nodes). Jobs of `urgent` preempt other jobs, which Slurm then requeues. As on many clusters, there is no accounting:
+`sacct` does not work, and Slurm forgets a job `--forget-after` seconds after its end.
+
+`--gpus` adds fake GPUs: Slurm schedules them, but no process can compute on them.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from rl_contracts.testing.processes import free_port
 
 PACKAGES = ("slurm-wlm", "munge")
 DEADLINE = 120.0
-"""Seconds within which the cluster must stand, a node come back, or everything be gone."""
-LOOK_EVERY = 0.1
-"""Seconds between two looks at what is waited for."""
+"""Time limit in seconds for a start, for the return of a node, and for killing processes."""
+POLL_INTERVAL = 0.1
+"""Seconds between two checks of a condition."""
 MARK = "RL_SLURM_CLUSTER"
-"""Variable in the environment of all daemons, and so of what they start: `DIR:node`."""
+"""Environment variable of all daemons, which their child processes inherit; its value is `DIR:node`."""
 
 CONF = """\
 ClusterName=test
@@ -60,7 +63,7 @@ SlurmdPidFile={dir}/slurmd.%n.pid
 SlurmctldLogFile={dir}/logs/slurmctld.log
 SlurmdLogFile={dir}/logs/slurmd.%n.log
 TaskProlog={dir}/task_prolog.sh
-# no cgroups, which containers seldom may use
+# no cgroups: most containers may not use them
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -70,7 +73,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
-# what takes minutes on a cluster takes seconds here
+# seconds instead of the minutes of a real cluster
 SlurmdTimeout={lost_after}
 KillWait={kill_wait}
 MinJobAge={forget_after}
@@ -98,49 +101,49 @@ echo "export TMPDIR={dir}/tmp/$SLURMD_NODENAME"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cluster is made of."""
+    """Size and timeouts of a cluster."""
 
     nodes: int = 4
-    """Nodes, `node0` and on."""
+    """Number of nodes; their names are `node0`, `node1` and so on."""
     cores: int = 2
-    """Cores per node, as Slurm counts them; the machine may have fewer."""
+    """Cores per node in the configuration of Slurm; the machine may have fewer."""
     gpus: int = 0
-    """Made-up GPUs per node."""
+    """Fake GPUs per node."""
     lost_after: int = 10
-    """Seconds without an answer after which a node is down (SlurmdTimeout; 300 is usual)."""
+    """Seconds without a response until a node counts as down (SlurmdTimeout; usually 300)."""
     grace: int = 0
-    """Seconds between the news of a preemption and its effect (GraceTime)."""
+    """Seconds between the signal of a preemption and the end of the job (GraceTime)."""
     kill_wait: int = 10
-    """Seconds between SIGTERM and SIGKILL (KillWait; 30 is usual)."""
+    """Seconds between SIGTERM and SIGKILL (KillWait; usually 30)."""
     requeue_after: int = 15
-    """Seconds that a requeued job waits before it starts again (cred_expire; 120 is usual, 5 the least)."""
+    """Seconds until a requeued job may start again (cred_expire; usually 120, minimum 5)."""
     forget_after: int = 300
-    """Seconds for which jobs that ended are known (MinJobAge)."""
+    """Seconds until Slurm forgets a job that ended (MinJobAge)."""
 
 
 class Cluster:
-    """A Slurm whose files are in one directory.
+    """A Slurm cluster whose files are in one directory.
 
     Args:
-        directory: of configuration, state, logs and the nodes' temporary directories.
+        directory: Directory for configuration, state, logs and temporary directories of the nodes.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory).resolve()
         self.environment = {"SLURM_CONF": str(self.directory / "slurm.conf")}
-        """What a process needs in its environment so that Slurm's commands speak to this cluster."""
+        """Environment variables with which the commands of Slurm use this cluster."""
 
     @property
     def names(self) -> list[str]:
-        """The nodes' names."""
+        """Names of the nodes."""
         return [f"node{index}" for index in range(self._state()["shape"]["nodes"])]
 
     def start(self, shape: Shape | None = None) -> None:
-        """Start everything and return when all nodes are idle. What ran here before is ended first.
+        """Stop a cluster that runs in this directory, start a new one and return when all nodes are idle.
 
         Raises:
-            RuntimeError: no root, packages that cannot be installed, or a cluster that does not stand in time; with the
-                last lines of the logs.
+            RuntimeError: The user is not root, the packages could not be installed, or the nodes were not idle within
+                `DEADLINE`; then the message contains the ends of the logs.
         """
         shape = shape or Shape()
         install()
@@ -148,7 +151,7 @@ class Cluster:
         for name in ("logs", "state", "spool", "tmp"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
             (self.directory / name).mkdir(parents=True)
-        munge = Path(tempfile.mkdtemp(prefix="munge-"))  # the path of a socket may have 107 letters
+        munge = Path(tempfile.mkdtemp(prefix="munge-"))  # the path of a socket is limited to 107 characters
         state = {"munge": str(munge), "shape": asdict(shape)}
         (self.directory / "cluster.json").write_text(json.dumps(state))
         self._configure(shape, munge)
@@ -163,41 +166,41 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """End everything that runs in the cluster, and the cluster. Files stay. A cluster that is gone is fine."""
+        """Kill all jobs and daemons of the cluster and keep its files. Do nothing if no cluster runs."""
         _kill(lambda: self._processes())
         with suppress(FileNotFoundError):
             shutil.rmtree(self._state()["munge"], ignore_errors=True)
 
     def kill_node(self, name: str) -> None:
-        """Kill a node's slurmd and everything below it at once. Slurm notices after `lost_after` seconds."""
-        _kill(lambda: self._processes(self._known(name)))
+        """Kill all processes of a node. Slurm detects this after `lost_after` seconds."""
+        _kill(lambda: self._processes(self._check_name(name)))
 
     def revive(self, name: str) -> None:
-        """Start a killed node again, and return when Slurm takes jobs for it."""
+        """Restart a killed node and return when Slurm schedules jobs on it."""
         self.kill_node(name)
-        shutil.rmtree(self.directory / "tmp" / name, ignore_errors=True)  # as after a power cut of a diskless node
+        shutil.rmtree(self.directory / "tmp" / name, ignore_errors=True)  # a diskless node loses its files
         self._daemon(name, "slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"])
         self._await(f"{name} to come back", lambda: dict(self.states())[name] in ("idle", "mixed", "allocated"))
 
     def run(self, *command: str, **options: object) -> str:
-        """The output of one of Slurm's commands; a `CalledProcessError` where it fails."""
+        """Run a command of Slurm and return its output; raise `CalledProcessError` if it fails."""
         environment = os.environ | self.environment
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, **options)  # type: ignore[call-overload]
         return str(done.stdout).strip()
 
     def states(self) -> list[tuple[str, str]]:
-        """Name and state of each node, such as `idle`, `mixed`, `down*`."""
+        """Return the name and the state of each node, such as `idle`, `mixed` or `down*`."""
         lines = self.run("sinfo", "-hN", "-p", "all", "-o", "%N %t").splitlines()
-        short = {"mix": "mixed", "alloc": "allocated"}
-        return [(name, short.get(state, state)) for name, state in map(str.split, lines)]
+        long_names = {"mix": "mixed", "alloc": "allocated"}
+        return [(name, long_names.get(state, state)) for name, state in map(str.split, lines)]
 
     def await_state(self, name: str, *states: str) -> None:
         """Return when a node is in one of these states."""
         self._await(f"{name} to be {' or '.join(states)}", lambda: dict(self.states())[name] in states)
 
     def processes(self, name: str = "") -> list[int]:
-        """Ids of what runs in the cluster, its daemons included; or of one node's only."""
-        return sorted(self._processes(self._known(name) if name else ""))
+        """Return the process ids of the cluster, daemons included, or of one node."""
+        return sorted(self._processes(self._check_name(name) if name else ""))
 
     def _configure(self, shape: Shape, munge: Path) -> None:
         controller_port, *ports = (free_port() for _ in range(shape.nodes + 1))
@@ -208,10 +211,9 @@ class Cluster:
             for name, port in zip(self.names, ports, strict=True)
         )
         half = max(1, shape.nodes // 2)
-        parts = {"front": ",".join(self.names[:half]), "back": ",".join(self.names[half:] or self.names)}
-        text = CONF.format(
-            dir=self.directory, munge=munge, controller_port=controller_port, nodes=nodes, **parts, **_numbers(shape)
-        )
+        partitions = {"front": ",".join(self.names[:half]), "back": ",".join(self.names[half:] or self.names)}
+        settings = {name: value for name, value in asdict(shape).items() if name != "nodes"} | partitions
+        text = CONF.format(dir=self.directory, munge=munge, controller_port=controller_port, nodes=nodes, **settings)
         (self.directory / "slurm.conf").write_text(text)
         files = "".join(f"NodeName={','.join(self.names)} Name=gpu File=/dev/tty{i}\n" for i in range(shape.gpus))
         (self.directory / "gres.conf").write_text(files)
@@ -232,7 +234,7 @@ class Cluster:
     def _daemon(self, name: str, *command: str) -> None:
         """Start a daemon that outlives this program."""
         environment = os.environ | self.environment | {MARK: f"{self.directory}:{name}"}
-        environment.pop("TMPDIR", None)  # a node has its own
+        environment.pop("TMPDIR", None)  # the task prolog sets it per node
         for inherited in [variable for variable in environment if variable.startswith(("SLURM_", "SLURMD_"))]:
             if inherited not in self.environment:
                 del environment[inherited]
@@ -248,10 +250,10 @@ class Cluster:
             )
 
     def _processes(self, name: str = "") -> set[int]:
-        """What carries the mark of this cluster or node, or that of a job on it, and all descendants."""
+        """Return the daemons and jobs of this cluster or node, with all their descendants."""
         conf, marks = self.environment["SLURM_CONF"], (f"{MARK}={self.directory}:", f"{MARK}={self.directory}:{name}")
         parents: dict[int, int] = {}
-        found: set[int] = set()
+        pids: set[int] = set()
         for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
             with suppress(OSError, ValueError, IndexError):
                 text = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -263,58 +265,58 @@ class Cluster:
                 of_job = f"SLURM_CONF={conf}" in variables and on_node
                 marked = marks[1] in variables if name else _has(variables, marks[0])
                 if of_job or (marked and not _has(variables, "SLURMD_NODENAME=")):
-                    found.add(pid)
-        while grown := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= grown
-        return found - {os.getpid()}
+                    pids.add(pid)
+        while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+            pids |= children
+        return pids - {os.getpid()}
 
-    def _await(self, what: str, holds: Callable[[], bool]) -> None:
+    def _await(self, description: str, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE
         while True:
-            with suppress(subprocess.CalledProcessError):  # the controller does not answer yet
-                if holds():
+            with suppress(subprocess.CalledProcessError):  # the controller does not respond yet
+                if condition():
                     return
             if time.monotonic() > deadline:
                 logs = sorted((self.directory / "logs").glob("*"))
                 tails = "\n".join(f"{log.name}: ...{log.read_text(errors='replace')[-600:]}" for log in logs)
-                raise RuntimeError(f"waited {DEADLINE:g} s for {what}. Logs in {self.directory}/logs:\n{tails}")
-            time.sleep(LOOK_EVERY)
+                raise RuntimeError(f"waited {DEADLINE:g} s for {description}. Logs in {self.directory}/logs:\n{tails}")
+            time.sleep(POLL_INTERVAL)
 
-    def _known(self, name: str) -> str:
+    def _check_name(self, name: str) -> str:
         if name not in self.names:
-            raise RuntimeError(f"no node {name!r}; there are {', '.join(self.names)}.")
+            raise RuntimeError(f"there is no node {name!r}; the nodes are {', '.join(self.names)}.")
         return name
 
     def _state(self) -> dict:  # type: ignore[type-arg]
-        found: dict = json.loads((self.directory / "cluster.json").read_text())  # type: ignore[type-arg]
-        return found
+        state: dict = json.loads((self.directory / "cluster.json").read_text())  # type: ignore[type-arg]
+        return state
 
 
 def install() -> None:
-    """Install Slurm and munge where they are missing.
+    """Install Slurm and munge if they are missing.
 
     Raises:
-        RuntimeError: not root, or apt-get cannot; says what it said.
+        RuntimeError: The user is not root, or apt-get is missing or failed; then the message contains its output.
     """
     if os.geteuid() != 0:
-        raise RuntimeError("expected root, for Slurm's daemons and its packages; found another user.")
+        raise RuntimeError("the daemons and packages of Slurm need root; run this as root.")
     if all(shutil.which(program) for program in ("slurmctld", "slurmd", "munged")):
         return
     if not shutil.which("apt-get"):
-        raise RuntimeError(f"expected Debian's apt-get, to install {', '.join(PACKAGES)}; install them and try again.")
+        raise RuntimeError(f"there is no apt-get to install {', '.join(PACKAGES)}; install them and try again.")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    lock = f"DPkg::Lock::Timeout={DEADLINE:g}"  # others may be installing, too
-    order = ["apt-get", "-o", lock, "install", "-y", "-q", "--no-install-recommends", *PACKAGES]
-    for command in (order, ["apt-get", "update", "-q"], order):
+    lock = f"DPkg::Lock::Timeout={DEADLINE:g}"  # another process may be installing
+    install_command = ["apt-get", "-o", lock, "install", "-y", "-q", "--no-install-recommends", *PACKAGES]
+    for command in (install_command, ["apt-get", "update", "-q"], install_command):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode == 0 and command is order:
+        if done.returncode == 0 and command is install_command:
             return
-    raise RuntimeError(f"{' '.join(order)} failed:\n{done.stderr[-2000:]}")
+    raise RuntimeError(f"{' '.join(install_command)} failed:\n{done.stderr[-2000:]}")
 
 
 @contextmanager
 def running(directory: Path, shape: Shape | None = None) -> Iterator[Cluster]:
-    """A cluster that stands for the length of a `with` block."""
+    """Run a cluster inside the context."""
     cluster = Cluster(directory)
     cluster.start(shape)
     try:
@@ -323,40 +325,36 @@ def running(directory: Path, shape: Shape | None = None) -> Iterator[Cluster]:
         cluster.stop()
 
 
-def _numbers(shape: Shape) -> dict[str, int]:
-    return {name: value for name, value in asdict(shape).items() if name != "nodes"}
-
-
 def _has(variables: list[str], prefix: str) -> bool:
     return any(variable.startswith(prefix) for variable in variables)
 
 
 def _kill(processes: Callable[[], set[int]]) -> None:
-    """SIGKILL until none is left, also of those that are born meanwhile."""
+    """Send SIGKILL until no process remains; new processes may start in between."""
     deadline = time.monotonic() + DEADLINE
-    while left := processes():
-        for pid in left:
+    while pids := processes():
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes outlived SIGKILL: {sorted(left)}")
-        time.sleep(LOOK_EVERY / 2)
+            raise RuntimeError(f"processes survived SIGKILL for {DEADLINE:g} s: {sorted(pids)}")
+        time.sleep(POLL_INTERVAL / 2)
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("start", help="start a cluster and wait until it is idle")
     start.add_argument("directory", type=Path)
     for name, value in asdict(Shape()).items():
         start.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
-    commands.add_parser("install", help="install Slurm and munge where they are missing")
-    commands.add_parser("stop", help="end it and what runs in it").add_argument("directory", type=Path)
-    for name in ("kill-node", "revive"):
-        one = commands.add_parser(name)
-        one.add_argument("directory", type=Path)
-        one.add_argument("name")
+    commands.add_parser("install", help="install Slurm and munge if they are missing")
+    commands.add_parser("stop", help="kill the jobs and daemons of the cluster").add_argument("directory", type=Path)
+    for name, text in (("kill-node", "kill all processes of a node"), ("revive", "restart a killed node")):
+        node_command = commands.add_parser(name, help=text)
+        node_command.add_argument("directory", type=Path)
+        node_command.add_argument("name")
     arguments = vars(parser.parse_args())
     command, cluster = arguments.pop("command"), Cluster(arguments.pop("directory", Path()))
     try:

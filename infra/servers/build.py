@@ -1,14 +1,16 @@
-"""Build environments with the real inference servers, which tests and trials start on a machine without a GPU.
+"""Build environments with vLLM and SGLang, for tests and experiments on a machine without a GPU.
 
     python infra/servers/build.py [vllm] [sglang] [--cache DIRECTORY]
 
-Builds what is missing of the servers named, or of both, and prints the path of each one's Python interpreter, a line
-each and nothing else, on standard output; a path is what `rollout.server.python=` takes. Environments are kept in
-`~/.cache/rl/servers` (`$HF_HOME/rl/servers` where that is set), named after the server and the hash of its table in
-`pins.toml`, so that other pins make another one. An environment counts as built when its last file is there: one whose
-build was interrupted is made anew. Two builds at once wait for each other. Needs the standard library of Python 3.11,
-the Python that the pins ask for or uv, which fetches it, and pip's package index; vLLM's build of torch is published on
-PyTorch's own CPU index, which pip is told of as usual (`PIP_EXTRA_INDEX_URL`).
+Builds the missing environments of the given servers, or of both. Standard output contains the path of each Python
+interpreter, one per line, for `rollout.server.python=`.
+
+Environments are in `~/.cache/rl/servers`, or in `$HF_HOME/rl/servers` if HF_HOME is set. The name of an environment is
+the server and the hash of its table in `pins.toml`, so changed pins result in a new environment. An interrupted build
+starts again from the beginning. A second build of the same server waits for the first.
+
+Needs Python 3.11 with its standard library, pip's package index, and the Python of the pins, which uv installs if it is
+missing. The torch of vLLM is on PyTorch's CPU index; set `PIP_EXTRA_INDEX_URL` to it.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from pathlib import Path
 
 PINS = Path(__file__).with_name("pins.toml")
 DONE = "built.json"
-"""The last file of a build: its pins, and all that was installed."""
+"""File with the pins and the installed packages; a build writes it last."""
 
 
 class BuildError(Exception):
-    """An environment could not be built."""
+    """A build failed."""
 
 
 class MissingError(BuildError):
-    """This machine lacks what a build needs."""
+    """The machine lacks a requirement of a build."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What one environment is made from; the comments in `pins.toml` say what the fields mean."""
+    """Contents of one environment; the comments in `pins.toml` explain the fields."""
 
     name: str
     python: str
@@ -54,13 +56,13 @@ class Pins:
 
     @property
     def key(self) -> str:
-        """Name and a short hash of everything else."""
+        """Name of the environment: the server and a short hash of all fields."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         return f"{self.name}-{digest[:12]}"
 
 
 def read_pins(path: Path = PINS) -> dict[str, Pins]:
-    """The tables of the file, by server."""
+    """Return the tables of the file, by server."""
     tables = tomllib.loads(path.read_text())
     return {
         name: Pins(
@@ -71,22 +73,23 @@ def read_pins(path: Path = PINS) -> dict[str, Pins]:
 
 
 def default_cache() -> Path:
-    """Beside what else the project keeps: `$HF_HOME/rl/servers`, or `~/.cache/rl/servers`."""
+    """Return `$HF_HOME/rl/servers`, or `~/.cache/rl/servers`: next to other caches of this project."""
     home = os.environ.get("HF_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "rl" / "servers"
 
 
 def interpreter(pins: Pins, cache: Path, make: Callable[[Pins, Path, int], None] | None = None) -> Path:
-    """The Python of an environment, which is built first if need be.
+    """Return the Python interpreter of an environment; build the environment first if it is missing.
 
     Args:
-        pins: what it is made from.
-        cache: directory of all environments.
-        make: builds into a directory that does not exist yet, while the lock's descriptor is held; by default `build`.
+        pins: Contents of the environment.
+        cache: Directory of all environments.
+        make: Function that builds in a new directory while a lock is held; its last argument is the file descriptor
+            of the lock. The default is `build`.
 
     Raises:
-        MissingError: no such Python, no compiler, no space, or the cache cannot be written.
-        BuildError: a step failed.
+        MissingError: Python, the compiler or disk space is missing, or the cache is not writable.
+        BuildError: A step failed.
     """
     directory = cache / pins.key
     python = directory / "bin" / "python"
@@ -94,43 +97,43 @@ def interpreter(pins: Pins, cache: Path, make: Callable[[Pins, Path, int], None]
         return python
     with _lock(cache / f"{pins.name}.lock") as lock:
         if not (directory / DONE).is_file():
-            shutil.rmtree(directory, ignore_errors=True)  # of a build that was interrupted
+            shutil.rmtree(directory, ignore_errors=True)  # remains of an interrupted build
             (make or build)(pins, directory, lock)
-            _say_what_is_left(cache, pins)
+            _print_outdated(cache, pins)
     return python
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[int]:
-    """Hold the file's lock; what inherits the descriptor holds it too."""
+    """Lock a file and yield its descriptor; child processes that inherit the descriptor keep the lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
         raise MissingError(
-            f"expected a directory to keep environments in, found {path.parent} ({error}); name another with --cache"
+            f"cannot keep environments in {path.parent} ({error}); choose another directory with --cache"
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"waiting for another build, which holds {path}")
+            _say(f"waiting for another build, which holds the lock {path}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
 
 def build(pins: Pins, directory: Path, lock: int) -> None:
-    """Make the environment `directory`; its file `DONE` comes last.
+    """Build the environment `directory` and write its file `DONE` last.
 
     Args:
-        pins: what it is made from.
-        directory: to make.
-        lock: descriptor of a lock, handed to every process that is started: one that outlives this build still keeps
-            the next one from the directory that it writes to.
+        pins: Contents of the environment.
+        directory: New directory.
+        lock: File descriptor of a lock, which all child processes inherit. If one survives this build, the next build
+            waits for it instead of sharing the directory with it.
 
     Raises:
-        MissingError: no such Python, no compiler or no space.
-        BuildError: a step failed; with the end of what it said.
+        MissingError: Python, the compiler or disk space is missing.
+        BuildError: A step failed; the message contains the end of its output.
     """
     base = find_python(pins.python)
     compiler = find_compiler() if pins.driver_stub else ""
@@ -152,7 +155,7 @@ def build(pins: Pins, directory: Path, lock: int) -> None:
 
 
 class Steps:
-    """Runs commands one after the other, with what they say in one log."""
+    """Runs commands in sequence and writes their output to one log."""
 
     def __init__(self, log: Path, lock: int) -> None:
         self.log = log
@@ -161,13 +164,10 @@ class Steps:
         log.write_text("")
 
     def run(self, *command: str) -> str:
-        """Run it to its end.
-
-        Returns:
-            what it said.
+        """Run a command and return its output.
 
         Raises:
-            BuildError: its exit code is not 0.
+            BuildError: The exit code is not 0.
         """
         with self.log.open("a+") as log:
             log.write(f"$ {' '.join(command)}\n")
@@ -177,19 +177,18 @@ class Steps:
                 command, stdout=log, stderr=log, env=self.environment, check=False, pass_fds=(self.lock,)
             ).returncode
             log.seek(start)
-            said = log.read()
+            output = log.read()
         if code:
-            last = "\n".join(said.splitlines()[-15:])
-            raise BuildError(f"{' '.join(command[:4])} ... ended with {code}; all of it is in {self.log}\n{last}")
-        return said
+            last = "\n".join(output.splitlines()[-15:])
+            raise BuildError(f"{' '.join(command[:4])} ... ended with {code}; the full output is in {self.log}\n{last}")
+        return output
 
 
 def find_python(version: str) -> str:
-    """The first `pythonVERSION` on PATH that starts, is that version and can make environments. Where there is none,
-    the one that uv keeps, or fetches.
+    """Return a Python interpreter of a version that can create environments: the first one on PATH, or one from uv.
 
     Raises:
-        MissingError: there is none.
+        MissingError: There is none.
     """
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         candidate = shutil.which(f"python{version}", path=folder)
@@ -202,49 +201,49 @@ def find_python(version: str) -> str:
         if candidate and _makes_environments(candidate, version):
             return candidate
     raise MissingError(
-        f"expected a Python {version} with venv and ensurepip, found no python{version} on PATH that has them, and "
-        f"{'none that uv could fetch' if uv else 'no uv to fetch it'}; install it from your distribution "
-        f"(python{version} and python{version}-venv), or install uv (pip install uv)"
+        f"expected a Python {version} with venv and ensurepip, found none on PATH and "
+        f"{'none that uv could fetch' if uv else 'no uv to fetch it'}; install python{version} and "
+        f"python{version}-venv of your distribution, or uv (pip install uv)"
     )
 
 
 def _makes_environments(python: str, version: str) -> bool:
-    """Whether it is there; a version manager's stand-in is there also where it cannot start the version."""
-    wanted = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
-    return subprocess.run([python, "-c", wanted], capture_output=True, check=False).returncode == 0
+    """Return whether an interpreter has this version, venv and ensurepip; a shim of a version manager may not start."""
+    code = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
+    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def find_compiler() -> str:
-    """The C compiler: `$CC`, gcc or cc.
+    """Return the path of the C compiler: `$CC`, gcc or cc.
 
     Raises:
-        MissingError: there is none.
+        MissingError: There is none.
     """
     for name in (os.environ.get("CC"), "gcc", "cc"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise MissingError("expected a C compiler, found neither $CC nor gcc nor cc on PATH; install gcc")
+        if name and (compiler := shutil.which(name)):
+            return compiler
+    raise MissingError("expected a C compiler, found none of $CC, gcc and cc on PATH; install gcc")
 
 
 def require_space(directory: Path, gigabytes: float) -> None:
-    """See that the disk of an existing directory has room.
+    """Check the free disk space of an existing directory.
 
     Raises:
-        MissingError: it has not.
+        MissingError: The disk has less than `gigabytes` GB of free space.
     """
     free = shutil.disk_usage(directory).free / 1e9
     if free < gigabytes:
         raise MissingError(
-            f"expected {gigabytes:g} GB of free space for {directory}, found {free:.1f}; name another with --cache, or "
-            "remove the environments in it that you no longer need"
+            f"expected {gigabytes:g} GB of free space for {directory}, found {free:.1f}; choose another directory with "
+            "--cache, or remove environments that you no longer need"
         )
 
 
 def stub_driver(steps: Steps, compiler: str, directory: Path, functions: Sequence[str]) -> None:
-    """Put a stand-in for the CUDA driver's library into the environment, and load it when its Python starts.
+    """Add a stub of the CUDA driver library to the environment, which its Python loads at startup.
 
-    A library that is loaded already satisfies every later one that wants it by that name, so that no variable has to
-    be set for the server or for the processes that it starts. The real driver, where there is one, goes first.
+    Libraries that are loaded later find the stub by its name. So the server and its child processes need no environment
+    variable. If the machine has the real driver, Python loads that instead.
     """
     source, library = directory / "libcuda_stub.c", directory / "lib" / "libcuda.so.1"
     source.write_text("".join(f"int {name}(void) {{ return 100; /* no device */ }}\n" for name in functions))
@@ -263,11 +262,11 @@ def stub_driver(steps: Steps, compiler: str, directory: Path, functions: Sequenc
     (packages / "rl_driver_stub.pth").write_text("import rl_driver_stub\n")
 
 
-def _say_what_is_left(cache: Path, pins: Pins) -> None:
-    """Name the environments of other pins; another checkout may still use them."""
+def _print_outdated(cache: Path, pins: Pins) -> None:
+    """Print the environments with other pins, which another checkout may still use."""
     for other in sorted(cache.glob(f"{pins.name}-*/{DONE}")):
         if other.parent.name != pins.key:
-            _say(f"{other.parent} is of other pins; remove it when nobody uses it")
+            _say(f"{other.parent} has other pins; remove it if no other checkout uses it")
 
 
 def _say(text: str) -> None:
@@ -275,20 +274,20 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Build, and print the interpreters."""
+    """Build the environments and print their interpreters."""
     pins = read_pins()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"of {', '.join(pins)}; by default all")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="where environments are kept")
+    parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"{' or '.join(pins)} (default: all)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="directory of the environments")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.servers if name not in pins]:
         parser.error(f"expected servers of {', '.join(pins)}, found {', '.join(unknown)}")
     try:
-        found = [interpreter(pins[name], arguments.cache.absolute()) for name in arguments.servers or pins]
+        interpreters = [interpreter(pins[name], arguments.cache.absolute()) for name in arguments.servers or pins]
     except BuildError as error:
         _say(f"{Path(__file__).name}: {error}")
         return 1
-    print(*found, sep="\n")
+    print(*interpreters, sep="\n")
     return 0
 
 

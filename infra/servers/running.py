@@ -23,13 +23,13 @@ COMMANDS = {
         --max-running-requests 64 --max-total-tokens 16384
         --enable-metrics""",
 }
-"""Arguments of each server's Python. Eager and in float32, so that log-probs compare with those of transformers."""
+"""Arguments of Python for each server: eager mode and float32, to compare log-probs with those of transformers."""
 ENVIRONMENT = {
     "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},  # without it SGLang takes the machine for one with a GPU
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},  # otherwise SGLang assumes a GPU
 }
 READY_SECONDS = 900.0
-"""A busy machine takes ten times as long as an idle one; a server that ended is seen at once."""
+"""Time limit of a start in seconds. A busy machine needs ten times as long as an idle one."""
 
 
 @contextmanager
@@ -41,21 +41,21 @@ def running(
     options: Sequence[str] = (),
     variables: dict[str, str] | None = None,
 ) -> Iterator[str]:
-    """A server that answers its health check.
+    """Run a server inside the context; enter it when the health check succeeds.
 
     Args:
         server: `vllm` or `sglang`.
-        python: its interpreter, from `build.py`.
-        model: directory of the model.
-        log: file for what it writes.
-        options: further arguments; the last one of a name counts.
-        variables: of its environment, besides those that it needs.
+        python: Interpreter of the server, from `build.py`.
+        model: Directory of the model.
+        log: File for the output of the server.
+        options: Additional arguments, which override those of `COMMANDS`.
+        variables: Additional environment variables.
 
     Yields:
-        its address.
+        Address of the server.
 
     Raises:
-        RuntimeError: it ended, or did not answer in time; with the end of its log.
+        RuntimeError: The server ended or was not healthy in time; the message contains the end of its log.
     """
     port = _free_port()
     command = [str(python), *COMMANDS[server].format(model=model, port=port).split(), *options]
@@ -79,7 +79,7 @@ def _await_health(address: str, process: subprocess.Popen[bytes], log: Path) -> 
                 return
         except OSError:
             time.sleep(0.2)
-    state = f"ended with {process.poll()}" if process.poll() is not None else f"gave no answer in {READY_SECONDS:g} s"
+    state = f"ended with {process.poll()}" if process.poll() is not None else f"was not healthy in {READY_SECONDS:g} s"
     raise RuntimeError(f"{' '.join(process.args[:3])} {state}:\n{log.read_text(errors='replace')[-3000:]}")
 
 

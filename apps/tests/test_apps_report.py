@@ -311,6 +311,7 @@ window.addEventListener("load", () => {
   const result = JSON.stringify({
     lines, requests, ms: loadEventStart - fetchStart, cards: count(".card"), bold: count("#completions .text b"),
     completions: count("#completions details"), pictures: count("#completions img"),
+    charts: [...document.querySelectorAll("svg")].map((one) => [one.role, one.ariaLabel]),
   });
   document.body.replaceChildren();  // lone surrogates in completions cannot be dumped
   document.body.dataset.probe = result;
@@ -319,13 +320,11 @@ window.addEventListener("load", () => {
 """Script that tries every option of the loaded page and stores the results in the page."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
+def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
+    """Open the page of a run in a browser and return the results of the probe."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("chromium is not installed")
-    run = make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4)
     write_report([run], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
@@ -337,10 +336,31 @@ def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
 
     match = re.search(r'data-probe="([^"]*)"', done.stdout)
     assert match, f"the page did not load within {time.monotonic() - begin:.0f} s: {done.stderr[-2000:]}"
-    probe = json.loads(match[1].replace("&quot;", '"').replace("&amp;", "&"))
+    probe: dict[str, Any] = json.loads(match[1].replace("&quot;", '"').replace("&amp;", "&"))
+    return probe
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
+    probe = _probe(make_run(tmp_path / "run", steps=90, answers=6, tokens=200, every=4), tmp_path)
+
     assert probe["lines"] == []
     assert probe["requests"] in ([], ["data:,"])
     assert probe["bold"] == 0, "model output is text, not HTML"
     assert probe["cards"] == 10
     assert probe["completions"] >= 40
     assert probe["ms"] < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_browser_charts_have_text_alternatives(tmp_path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+
+    charts = _probe(run, tmp_path)["charts"]
+
+    first, *_, last = (json.loads(line)["length/mean"] for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert {role for role, _ in charts} == {"img"}
+    assert f"Length (tokens): length/mean {first:.4g} at step 1, {last:.4g} at step 3" in [label for _, label in charts]
+    assert all(re.search(r"\w .+ at step 1, .+ at step \d", label) for _, label in charts)

@@ -86,6 +86,13 @@ function frame(steps, values, log) {
   return { svg, x, y, left, right };
 }
 
+// Return the text alternative of a chart for screen readers: the first and the last value of each series.
+function summary(title, series) {
+  const ends = series.map(({ label, steps, values }) =>
+    `${label} ${number(values[0])} at step ${steps[0]}, ${number(values.at(-1))} at step ${steps.at(-1)}`);
+  return `${title}: ${ends.join("; ")}`;
+}
+
 // Return a card whose legend shows the values at the step under the pointer; `valuesAt(step)` lists [label, color, value, dash].
 function card(title, note, picture, valuesAt) {
   const { svg, x, left, right } = picture;
@@ -137,6 +144,7 @@ function curveCard(title, series, scale) {
     if (one.points.length > MARKED) continue;
     for (const [step, value] of one.points) picture.svg.append(element("circle", { cx: picture.x(step), cy: picture.y(value), r: 2, fill: one.color }));
   }
+  picture.svg.setAttribute("aria-label", summary(title, series));
   return card(title, log ? "log scale" : "", picture, (step) => series.map((one) => [one.label, one.color, latest(one.steps, one.values, step), one.dash]));
 }
 
@@ -154,6 +162,7 @@ function bandCard(title, stages) {
     const line = `M${edge(tops[k + 1], order)}L${edge(tops[k], [...order].reverse())}Z`;
     picture.svg.append(element("path", { d: line, fill: COLORS[k % COLORS.length], "fill-opacity": 0.75 }));
   });
+  picture.svg.setAttribute("aria-label", summary(title, names.map((label) => ({ label, steps, values: stages.seconds[label] }))));
   return card(title, "", picture, (step) => names.map((name, k) => [name, COLORS[k % COLORS.length], latest(steps, stages.seconds[name], step)]));
 }
 

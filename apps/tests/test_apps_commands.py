@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import yaml
 from rl_apps.cli import command
 from rl_apps.cli import main as cli
 from rl_apps.cli.driver import main
+from rl_apps.cli.overview import APPS, overview
 from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
 from rl_apps.settings.compose import describe, render_help
+from rl_contracts import registry
 from rl_contracts.errors import ConfigError
 
 CUSTOM_REWARD = """
@@ -158,3 +161,47 @@ def test_command_runs_the_app_of_its_name(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(sys, "argv", ["/anywhere/hh-rlhf-dpo", "--help"])
     assert command.main() == 0
     assert capsys.readouterr().out.startswith("hh-rlhf-dpo: ")
+
+
+def test_rl_help_lists_every_app_and_command_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: dict[str, str] = {}
+    monkeypatch.setattr(cli, "overview", lambda apps, helps: commands.update(helps) or overview(apps, helps))
+
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+
+    sections = [section.partition(":\n")[::2] for section in capsys.readouterr().out.split("\n\n")]
+    names = {heading: re.findall(r"^  (\w\S*)  ", lines, re.MULTILINE) for heading, lines in sections}
+    apps = names["apps, which start or resume a training run"]
+    assert apps[0] == "gsm8k-grpo"
+    assert sorted(apps) == sorted([*registry.available("rl.apps"), "run"])
+    assert sorted(names["commands for a run"] + names["commands for setup"]) == sorted({*commands} - {"run"})
+
+
+def test_overview_titles_are_those_of_the_apps() -> None:
+    own = [name for name, target in registry.available("rl.apps").items() if target.startswith("rl_apps.")]
+
+    assert {name: registry.load("rl.apps", name).title for name in own} == APPS
+
+
+def test_overview_lists_third_party_apps_after_those_of_this_package() -> None:
+    apps = {"custom": "package.module:APP", "sft": "rl_apps.programs.sft:APP"}
+
+    lines = overview(apps, {"run": "your own app"}).splitlines()
+
+    rows = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
+    assert rows[1:] == [["sft", APPS["sft"]], ["custom", "app of package.module"], ["run", "your own app"]]
+
+
+@pytest.mark.parametrize("module", ["rl_apps", "rl_apps.cli.main"])
+def test_rl_help_as_a_module_imports_no_heavy_library(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, "--help"], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.startswith("usage: rl COMMAND")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "rl_apps.cli.overview" in imported
+    assert not imported & {"torch", "transformers", "datasets", "numpy", "rich", "rl_apps.settings.config"}

@@ -238,7 +238,7 @@ def test_help_lists_each_tool(name: str, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as exit_info:
         main.main(["--help"])
     assert exit_info.value.code == 0
-    assert f"    {name} " in capsys.readouterr().out
+    assert f"\n  {name} " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main.main([name, "--help"])
     assert "run" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rl_apps.cli.overview import overview
 from rl_apps.settings.command_line import Parser, print_all
-from rl_apps.settings.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, RLError, did_you_mean
@@ -57,12 +57,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="rl",
         usage="rl COMMAND ...",
-        description="Train language models with reinforcement learning, and inspect the runs.",
-        epilog=f"Training commands: {', '.join(sorted(apps))}. See `rl grpo --help` for the settings of one.",
+        epilog="`rl COMMAND --help` lists the settings of an app or the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of packages, and exit")
-    commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog="rl")
-    run = commands.add_parser("run", add_help=False, help="run a training command, or your own app: package.module:APP")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="rl", help=argparse.SUPPRESS
+    )
+    run = commands.add_parser("run", add_help=False, help="run an app by name, or your own app: package.module:APP")
     run.add_argument("app", help="installed name, or package.module:APP")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; see its --help")
     replay = commands.add_parser("replay", help="replay a saved batch through the trainer, without servers")
@@ -78,6 +80,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_runs(commands)
     _add_models(commands)
     _add_checks(commands)
+    parser.description = overview(apps, {action.dest: action.help or "" for action in commands._choices_actions})
     names = (*commands.choices, *apps)
     if argv and argv[0] not in names and not argv[0].startswith("-"):
         near = did_you_mean(argv[0], names)
@@ -123,13 +126,13 @@ def _add_runs(commands: Any) -> None:
     )
     stop.add_argument("--now", action="store_true", help="kill the processes at once")
     scale = commands.add_parser("scale", help="change the number of inference servers during a run")
-    watch = commands.add_parser("watch", help="follow a run: its metrics, or its conversations turn by turn")
+    watch = commands.add_parser("watch", help="follow the metrics of a run, or its conversations")
     watch.add_argument("--conversations", action="store_true", help="follow prompts and completions")
     watch.add_argument("--step", type=int, help="only this step (default: the newest step and later ones)")
     watch.add_argument("--evaluation", action="store_true", help="conversations of evaluations")
     watch.add_argument("--prompt", type=int, help="only conversations of this example of the data")
     watch.add_argument("-n", "--number", type=_count, help="conversations per step (default 2)")
-    show = commands.add_parser("show", help="print completions of a step with prompts, rewards and advantages")
+    show = commands.add_parser("show", help="print completions of a step with rewards and advantages")
     show.add_argument("--step", type=int, help="step (default: the newest)")
     show.add_argument("--worst", action="store_true", help="lowest rewards first")
     show.add_argument("--evaluation", action="store_true", help="completions of an evaluation")
@@ -165,7 +168,7 @@ def _add_checks(commands: Any) -> None:
     doctor.add_argument("app", nargs="?", default="", help="also run one small step of this command")
     doctor.add_argument("settings", nargs=argparse.REMAINDER, help="settings of the command, key=value")
     doctor.add_argument("--directory", type=Path, default=Path("runs"), help="directory for runs (default %(default)s)")
-    plan = commands.add_parser("plan", help="estimate memory and throughput on a cluster, and find the best split")
+    plan = commands.add_parser("plan", help="estimate memory and throughput, and find the best split")
     plan.add_argument("app", help="command that uses servers, such as gsm8k-grpo")
     plan.add_argument(
         "settings", nargs="*", help="settings of the command, key=value; also cluster.nodes and cluster.devices"
@@ -289,6 +292,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from rl_apps.preflight.checks import check_algorithm, check_run
     from rl_apps.run.app import Run
     from rl_apps.settings.compose import compose, to_yaml
+    from rl_apps.settings.config import GRPOConfig
     from rl_apps.settings.device_layout import devices_of, layout_of
     from rl_apps.settings.model import find_models
     from rl_launchers import Launcher

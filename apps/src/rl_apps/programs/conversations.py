@@ -15,7 +15,7 @@ from rl_apps.settings.compose import CONF
 MULTI_TURN_MATH = replace(
     gsm8k_grpo.APP,
     name="multi-turn-math",
-    title="multi-turn reinforcement learning: a solution, feedback, a second attempt",
+    title="multi-turn RL: a solution, feedback, a second attempt",
     defaults=CONF / "multi_turn_math.yaml",
     lessons="turns",
     summary=partial(summary.after_grpo, command="multi-turn-math"),
@@ -24,7 +24,7 @@ MULTI_TURN_MATH = replace(
 MATH_AGENT = replace(
     gsm8k_grpo.APP,
     name="math-agent",
-    title="reinforcement learning of an agent with a calculator tool",
+    title="RL of an agent with a calculator tool",
     defaults=CONF / "math_agent.yaml",
     lessons="tools",
     summary=partial(summary.after_grpo, command="--extra agents math-agent"),

@@ -76,7 +76,7 @@ def train(run: Run[GRPOConfig]) -> None:
 
 APP = App(
     name="rl grpo",
-    title="asynchronous reinforcement learning with your own data and reward",
+    title="asynchronous RL with your own data and reward",
     schema=GRPOConfig,
     train=train,
     check=check,

@@ -343,7 +343,7 @@ def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
-    probe = _probe(make_run(tmp_path / "run", steps=90, answers=6, tokens=200, every=4), tmp_path)
+    probe = _probe(make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4), tmp_path)
 
     assert probe["lines"] == []
     assert probe["requests"] in ([], ["data:,"])

@@ -83,7 +83,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.description = overview(apps, {action.dest: action.help or "" for action in commands._choices_actions})
     names = (*commands.choices, *apps)
     if argv and argv[0] not in names and not argv[0].startswith("-"):
-        near = did_you_mean(argv[0], names)
+        near = " It was renamed to 'metrics'." if argv[0] == "figures" else did_you_mean(argv[0], names)
         raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
     if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
         argv = ["run", *argv]

@@ -19,7 +19,7 @@ APPS = {
 """Titles of the apps of this package. They are copies, because importing an app may import torch."""
 GROUPS = {
     "commands for a run": (
-        *("watch", "status", "logs", "show", "plot", "report", "figures"),
+        *("watch", "status", "logs", "show", "plot", "report", "metrics"),
         *("stop", "scale", "replay", "generate"),
     ),
     "commands for setup": ("doctor", "plan", "demo"),

@@ -128,7 +128,7 @@ def _package(root, name, dependencies=""):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A repository with the packages `rl-base` and with `rl-user`, which requires on `rl-base`."""
+    """A repository with the packages `rl-base` and `rl-user`, which requires `rl-base`."""
     (tmp_path / "LICENSE").write_text("Free.\n")
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "all"\nversion = "0"\nrequires-python = ">=3.12"\n'
@@ -262,7 +262,7 @@ def test_bump_minor_changes_the_version_in_all_files(root):
 
 def test_bump_patch_leaves_users_unchanged(root):
     base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
-    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- One bug fault.\n\n## 0.1.0\n")
+    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- One bug.\n\n## 0.1.0\n")
 
     assert bump.bump("rl-base", "patch", root) == []
 

@@ -186,9 +186,8 @@ def test_canary_names_the_faulty_server_of_two(fleet, faults, named):
     ("faults", "server"),
     [
         pytest.param("not loaded", 0, id="update_acknowledged_but_not_loaded"),
-        pytest.param(
-            "stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly
-        ),  # each case ends a server
+        # nightly, because each case ends a server
+        pytest.param("stale lm_head", 1, id="tied_head_left_stale", marks=pytest.mark.nightly),
     ],
 )
 def test_load_that_misses_a_parameter_is_reported_and_ends_the_server(fleet, faults, server):

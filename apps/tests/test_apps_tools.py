@@ -260,7 +260,7 @@ import pathlib
 from rl_monitor.progress import SFT_COLUMNS, RunProgress
 with RunProgress(pathlib.Path("metrics.jsonl"), 1, SFT_COLUMNS) as progress:
     for stage in range(1000):
-        progress.say(f"stage {stage}")
+        progress.print_message(f"stage {stage}")
 raise SystemExit(7)
 """
     process = subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -66,12 +66,12 @@ def repeat_first(lines: list[Line], **changes: object) -> None:
             lambda lines: repeat_first(lines, step=3, group_id=9),
             r"step 3: prompt 0 \(group 9\) .* not in its batch",
         ),
-        (lambda lines: repeat_first(lines, ending="rejected", group_id=99), r"prompt 0 of epoch 0 was used 2 times"),
+        (lambda lines: repeat_first(lines, outcome="rejected", group_id=99), r"prompt 0 of epoch 0 was used 2 times"),
         (lambda lines: repeat_first(lines, prompt_id=6), "prompt 6 of epoch 0 is not in the data"),
         (lambda lines: repeat_first(lines, epoch=2), "prompt 0 of epoch 2 is not in the data"),
         (lambda lines: lines[1].update(group_id=0), "group 0 has 2 prompts"),
         (lambda lines: lines[1].update(step=4), "step 4 has trained prompts but no metrics"),
-        (lambda lines: lines[4].update(ending="dropped"), "prompt 4 of epoch 0 has the unknown outcome 'dropped'"),
+        (lambda lines: lines[4].update(outcome="dropped"), "prompt 4 of epoch 0 has the unknown outcome 'dropped'"),
     ],
 )  # fmt: skip
 def test_account_of_an_inconsistent_run_names_the_prompt(

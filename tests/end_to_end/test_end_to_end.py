@@ -115,7 +115,7 @@ def test_grpo_asynchronous_run_writes_documented_files(finished_run, model):
     page = json.loads((run_dir / "report.html").read_text().partition('id="data">')[2].partition("</script")[0])
     (shown,) = page["runs"]
     assert (shown["state"], shown["step"], shown["curves"]["reward/mean"][0]) == ("finished", 4, [1, 2, 3, 4])
-    assert {"advantage", "tokens"} <= {name for completion in shown["answers"] for name in completion}
+    assert {"advantage", "tokens"} <= {name for completion in shown["completions"] for name in completion}
     assert shown["commands"][0]["command"][1:3] == [f"run_dir={run_dir}", f"model.path={model}"]
 
 

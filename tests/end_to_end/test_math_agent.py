@@ -47,7 +47,7 @@ async def reward(*args: Any, **fields: Any) -> float:
     return gsm8k_reward_fn(*args, **fields)
 
 
-def wrong_calculator(expression: str) -> str:
+def calculator(expression: str) -> str:
     """Return an incorrect result.
 
     Args:
@@ -85,7 +85,7 @@ async def test_agent_is_correct_unless_its_calculator_is_wrong(
     kind: type[MathAgent], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_wrong:
-        monkeypatch.setattr(kind, "tool", staticmethod(wrong_calculator))
+        monkeypatch.setattr(kind, "tool", staticmethod(calculator))
     check(await run_two_episodes(kind), float(not is_wrong))
 
 

@@ -92,6 +92,8 @@ async def test_endpoint_slow_prompts_do_not_delay_other_sessions() -> None:
 
 
 async def test_endpoint_rejection_after_disconnect_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # otherwise objects of earlier tests may log during this one
+    caplog.clear()
     engine, release, started = ScriptedEngine("llama3", fixed_message), threading.Event(), threading.Event()
     async with served(engine) as session, aiohttp.ClientSession() as http:
 

@@ -285,7 +285,9 @@ def test_broadcast_servers_added_or_removed_between_updates_get_ranks(
     assert served_version(servers[2]) == 1, "a removed server must not receive the version"
     names["3"] = third
     wait_until(
-        lambda: any(server.address == third and server.well and server.vetted for server in engine._router.servers)
+        lambda: any(
+            server.address == third and server.is_healthy and server.is_accepted for server in engine._router.servers
+        )
     )
     assert engine.servers == [first, second], "without stored weights, it joins with the next update"
     trainer.publish(3, new)

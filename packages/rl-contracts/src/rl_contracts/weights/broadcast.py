@@ -138,7 +138,7 @@ class BroadcastReceiver:
                 raise
             raise WeightUpdateError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
-    def refuse(self, part: WeightPart, reason: str) -> None:
+    def reject(self, part: WeightPart, reason: str) -> None:
         """Notify the trainer that this server cannot take part, with the reason."""
         with contextlib.suppress(WeightUpdateError, RuntimeError):  # no trainer listens any more
             address = Address.parse(part.location)

@@ -124,7 +124,7 @@ class WeightReceiver:
     def reject(self, meta: WeightUpdateMeta, reason: str) -> None:
         """Notify a trainer that waits for this receiver that it cannot load the version, with the reason."""
         if meta.route in RENDEZVOUS_ROUTES and meta.parts:
-            self._broadcasts[0].refuse(meta.parts[0], reason)
+            self._broadcasts[0].reject(meta.parts[0], reason)
 
     def close(self) -> None:
         """Leave groups, close connections, and drop mappings."""

@@ -67,7 +67,7 @@ class PartialCompletion:
         settings, schema, capabilities = self.request.generation, self.request.schema, protocol.capabilities
         reject_unsupported(settings, capabilities)
         if schema is not None:  # the position in the schema is lost with the server, so start again
-            refuse_schema(capabilities)
+            reject_schema(capabilities)
             self.begin = 0
             self.drop_attempt()
         count = self.begin = len(self.output_ids)
@@ -151,7 +151,7 @@ def reject_unsupported(generation: GenerationConfig, capabilities: Capabilities)
         )
 
 
-def refuse_schema(able: Capabilities) -> None:
+def reject_schema(able: Capabilities) -> None:
     """Reject a request with a JSON schema if the servers do not support schemas.
 
     Raises:

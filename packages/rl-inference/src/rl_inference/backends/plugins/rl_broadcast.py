@@ -59,7 +59,7 @@ class Receiver:
                 raise
             raise RefusedError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
-    def refuse(self, part: dict[str, Any], reason: str) -> None:
+    def reject(self, part: dict[str, Any], reason: str) -> None:
         """Cancel the update for all waiting participants, because this server cannot take part, with the reason."""
         try:
             address = Address(part["location"])

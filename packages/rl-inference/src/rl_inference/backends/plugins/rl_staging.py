@@ -199,7 +199,7 @@ class Attempt:
                 )
         except RefusedError as error:
             if route == "broadcast" and self.meta["parts"]:
-                self._receiver(0).refuse(self.meta["parts"][0], str(error))
+                self._receiver(0).reject(self.meta["parts"][0], str(error))
             raise
 
     def _check_base(self, adapter: dict[str, Any], sent: dict[str, list[int]]) -> None:

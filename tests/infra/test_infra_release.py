@@ -347,6 +347,11 @@ def test_run_past_the_deadline_stops_the_command(monkeypatch):
         workspace.run("sleep", "60")
 
 
+@pytest.mark.slow
+def test_build_of_rewards_passes_twine_and_pyroma(tmp_path):
+    assert check.build(workspace.package_named("rl-rewards"), tmp_path).exists()
+
+
 @pytest.mark.nightly
 def test_check_builds_installs_and_uses_rewards(tmp_path, capsys):
     check.main(["rl-rewards", "--out", str(tmp_path)])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The docs as a site, for a browser: writes site/ (or the directory that is named), of which index.html is the front page.
-# Whatever is wrong with a page, a dead link above all, is an error.
+# Build the documentation site in site/, or in the directory given as an argument. index.html is its front page.
+# Every warning is an error, for example a dead link.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,9 +1,9 @@
-"""The screenshots of the docs, taken anew: of a terminal, and of the site. That of a run's page is taken by hand.
+"""Update the screenshots of the documentation: the live view in a terminal, and the site.
 
     uv run python infra/docs/pictures.py RUN SITE
 
-RUN is the directory of a run with answers, SITE what `infra/docs/build.sh` wrote. Needs Chromium. Look at what it wrote
-into docs/images before it is committed.
+RUN is the directory of a run with completions. SITE is the directory that `infra/docs/build.sh` wrote. The script needs
+Chromium. Check the pictures in docs/images before you commit them. The screenshot of a report is taken by hand.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rl_monitor.live import RunView, Screen
 from rl_monitor.progress import FIGURES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-COLOURS = 128
-"""Of a picture: enough for text and curves, and a third of the bytes."""
+COLORS = 128
+"""Number of colors of a screenshot. Text and curves need no more, and the file has a third of the size."""
 
 
 def terminal(run: Path) -> str:
-    """The live view of a run as SVG, without the fonts that rich would have a browser fetch."""
+    """Return the live view of a run as SVG, without the fonts that rich makes a browser load from a network."""
     steps = yaml.safe_load((run / "config.yaml").read_text())["total_steps"]
     view = RunView(str(Path(*run.parts[-3:])), steps, FIGURES, stage="training")
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -45,11 +45,11 @@ def terminal(run: Path) -> str:
 
 
 def screenshot(page: Path, target: Path, width: int, height: int) -> None:
-    """A browser's picture of a page."""
+    """Save a screenshot of a page."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert browser, "expected a Chromium on the PATH, found none"
+    assert browser, "found no Chromium on the PATH; install it with infra/ci/browser.sh"
     with tempfile.TemporaryDirectory() as scratch:
-        shot = Path(scratch) / "shot.png"
+        image = Path(scratch) / "screenshot.png"
         options = (
             "--headless=new",
             "--no-sandbox",
@@ -57,13 +57,12 @@ def screenshot(page: Path, target: Path, width: int, height: int) -> None:
             "--hide-scrollbars",
             "--run-all-compositor-stages-before-draw",
         )
-        place = (f"--window-size={width},{height}", f"--user-data-dir={scratch}/profile", f"--screenshot={shot}")
-        subprocess.run([browser, *options, *place, page.absolute().as_uri()], check=True, capture_output=True)
-        Image.open(shot).convert("RGB").quantize(COLOURS).save(target, optimize=True)
+        output = (f"--window-size={width},{height}", f"--user-data-dir={scratch}/profile", f"--screenshot={image}")
+        subprocess.run([browser, *options, *output, page.absolute().as_uri()], check=True, capture_output=True)
+        Image.open(image).convert("RGB").quantize(COLORS).save(target, optimize=True)
 
 
 def main() -> None:
-    """Take all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("site", type=Path)

@@ -1,9 +1,8 @@
-"""The pages of docs/ that are made of the sources: settings from the dataclasses, commands from their parsers,
-tutorials from their programs.
+"""Write the pages of docs/ that are generated from source code: settings, commands, and the pages of the tutorials.
 
     uv run python infra/docs/reference.py
 
-writes them; `tests/docs/test_docs_site.py` fails where one is not what this would write.
+`tests/docs/test_docs_site.py` fails if a page differs from what this script writes.
 """
 
 from __future__ import annotations
@@ -231,25 +230,26 @@ def _arguments(parser: argparse.ArgumentParser, shorten: Callable[[str], str] = 
 
 
 def tutorial_page(program: Path) -> str:
-    """A program's page: what its docstring and its numbered comments say, with the code between them."""
+    """Return the page of a tutorial: the docstring of its program, then a section for each numbered comment."""
     tree = ast.parse(program.read_text())
-    title, _, about = (ast.get_docstring(tree) or "").partition("\n\n")
-    place = program.relative_to(ROOT)
-    parts = [
+    title, _, summary = (ast.get_docstring(tree) or "").partition("\n\n")
+    path = program.relative_to(ROOT)
+    blocks = [
         f"# {program.name.partition('_')[0]}. {title}",
-        about,
-        f"```console\n$ uv run python {place}\n```",
-        f"The program is [`{place}`]({program.name}); words behind it are settings, which win over its own. This\n"
-        f"page is made of it, by `{COMMAND}`.",
+        summary,
+        f"```console\n$ uv run python {path}\n```",
+        f"The program is [`{path}`]({program.name}). Its arguments are settings, which override those\n"
+        f"in the program. `{COMMAND}` generates this page from the program.",
     ]
     code = program.read_text().split('"""\n', 1)[1]
-    before, *sections = re.split(r"^( *)# (\d+\. .*)\.\n", code, flags=re.MULTILINE)
-    parts += [_python(before)]
-    for heading, rest in zip(sections[1::3], sections[2::3], strict=True):
-        said = list(takewhile(lambda line: line.lstrip().startswith("#"), rest.splitlines()))
-        text = "\n".join(line.lstrip().removeprefix("#").removeprefix(" ") for line in said)
-        parts += [f"## {heading}", text, _python("\n".join(rest.splitlines()[len(said) :]))]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    imports, *sections = re.split(r"^( *)# (\d+\. .*)\.\n", code, flags=re.MULTILINE)
+    blocks += [_python(imports)]
+    for heading, section in zip(sections[1::3], sections[2::3], strict=True):
+        lines = section.splitlines()
+        comment = list(takewhile(lambda line: line.lstrip().startswith("#"), lines))
+        text = "\n".join(line.lstrip().removeprefix("#").removeprefix(" ") for line in comment)
+        blocks += [f"## {heading}", text, _python("\n".join(lines[len(comment) :]))]
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def _python(code: str) -> str:

@@ -1,6 +1,8 @@
 """Check the generated pages, and the site: no warnings, no dead links, no remote files, no errors in a browser."""
 
 import html
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "infra" / "docs"
 sys.path.insert(0, str(SOURCES))
 
-import reference  # noqa: E402 - a script in the folder of the site's configuration
+import api_reference  # noqa: E402 - modules in the folder of the site's configuration
+import reference  # noqa: E402
+import search_terms  # noqa: E402
 
 # ---- pages generated from the sources
 
@@ -111,7 +116,8 @@ def _build(source: Path, site: Path) -> tuple[int, str]:
     flags = ("--quiet", "--nitpicky", "--fail-on-warning", "--keep-going", "-c", str(source / "infra" / "docs"))
     assert all(flag in (SOURCES / "build.sh").read_text() for flag in flags[:-1])
     command = (sys.executable, "-m", "sphinx", *flags, str(source), str(site))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    env = {**os.environ, "GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "example/rl"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=280)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -194,6 +200,97 @@ def test_dead_links_and_remote_files_are_reported(tmp_path: Path) -> None:
     assert _dead(tmp_path) == {"one.html": ["two.html#gone", "3.html"], "two.html": ["https://e.org/5.js"]}
 
 
+@pytest.mark.slow
+def test_site_page_has_title_description_version_and_edit_link(site: Path) -> None:
+    page = (site / "docs" / "howto" / "scheduler.html").read_text()
+
+    assert "<title>How to add a scheduler - rl " in page
+    assert '<meta name="description" content="A scheduler starts, watches and stops processes.' in page
+    assert f">rl {version('rl-apps')}<" in page  # beside the navigation
+    assert '"https://github.com/example/rl/edit/main/docs/howto/scheduler.md"' in page
+    assert Page(site / "docs" / "howto" / "scheduler.html").fetched.count("../../_static/favicon.svg") == 1
+
+
+# ---- the API reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", sorted(path.name for path in ROOT.glob("**/src/rl_*") if path.is_dir()))
+def test_api_reference_documents_every_public_name(package: str, site: Path) -> None:
+    names = api_reference.public_names(package)
+    pages = {target.partition(".")[0] for target in names.values()} | {package}
+    anchors = set().union(*(Page(site / "docs" / "api" / f"{page}.html").anchors for page in pages))
+
+    assert [target for target in names.values() if target not in anchors] == []
+    assert [
+        path for path in names if path.rpartition(".")[2] not in (site / f"docs/api/{package}.html").read_text()
+    ] == []
+
+
+@pytest.mark.slow
+def test_api_reference_has_no_markdown_outside_code(site: Path) -> None:
+    for page in (site / "docs" / "api").glob("rl_*.html"):
+        article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        text = re.sub(r"<(code|pre)\b.*?</\1>", "", article, flags=re.DOTALL)
+        assert "`" not in text, page.name
+        assert "``" not in article, page.name
+        assert "Args:" not in text, page.name
+        assert "~typing" not in text, f"{page.name}: a signature that Sphinx cannot parse"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Return `None`.", "Return ``None``."),
+        (
+            "The `JobSpec` of `Scheduler.poll`.",
+            "The :py:obj:`JobSpec <rl_contracts.scheduler.JobSpec>` of "
+            ":py:obj:`Scheduler.poll <rl_contracts.scheduler.Scheduler.poll>`.",
+        ),
+        ("a * b, `c * d`s", "a \\* b, ``c * d``\\ s"),
+        ("`one\ntwo` or ` (file)`", "``one\ntwo`` or ``(file)``"),
+    ],
+)
+def test_api_reference_translates_markdown_code(text: str, expected: str) -> None:
+    assert api_reference._translate(text) == expected
+
+
+# ---- search
+
+
+@pytest.fixture(scope="module")
+def search_index(site: Path) -> dict[str, Any]:
+    text = (site / "searchindex.js").read_text()
+    index: dict[str, Any] = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    return index
+
+
+def _first_results(index: dict[str, Any], term: str) -> set[str]:
+    """Pages, with anchors, that the search lists first for a term."""
+    entries = index["indexentries"].get(term.lower(), [])
+    return {f"{index['docnames'][page]}#{anchor}".rstrip("#") for page, anchor, is_main in entries if is_main}
+
+
+@pytest.mark.slow
+def test_search_index_has_terms_synonyms_and_their_targets(site: Path, search_index: dict[str, Any]) -> None:
+    assert {page.partition("#")[0] for page in _first_results(search_index, "learning rate")} == {
+        "docs/getting-started",
+        "docs/settings",
+    }
+    assert "docs/getting-started#stop-and-resume-a-run" in _first_results(search_index, "resume")
+    assert _first_results(search_index, "learning_rate") == {"docs/settings#row-actor-optimizer-lr"}
+    for page, headings in search_terms.TERMS.items():
+        anchors = Page(site / f"{page}.html").anchors
+        for heading, words in headings.items():
+            assert heading in anchors, f"{page}: no heading {heading}"
+            assert all(f"{page}#{heading}".rstrip("#") in _first_results(search_index, word) for word in words)
+    missing = [name for name in search_terms.SYNONYMS if not _first_results(search_index, name)]
+    assert missing == [], "no row of docs/settings.md begins with the setting of these names"
+
+
+# ---- in a browser
+
+
 PROBE = """<script>
 const messages = [];
 for (const kind of ["error", "warn"]) console[kind] = (...words) => messages.push(words.join(" "));
@@ -205,15 +302,21 @@ window.addEventListener("load", () => setTimeout(() => {
 """Script that collects console messages and files that failed to load."""
 
 
-def _open(page: Path, profile: Path, query: str = "") -> tuple[str, str]:
+def _open(page: Path, profile: Path, query: str = "", script: str = "", *flags: str) -> tuple[str, str]:
     """Open a page in a browser; return its DOM and its console messages as JSON."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium or Chrome to open the page")
     probed = page.with_name(f"probed-{page.name}")
-    probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
+    probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}{script}"), encoding="utf-8")
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-    more = ("--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={profile}", f"{probed.as_uri()}{query}")
+    more = (
+        *flags,
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        f"--user-data-dir={profile}",
+        f"{probed.as_uri()}{query}",
+    )
     done = subprocess.run([browser, *options, *more], capture_output=True, text=True, timeout=180, check=False)
     probed.unlink()
     messages = re.search(r'data-probe="([^"]*)"', done.stdout)
@@ -228,6 +331,80 @@ def test_browser_shows_front_page_and_search_results(site: Path, tmp_path: Path)
 
     assert front_messages == search_messages == "[]"
     assert 'href="docs/asynchronous.html' in results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["learning rate", "resume"])
+def test_browser_search_lists_getting_started_and_settings_first(words: str, site: Path, tmp_path: Path) -> None:
+    shown, _ = _open(site / "search.html", tmp_path, f"?q={words.replace(' ', '+')}")
+
+    results = re.findall(r'<a href="(docs/[\w-]+)\.html[^"]*"', shown.partition('class="search"')[2])
+    assert results[0] == "docs/getting-started"
+    assert results[1] == "docs/settings"
+
+
+CLICK = """<script>
+window.addEventListener("load", () => {
+  navigator.clipboard.writeText = async (text) => console.error(text);
+  for (const button of document.querySelectorAll("button.copy")) button.click();
+});
+</script>"""
+"""Clicks each copy button, and records the copied texts with the messages of the console."""
+
+
+@pytest.mark.slow
+def test_browser_copies_code_blocks_and_commands_without_prompts(site: Path, tmp_path: Path) -> None:
+    _, copied = _open(site / "docs" / "howto" / "scheduler.html", tmp_path, "", CLICK)
+
+    texts = json.loads(copied)
+    assert any(text.startswith("# my_scheduler.py\nfrom dataclasses") for text in texts)
+    assert any(text.startswith("uv run pytest test_my_scheduler.py\nuv run gsm8k-grpo") for text in texts)
+
+
+WIDTHS = (390, 1280, 1366, 1440)
+"""Widths of windows in pixels: a phone, and common laptops."""
+MEASURE = """<script>
+window.addEventListener("load", () => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.contentDocument, content = page.querySelector(".content") ?? page.body;
+    const excess = Math.max(page.documentElement.scrollWidth - frame.width, content.scrollWidth - content.clientWidth);
+    if (excess > 0) console.error(`${frame.getAttribute("src")} is ${excess} px too wide for ${frame.width} px`);
+  }
+});
+</script>"""
+
+
+def _too_wide(folder: Path, pages: list[str], profile: Path) -> list[str]:
+    """Return a message for each page that scrolls sideways in a window of one of the widths."""
+    frames = [f'<iframe src="{page}" width="{width}" height="800"></iframe>' for page in pages for width in WIDTHS]
+    (folder / "frames.html").write_text(f"<html><head></head><body>{''.join(frames)}</body></html>")
+    _, messages = _open(folder / "frames.html", profile, "", MEASURE, "--allow-file-access-from-files")
+    (folder / "frames.html").unlink()
+    return [message for message in json.loads(messages) if "too wide" in message]
+
+
+@pytest.mark.slow
+def test_browser_shows_pages_without_horizontal_scrolling(site: Path, tmp_path: Path) -> None:
+    pages = [
+        "README",
+        "docs/getting-started",
+        "docs/settings",
+        "docs/errors",
+        "docs/howto/scheduler",
+        "docs/api/rl_trainers",
+    ]
+
+    assert _too_wide(site, [f"{page}.html" for page in pages], tmp_path) == []
+
+
+@pytest.mark.slow
+def test_browser_reports_a_page_that_is_too_wide(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text('<!doctype html><body style="margin: 0"><p style="width: 1300px">text')
+
+    assert _too_wide(tmp_path, ["page.html"], tmp_path / "profile") == [
+        "page.html is 910 px too wide for 390 px",
+        "page.html is 20 px too wide for 1280 px",
+    ]
 
 
 @pytest.mark.nightly

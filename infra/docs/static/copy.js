@@ -1,0 +1,18 @@
+// Add a copy button to each code block. On a block with prompts it copies the commands only.
+document.addEventListener("DOMContentLoaded", () => {
+  if (!navigator.clipboard) return; // browsers have it for https, localhost and files
+  for (const block of document.querySelectorAll("div.highlight > pre")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.textContent = "Copy";
+    button.addEventListener("click", async () => {
+      const lines = block.textContent.trimEnd().split("\n");
+      const commands = lines.filter((line) => line.startsWith("$ ")).map((line) => line.slice(2));
+      await navigator.clipboard.writeText((commands.length ? commands : lines).join("\n"));
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), 2000);
+    });
+    block.parentElement.append(button);
+  }
+});

@@ -1,8 +1,8 @@
 """GRPO: your own reward
 
 `gsm8k-grpo` generates completions, scores them, and makes the better ones of each group more likely. A server generates
-while the trainer learns. The command creates a tiny model. Its warm-up takes half a minute, and later runs reuse the
-result.
+while the trainer learns. The first run creates a tiny model and trains it for half a minute. Later runs reuse this
+model.
 """
 
 import json
@@ -23,8 +23,8 @@ def brief_reward_fn(prompt, completions, prompt_ids, completion_ids, *, answer, 
 
 
 # 2. The settings.
-# The reward is selected by file and function. A step has 32 prompts with 8 completions each. `max_staleness=1` allows
-# groups that started one version earlier.
+# `rollout.reward` names the file and the function. A step has 32 prompts with 8 completions each. With
+# `max_staleness=1`, a group may start one version before the step that trains on it.
 run = Path("runs/tutorials/grpo")
 settings = [
     f"rollout.reward={Path(__file__).absolute()}:brief_reward_fn",
@@ -40,7 +40,8 @@ settings = [
 
 # 3. The run.
 # Before anything starts, a trial episode runs workflow and reward on one example, so that a mistake in the function
-# above is reported at once. The reward worker also imports this file. The condition keeps it from starting a run.
+# above is reported at once. The reward worker also imports this file. The `if` prevents this import from starting a
+# run.
 if __name__ == "__main__":
     code = main("gsm8k-grpo", settings)
     if code or "--dry-run" in settings:
@@ -54,5 +55,6 @@ if __name__ == "__main__":
         print(f"step {record['step']}: reward {record['reward/mean']:.2f}, staleness {record['staleness/mean']:.1f}")
 
     # 5. The completions.
-    # `rollouts/` contains every finished completion with its outcome. This shows the two worst of the last step.
+    # `rollouts/` contains every finished completion with its outcome. This command shows the two of the last step with
+    # the lowest rewards.
     rl(["show", str(run), "--worst", "-n", "2"])

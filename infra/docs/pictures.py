@@ -1,9 +1,10 @@
-"""Update the screenshots of the documentation: the live view in a terminal, and the site.
+"""Take the screenshots of the docs that show a terminal and the site. Take the screenshot of a run's page by hand.
 
     uv run python infra/docs/pictures.py RUN SITE
 
-RUN is the directory of a run with completions. SITE is the directory that `infra/docs/build.sh` wrote. The script needs
-Chromium. Check the pictures in docs/images before you commit them. The screenshot of a report is taken by hand.
+RUN is the directory of a run with completions, and SITE the output directory of `infra/docs/build.sh`. The script needs
+Chromium.
+Check the images in docs/images before you commit them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from rl_monitor.progress import FIGURES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLORS = 128
-"""Number of colors of a screenshot. Text and curves need no more, and the file has a third of the size."""
+"""Number of colors of of screenshot. 128 suffice a screenshot. Text and curves need no more, at the file has a third of the size."""
 
 
 def terminal(run: Path) -> str:
-    """Return the live view of a run as SVG, without the fonts that rich makes a browser load from a network."""
+    """Return the live view of a run as SVG, without the links to fonts that rich adds."""
     steps = yaml.safe_load((run / "config.yaml").read_text())["total_steps"]
     view = RunView(str(Path(*run.parts[-3:])), steps, FIGURES, stage="training")
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -45,7 +46,7 @@ def terminal(run: Path) -> str:
 
 
 def screenshot(page: Path, target: Path, width: int, height: int) -> None:
-    """Save a screenshot of a page."""
+    """Save a screenshot of a page, taken by Chromium."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert browser, "found no Chromium on the PATH; install it with infra/ci/browser.sh"
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,6 +64,7 @@ def screenshot(page: Path, target: Path, width: int, height: int) -> None:
 
 
 def main() -> None:
+    """Take both screenshots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("site", type=Path)

@@ -43,7 +43,7 @@ def layer_window(module: Any, passed_window: int | None) -> int | None:
 
     Args:
         module: attention module, with its `config` and, where layers differ, its `layer_idx`.
-        given: window that the module passes to its attention function; None if it passes none.
+        passed_window: window that the module passes to its attention function; None if it passes none.
 
     Raises:
         ModelError: the layer type is not supported (chunked, compressed), or the layer is sliding and has no window.

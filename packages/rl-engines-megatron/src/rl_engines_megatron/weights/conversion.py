@@ -161,7 +161,7 @@ def check_names(present: Set[str], expected: Set[str], optional: Set[str], where
     """Raise a `ModelError` for missing and unknown parameter names.
 
     Args:
-        found: names of the weights.
+        present: names of the weights.
         expected: names that must exist.
         optional: further names that may exist.
         where: location of the weights, for the message.

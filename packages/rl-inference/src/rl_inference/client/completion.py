@@ -18,8 +18,9 @@ from rl_inference.client.stop_strings import StopStrings
 class PartialCompletion:
     """Unfinished completion of a request.
 
-    After an interruption, a server gets the prompt and the tokens received so far. If the sampling of a token depends
-    only on seed and position (`capabilities.seeds_by_position`), the interruption does not change the tokens.
+    After an interruption, the next attempt continues from the prompt and the tokens received so far. The interruption
+    does not change the tokens if sampling depends only on seed and position (`capabilities.seeds_by_position`). A
+    completion with a JSON schema starts again instead, because the server loses its position in the schema.
     """
 
     request: ModelRequest
@@ -132,8 +133,8 @@ def reject_unsupported(generation: GenerationConfig, capabilities: Capabilities)
     """Reject settings that the servers would silently apply differently.
 
     Args:
-        asked: settings of the request.
-        able: optional features of the servers.
+        generation: settings of the request.
+        capabilities: optional features of the servers.
 
     Raises:
         InferenceError: the message names the settings and a remedy.

@@ -158,7 +158,7 @@ class Router:
         Args:
             address: address of the server.
             name: name in the source (see `Server.name`).
-            known: whether it got requests before, at another address.
+            served_before: whether it got requests before, at another address.
         """
         reason = "is waiting to join"
         server = Server(

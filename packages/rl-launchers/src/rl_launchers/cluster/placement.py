@@ -67,7 +67,7 @@ class Ledger:
         Args:
             spec: the role.
             number: number of workers.
-            beside: for a role that shares the devices of another role: the machines of that role's workers.
+            share_with: machines of the workers of another role, if this role shares their devices; else empty.
             only: names of the allowed machines; empty for all.
 
         Returns:

@@ -93,7 +93,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         """Return the nodes to hold, the largest first, each with its bundle. Ray may choose other nodes that fit.
 
         Args:
-            found: descriptions of the live nodes, as in `living` of the driver's state.
+            nodes: descriptions of the live nodes, as in `living` of the driver's state.
 
         Raises:
             ConfigError: too few nodes have the required resources; the message lists the resources of each node.

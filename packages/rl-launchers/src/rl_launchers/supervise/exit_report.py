@@ -60,8 +60,8 @@ def not_ready(name: str, timeout: float, url: str, answer: str) -> str:
 
     Args:
         name: name of the worker.
-        timeout: seconds that it had.
-        asked: URL of its readiness check.
+        timeout: time limit in seconds.
+        url: URL of its readiness check.
         answer: result of the last check.
     """
     return (

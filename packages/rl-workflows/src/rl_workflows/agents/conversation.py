@@ -173,7 +173,7 @@ class Conversation:
         tokenizer adds one.
 
         Args:
-            given: text or tokens of the prompt.
+            prompt: text or tokens of the prompt.
 
         Raises:
             DataError: the text is not UTF-8.

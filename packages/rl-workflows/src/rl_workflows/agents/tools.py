@@ -88,8 +88,8 @@ def load_tools(sources: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, 
     """Return tools by name.
 
     Args:
-        given: tools, functions, or strings. A string is an entry point in the group `rl.tools`, or the dotted path of a
-            function or of a subclass of `Tool`.
+        sources: tools, functions, or strings. A string is an entry point in the group `rl.tools`, or the dotted path of
+            a function or of a subclass of `Tool`.
 
     Raises:
         ConfigError: a string names nothing, two tools have the same name, or a tool cannot be created.

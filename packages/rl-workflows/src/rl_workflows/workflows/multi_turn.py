@@ -125,7 +125,7 @@ class ToolWorkflow(MultiTurnWorkflow):
             `python`).
         tool_seconds: time limit of a call; after it the model gets an error message as the result.
         turns: maximum number of completions.
-        others: see `MultiTurnWorkflow`.
+        given, more: other arguments of `MultiTurnWorkflow`.
 
     Raises:
         ConfigError: no tools, a tool without docstring or annotations, a chat template that does not list tools, or an

@@ -131,7 +131,7 @@ def test_chat_from_parquet_has_no_null_message_entries(tmp_path: Path) -> None:
         ({"messages": []}, "rl", "messages: expected a text or a list of messages with role and content"),
         ({"messages": [{"text": "hi"}]}, "rl", "expected messages with role and content, found {'text': 'hi'}"),
         ({"messages": [ASSISTANT]}, "rl", "with a question before the answer, found none"),
-        ({"messages": [USER]}, "sft", "end with a turn of 'user': expected a column 'answer', found only 'messages'"),
+        ({"messages": [USER]}, "sft", "instead of 'assistant': expected a column 'answer', found only 'messages'"),
         ({"messages": [USER], "answer": " "}, "sft", "expected text in the column 'answer', found ' '"),
     ],
 )

@@ -260,7 +260,7 @@ def test_run_with_timeout_returns_result_error_or_timeout(clock):
         assert await run_with_timeout(clock, 2.0, after(1.0)) == 1.0
         with pytest.raises(InferenceError):
             await run_with_timeout(clock, 2.0, after(1.0, InferenceError("injected")))
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="no result within 2 s"):
             await run_with_timeout(clock, 2.0, after(1000.0))
 
     clock.run(main())

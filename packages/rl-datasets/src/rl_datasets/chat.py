@@ -135,7 +135,7 @@ def _answer(record: Record, role: str) -> list[Message]:
     """Return the turns of the column `answer`: text, messages, or calls if the record has tools."""
     where, row = record
     if "answer" not in row:
-        raise missing(f"{where}: the messages end with a turn of {role!r}", row, "answer")
+        raise missing(f"{where}: the last message has role {role!r} instead of 'assistant'", row, "answer")
     answer = decoded(row["answer"])
     if _has_calls(calls := parsed(answer)) and read_tools(record):
         answer = {"role": "assistant", "tool_calls": calls}

@@ -78,7 +78,9 @@ class Decoder:
         if not prompt or len(prompt) >= self.context_length:
             raise InferenceError(f"expected a prompt of 1 to {self.context_length - 1} tokens, found {len(prompt)}.")
         if generation.truncates or generation.penalizes or generation.stop:
-            raise InferenceError("this server does not support top_p, top_k, min_p, penalties and stop strings.")
+            raise InferenceError(
+                "this server does not support top_p, top_k, min_p, penalties or stop strings; remove them."
+            )
         generator = None
         if not generation.greedy:
             generator = torch.Generator()

@@ -194,7 +194,7 @@ async def run_with_timeout[T](clock: Clock, seconds: float, coroutine: Coroutine
         await asyncio.wait((task, timer), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise TimeoutError
+        raise TimeoutError(f"no result within {seconds:g} s")
     finally:
         for running in (task, timer):
             running.cancel()

@@ -108,8 +108,8 @@ class VLLMProtocol(ControlProtocol):
         mode = as_object(body).get("logprobs_mode", "")  # missing in other programs
         if mode not in ("", "processed_logprobs"):
             raise InferenceError(
-                f"expected log-probs of the sampled distribution, found logprobs_mode={mode!r}; start it with "
-                "--logprobs-mode processed_logprobs"
+                f"expected log-probs of the sampled distribution, found logprobs_mode={mode!r}; start the server "
+                "with --logprobs-mode processed_logprobs"
             )
         return served_model(body)
 

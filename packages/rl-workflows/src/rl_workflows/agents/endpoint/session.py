@@ -290,7 +290,7 @@ class Session(RolloutSession):
             else:
                 prompt = conversation.completion(call.text_prompt)
         except PromptTooLongError as error:
-            raise _too_long(context_length, f"more ({error})") from error
+            raise _too_long(context_length, f"more than {context_length} ({error})") from error
         except (DataError, RecursionError, UnicodeError) as error:
             raise CallError(f"cannot build the prompt: {error}") from error
         if not 0 < len(prompt.ids) < context_length:
@@ -324,7 +324,7 @@ class Session(RolloutSession):
         )
         characters = sum(len(value) if isinstance(value, str) else 1 for value in values)
         if characters > max_characters:
-            raise _too_long(context_length, f"more ({characters} characters)")
+            raise _too_long(context_length, f"more than {context_length} ({characters} characters)")
 
     async def generate(self, prepared: Prepared) -> list[GeneratedMessage]:
         """Generate the completions of a call and add them to the conversation.

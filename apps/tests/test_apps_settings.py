@@ -136,7 +136,7 @@ def fake_interpreter(directory, package, version):
 
 
 def settings_of(*roots):
-    """Return the settings of config classes as `module:Class.field`, those of optional sections included."""
+    """Return the settings of config classes by `module:Class.field`, including the settings of optional sections."""
     settings, pending = {}, list(roots)
     while pending:
         cls = pending.pop()
@@ -231,7 +231,7 @@ def test_every_setting_is_read_in_a_run(tmp_path):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A setting of a command's config at its key."""
+    """A setting in the config of a command, at one dotted key."""
 
     owner: str
     """Class and name of the field, in the format of the probe."""
@@ -248,7 +248,7 @@ def default_config(app, *overrides):
 
 
 def leaves_of(section, prefix=""):
-    """Return every leaf by its key, those of optional sections included."""
+    """Return the leaves of a config section by dotted key. A section that is None counts with its defaults."""
     types, leaves = get_type_hints(type(section)), {}
     for item in fields(section):
         key, value = prefix + item.name, getattr(section, item.name)
@@ -278,7 +278,7 @@ def other_values(leaf):
 
 
 def text(value):
-    """Return a value as it is written in an argument."""
+    """Return the text of a value in an argument of a command."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -457,7 +457,7 @@ SUPERVISED_KEPT = (*KEPT, "actor.minibatches")
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Leaves that no command above reads at another value, and a test that uses one of them."""
+    """Leaves that every command above reads at the default, and a test that uses another value."""
 
     keys: str
     """Pattern of keys."""

@@ -28,7 +28,7 @@ EVERY = 5
 HELD_OUT = 256
 """Problems per evaluation."""
 STEPS = 90
-"""Step limit of a side that does not reach the goal."""
+"""Maximum number of steps of a run that does not reach the goal."""
 
 
 def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | None:
@@ -64,7 +64,7 @@ def run_rl(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[
 
 
 def run_trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
-    """Run TRL on the same prompts in the same order and return its curve of (step, accuracy)."""
+    """Run TRL on the prompts of `run_rl`, in the same order, and return its curve of (step, accuracy)."""
     config = settings(seed)
     directory.mkdir(parents=True)
     prompts = PromptLoader(load_rows(config.data, "train", "rl", seed), seed=seed)
@@ -98,7 +98,7 @@ def run_trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads
 
 
 def measure(seeds: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> dict[str, Any]:
-    """Run both sides in turn for each seed; return the completions and the ratio of the medians."""
+    """Run `gsm8k-grpo` and TRL for each seed; return the completions to the goal, and the ratio of the medians."""
     config = settings(1)
     per_step = config.data.batch_size * config.rollout.group_size
     completions: dict[str, list[float | None]] = {"rl": [], "trl": []}

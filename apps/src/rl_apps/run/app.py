@@ -1,4 +1,4 @@
-"""Definition of an app: what turns a training program into a command.
+"""Definition of an app, which makes a training program a command.
 
 `rl run my_package.my_app:APP` runs an app by its dotted path. `rl run NAME` runs one that is installed in the
 entry-point group `rl.apps`. The driver provides everything else: composing and checking the config, the dry run,
@@ -26,12 +26,12 @@ __all__ = ["App", "Run"]
 
 @dataclass(frozen=True)
 class Run[C: RunConfig]:
-    """One run, as seen by its checks, its launcher and its trainers."""
+    """Context of one run: config, devices and directory. The checks, the launcher and the trainers receive it."""
 
     config: C
     """Settings of the run."""
     layout: Layout
-    """Trainer and servers of the run."""
+    """Backends and devices of the trainer and the servers."""
     directory: Path
     """Run directory."""
     device: str

@@ -173,7 +173,8 @@ class FSDPEngine(TrainEngine):
             micro_batches: number of micro-batches in the step.
 
         Raises:
-            ConfigError, EngineError: see `FSDPEngineConfig.check_memory`; on every rank.
+            ConfigError: the step does not fit, and this is the only rank; see `FSDPEngineConfig.check_memory`.
+            EngineError: the step does not fit on one of several ranks. Every rank raises it.
         """
         available, inner = device_memory(self._device), self._model.model
         if available is None or self._spec.optimizer is None:

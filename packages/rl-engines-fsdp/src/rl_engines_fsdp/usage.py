@@ -18,8 +18,8 @@ def device_memory(device: torch.device) -> float | None:
 def matrix_parameters(model: PackedModel, frozen: bool = True) -> int | None:
     """Return the number of matrix parameters that each token is multiplied by.
 
-    All matrices count, adapters included. The input embedding counts only if it is also the output head. Of the experts
-    of an MoE, only as many count as a token is routed to.
+    All matrices count, adapters included. The input embedding counts only if it is also the output head. In an MoE
+    layer, only the experts chosen for one token count.
 
     Args:
         frozen: whether to count frozen parameters too.

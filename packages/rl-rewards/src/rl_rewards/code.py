@@ -83,7 +83,7 @@ class CodeReward:
         return passed / len(cases) if self._fraction else float(passed == len(cases))
 
     def _count(self, program: str, cases: list[ProgramTest]) -> tuple[int, bool]:
-        """Return the number of passed tests, and whether a test exceeded its time and ended the run."""
+        """Return the number of passed tests, and whether a test timed out, after which the rest is skipped."""
         deadline, passed = time.monotonic() + self._seconds, 0
         for index, case in enumerate(cases):
             script = case.script(program)

@@ -29,7 +29,7 @@ class AcmeSchedulerConfig(SchedulerConfig):
 
     setting: ClassVar[str] = "launcher.options"
     niceness: int = bounded(0, "0 to 19", lambda niceness: 0 <= niceness <= 19)
-    """Increment to the niceness of this process, 0 to 19."""
+    """Niceness of each worker relative to the launcher, 0 to 19."""
 
     def resources(self) -> Resources:
         return Resources(gpus=0, cores=os.cpu_count() or 1)

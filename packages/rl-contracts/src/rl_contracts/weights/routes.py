@@ -1,4 +1,4 @@
-"""Both ends of a route: a publisher sends weights with one, and a server receives them with the other.
+"""Sending and receiving end of a route. A publisher sends weights, and a server receives them.
 
 Routes differ in what they store. `shm` and `disk` store the last two versions for later readers. `ipc` stores the last
 version while the trainer lives. `broadcast` stores nothing, so both ends must take part at the same time.
@@ -24,8 +24,8 @@ from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 class WeightSender(Protocol):
     """Sending end of a route on one trainer rank. All sending ranks call `begin` and `send` in step.
 
-    On routes where both ends meet (`RENDEZVOUS_ROUTES`), `send` waits for the receivers. The caller must pass them the
-    result of `begin` meanwhile.
+    On the routes in `RENDEZVOUS_ROUTES`, `send` waits until the receivers join. Meanwhile, the caller must give them
+    the result of `begin`.
     """
 
     @property

@@ -111,8 +111,7 @@ class Architecture:
     def matrix_parameters(self, head: str) -> int:
         """Return the number of matrix parameters that each token is multiplied by.
 
-        The embedding counts only as the output layer. Of the experts of a layer, only as many count as a token is sent
-        to.
+        The embedding counts only as the output layer. In an MoE layer, only the experts chosen for one token count.
 
         Args:
             head: `lm`, or the name of a scalar head.

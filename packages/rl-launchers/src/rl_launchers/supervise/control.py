@@ -1,4 +1,4 @@
-"""Communication between a launcher and other processes by entries of the run's name service; no port is needed.
+"""Communication between a launcher and other processes through the run's name service; no port is needed.
 
 | name | written by | content |
 |---|---|---|
@@ -7,8 +7,8 @@
 | `servers/<role>/<index>` | the launcher | address of a server for clients |
 | `control/stop` | `rl stop` | `gracefully` or `now` |
 | `control/scale/<role>` | `rl scale` | requested number of servers of the role |
-| `replies/scale/<role>` | the launcher | JSON: outcome of that request |
-| `job` | the command that submitted the run | JSON: kind of the scheduler |
+| `replies/scale/<role>` | the launcher | JSON: progress or outcome of that request |
+| `job` | the command that submitted the run | JSON: `launcher.kind`, the name of the scheduler |
 | `heartbeat/<worker>` | each trainer rank | heartbeat, a number that increases while the rank runs |
 
 No entry contains a secret.

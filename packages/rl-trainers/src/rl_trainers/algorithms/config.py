@@ -181,8 +181,8 @@ class CorrectionConfig(ComponentConfig):
     """Correction: `truncate` (TIS), `mask` (IcePop), `plain`, `none`, or a custom one. `truncate`: the ratio clipped to
     [floor, cap]. `mask`: drops tokens with a ratio outside [floor, cap]. `plain`: the ratio itself."""
     level: str = choice("token", LEVELS)
-    """Level of the ratio: the `token`, its `sequence` (the product over trained tokens) or the `geometric` mean over
-    the sequence's trained tokens."""
+    """Scope of each ratio: one `token`, a `sequence` (product over its trained tokens), or `geometric` (geometric mean
+    over them)."""
     cap: float = bounded(2.0, "more than 0 (kind=none disables the correction)", lambda cap: cap > 0)
     """Upper bound of the ratio for `truncate` and `mask`."""
     floor: float = 0.0
@@ -212,8 +212,8 @@ class MaskConfig(ComponentConfig):
     drops tokens with pi_proximal / pi_behavior outside [low, high]. `divergence`: drops tokens or sequences whose
     `options.estimator` exceeds `options.bound`."""
     level: str = choice("geometric", LEVELS)
-    """Level of the ratio for `ratio`: the `token`, its `sequence` (the product over trained tokens) or the `geometric`
-    mean over the sequence's trained tokens."""
+    """Scope of each ratio in the mask `ratio`: one `token`, a `sequence` (product over its trained tokens), or
+    `geometric` (geometric mean over them)."""
     low: float = 0.5
     """Lower bound of the mask `ratio`."""
     high: float = 2.0
@@ -283,8 +283,8 @@ class AlgorithmConfig(Settings):
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
     ratio: str = choice("token", ("token", "sequence"))
-    """Level of the ratio to the proximal policy in the loss: each `token`, or the geometric mean over the `sequence`
-    (GSPO)."""
+    """Scope of each ratio to the proximal policy in the loss: one `token`, or a `sequence` (geometric mean over its
+    trained tokens; GSPO)."""
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     """Reduction of token losses to one number."""
     proximal: str = choice("auto", ("auto", *PROXIMALS))

@@ -21,7 +21,7 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import VOCABULARY
 
 Result = dict[str, str]
-"""`status`: ok, rejected or wrong; `why`: the reason or a remark, if there is one."""
+"""`status`: see `families_sweep`. `why`: the reason, or a note on a check that passed; may be absent."""
 LENGTHS = (3, 19, 8, 9, 13, 6)
 """Tokens per sequence: below and above the attention window and the length at which RoPE changes."""
 COMPLETIONS = ((2, 5), (7, 9), (12, 16), (3, 21), (9, 2), (5, 1))
@@ -35,7 +35,7 @@ GRADIENT_TOLERANCE = 1e-4
 MIN_GRADIENT = 1e-6
 """Gradients below this fraction of the largest entry of all tensors are rounding errors.
 
-The bias of the keys has such a gradient, since the softmax cancels it."""
+For example, the softmax cancels the bias of the key projection, so the exact gradient of that bias is 0."""
 
 
 def rows() -> list[Tensor]:
@@ -98,7 +98,8 @@ def reference_logprobs(model: Any, ids: Tensor, temperature: float) -> Tensor:
 def reference_results(path: Path) -> dict[str, Tensor]:
     """Return log-probs and gradients of transformers, with one forward pass per sequence.
 
-    RoPE types that change at a length remember the longest sequence so far, so the buffers are restored before each.
+    Some RoPE types change their frequencies for long sequences and keep that state, so each sequence starts from the
+    original buffers.
     """
     full = batch()
     results = {"logprobs": torch.zeros(full["input_ids"].shape)}
@@ -140,7 +141,10 @@ def run_check(check: Callable[[], str | None]) -> Result:
 
 
 def check_engine(path: Path, expected: dict[str, Tensor], results: dict[str, Result], name: str = "engine") -> None:
-    """Compare log-probs, gradients and the exported model of the train engine. All ranks call this together."""
+    """Compare log-probs, gradients and the exported model of the train engine with transformers.
+
+    All ranks must call this function together.
+    """
     with ExitStack() as cleanup:
         results[name] = run_check(lambda: _train(path, expected, cleanup, results))
 
@@ -197,7 +201,7 @@ def _compare_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
         if name not in actual:
-            assert not gradient.any(), f"{name} has no gradient"
+            assert not gradient.any(), f"{name} has no gradient, but transformers computes one"
             continue
         size, error = gradient.abs().max().item(), _max_error(actual[name], gradient)
         if size > MIN_GRADIENT * largest:
@@ -209,9 +213,9 @@ def _compare_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def _reload(source: Path, out: Path, weights: dict[str, Tensor], local_rows: list[int], expected: Tensor) -> None:
-    """Check that an export has the keys of its source and that transformers loads the same model from it."""
+    """Check that an export has the keys of the original checkpoint and that transformers loads the same model."""
     keys = [_keys(directory) for directory in (source, out)]
-    assert keys[0] == keys[1], f"keys differ from those of the source: {sorted(keys[0] ^ keys[1])[:3]}"
+    assert keys[0] == keys[1], f"keys differ from those of the original checkpoint: {sorted(keys[0] ^ keys[1])[:3]}"
     model = load_reference(out)
     for name, parameter in model.named_parameters():
         assert torch.equal(weights[name], parameter), f"{name} differs after a reload"
@@ -236,7 +240,7 @@ def _keys(directory: Path) -> set[str]:
 
 
 def check_server(path: Path, results: dict[str, Result]) -> None:
-    """Compare log-probs and scores of the embedded server, at the initial weights and at the published ones."""
+    """Compare log-probs and scores of the embedded server with transformers, before and after a weight update."""
     results["server"] = run_check(lambda: _serve(path, results))
 
 
@@ -268,7 +272,9 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
             job.ended.result(60)
         assert not errors, f"the decode thread failed: {errors[0]!r}"
         for job in jobs:
-            assert (job.finish_reason or {}).get("type") == "length", str(job.finish_reason)
+            assert (job.finish_reason or {}).get("type") == "length", (
+                f"finish reason {job.finish_reason}, expected length"
+            )
             ids, start, temperature = torch.tensor(job.tokens), len(job.prompt), job.generation.temperature
             with torch.no_grad():
                 reference = reference_logprobs(load_reference(path), ids, temperature)
@@ -291,7 +297,7 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
 
 
 def _update(directory: Path, loop: Any, ids: list[int]) -> None:
-    """Compare the scores of the weights that the engine published after its step."""
+    """Load the weights that the train engine published, and compare the server's scores with transformers."""
     from rl_inference.embedded_server.scoring import ScoreJob
 
     meta = WeightUpdateMeta.from_json(json.loads((directory / "published.json").read_text()))
@@ -304,4 +310,4 @@ def _update(directory: Path, loop: Any, ids: list[int]) -> None:
         reference = reference_logprobs(load_reference(directory / "export-1"), torch.tensor(ids), 1.0)
     assert version == 1
     error = _max_error(torch.tensor(scores), reference)
-    assert error <= LOGPROB_TOLERANCE, f"scores at the published weights differ by {error:.2g} nats"
+    assert error <= LOGPROB_TOLERANCE, f"scores with the published weights differ by {error:.2g} nats"

@@ -1,11 +1,15 @@
 """Compare engine and server with transformers on a tiny model of every causal family.
 
-    python tests/support/families_sweep.py llama qwen3        # some families; all families without names
-    python tests/support/families_sweep.py --log sweep.jsonl  # one line per family
+    python tests/support/families_sweep.py llama qwen3        # these families
+    python tests/support/families_sweep.py --log sweep.jsonl  # all families, one JSON line each
 
-The train engine runs on one process and on two, and the embedded server serves the model. The reference is the forward
-pass of transformers for each sequence alone. A check is `ok`, `rejected` (an error of this project states the reason)
-or `wrong` (different numbers or another error). A family without a known tiny configuration is `not built`.
+The train engine runs on one process and on two, and the embedded server serves the model. The reference is
+transformers with one sequence per forward pass. The status of a check is one of:
+
+- `ok`: the results match.
+- `rejected`: an error of this project states why the model is not supported.
+- `wrong`: the results differ, or another error occurred.
+- `not built`: no tiny model of the family can be built, or transformers fails on it.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str,
         make_family(path, family, largest=MAX_PARAMETERS, **settings)
         expected = reference_results(path)
         if not all(tensor.isfinite().all() for tensor in expected.values()):
-            raise ValueError("transformers computes NaN")
+            raise ValueError("transformers computes infinite or NaN values")
     except Exception as error:
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
         return {"build": {"status": "not built", "why": why}}
@@ -101,8 +105,8 @@ per family: {passed} pass all tests. Engine, server or both reject the other {re
 | column | test |
 |---|---|
 | engine, engine d2 | Log-probs and gradients on one and on two processes equal those of transformers. |
-| export | A saved checkpoint has the keys of its source, and transformers reloads the same weights. |
-| server | Log-probs of completions, and scores, equal those of transformers. |
+| export | A saved checkpoint has the same keys as the original one, and transformers loads the same weights from it. |
+| server | Log-probs of completions and scores equal those of transformers. |
 | publish | After a weight update, scores of the server equal those of transformers with the exported weights. |
 
 transformers computes each sequence separately, in float32. Log-probs may differ by {logprobs} nats, and gradients by
@@ -111,9 +115,9 @@ transformers computes each sequence separately, in float32. Log-probs may differ
 | note | meaning |
 |---|---|
 | layers: X | The model has layers of type X. Packed sequences and decode slots need full or sliding attention. |
-| fixed attention | transformers does not let the attention of this model be replaced. |
+| fixed attention | transformers cannot replace the attention function of this model. |
 | attention mask | The model needs an attention mask, or attention that is not causal. |
-| mixed sequences | The layers mix the sequences that are packed into one row. |
+| mixed sequences | The layers mix tokens of different packed sequences. |
 | other numbers | The results differ from those of transformers. |
 | architecture | The model is not a decoder with a linear vocabulary projection. |
 | up to N of M tokens | The server limits the context to N tokens, because RoPE changes at that length. |
@@ -129,11 +133,11 @@ NOTES = {
     r"packed sequences differ by|computes other log-probs": "other numbers",
     r"expected a decoder and a linear": "architecture",
 }
-"""Patterns of the errors that reject a model, and the notes of the page for them."""
+"""Note on the page for each pattern of an error that rejects a model."""
 
 
 def page(results_by_family: dict[str, dict[str, Result]]) -> str:
-    """Return docs/families.md."""
+    """Return the text of docs/families.md."""
     import transformers
 
     built = {name: results for name, results in results_by_family.items() if "build" not in results}
@@ -161,7 +165,7 @@ def page(results_by_family: dict[str, dict[str, Result]]) -> str:
 
 
 def _note(error: str) -> str:
-    """Return the note for an error of engine or server, or the beginning of an error without one."""
+    """Return the note for an error, or the start of the error if no pattern matches."""
     for pattern, note in NOTES.items():
         if match := re.search(pattern, error):
             return match.expand(note).replace("'", "")

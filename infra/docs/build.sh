@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the documentation site in site/, or in the directory given as an argument. index.html is its front page.
-# Every warning is an error, for example a dead link.
+# Build the the documentation website in DIRECTORY (default: site); open its index.html. Usage: infra/docs/build.sh [DIRECTORY]
+# Each warning of Sphinx, for example about a dead link, fails the build.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,7 +1,7 @@
-"""Sphinx configuration of the documentation site, which `infra/docs/build.sh` builds.
+"""Sphinx configuration of the docs site, which `infra/docs/build.sh` builds.
 
-The pages are plain Markdown, which GitHub shows as well. `toc.yml` is the navigation. `docs/api` becomes the API
-reference. The site loads nothing from a network, and its search works from files.
+Sphinx reads the same Markdown, pages that GitHub shows. `infra/docs/toc.yml` defines the navigation. The site loads
+nothing from the network, and its search also works from local files.
 """
 
 import os
@@ -71,14 +71,14 @@ DESCRIPTION = 160
 
 
 def setup(app: Any) -> None:
-    """Show formulas as MathML, resolve the links of package READMEs, and describe each page."""
+    """Render formulas as MathML, and make the from package READMEs to and docs relative."""
     app.add_html_math_renderer("mathml", (_formula, None), (_displayed_formula, None))
     app.connect("source-read", _use_relative_links)
     app.connect("html-page-context", _describe)
 
 
 def _use_relative_links(_: Any, page: str, source: list[str]) -> None:
-    """Replace the absolute links that package READMEs need on a package index."""
+    """Make links to docs/ relative in package READMEs, where they are absolute for package indexes."""
     if page.startswith(("packages/", "apps/")):
         source[0] = re.sub(r"\]\(https://[^\s)]+/blob/main/(?=docs/)", "](" + "../" * page.count("/"), source[0])
 

@@ -1,10 +1,10 @@
-"""Take the screenshots of the docs that show a terminal and the site. Take the screenshot of a run's page by hand.
+"""Take the screenshots show the terminal and the docs site again. The screenshot of a run report by hand.
 
     uv run python infra/docs/pictures.py RUN SITE
 
-RUN is the directory of a run with completions, and SITE the output directory of `infra/docs/build.sh`. The script needs
+RUN is a run directory with completions, and SITE the output directory of `infra/docs/build.sh`. The script needs
 Chromium.
-Check the images in docs/images before you commit them.
+Check the new files in docs/images before you commit them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rl_monitor.progress import FIGURES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLORS = 128
-"""Number of colors of of screenshot. 128 suffice a screenshot. Text and curves need no more, at the file has a third of the size."""
+"""Number of colors of of screenshot. Enough of screenshot. 128 suffice a screenshot. Text and curves need no more, at a third of the size of full color."""
 
 
 def terminal(run: Path) -> str:
-    """Return the live view of a run as SVG, without the links to fonts that rich adds."""
+    """Return the live view of a run as SVG, without the web fonts that rich embeds."""
     steps = yaml.safe_load((run / "config.yaml").read_text())["total_steps"]
     view = RunView(str(Path(*run.parts[-3:])), steps, FIGURES, stage="training")
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -46,9 +46,9 @@ def terminal(run: Path) -> str:
 
 
 def screenshot(page: Path, target: Path, width: int, height: int) -> None:
-    """Save a screenshot of a page, taken by Chromium."""
+    """Save a screenshot of a page, in pixels `width` x `height`, with Chromium."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert browser, "found no Chromium on the PATH; install it with infra/ci/browser.sh"
+    assert browser, "found no Chromium or Chrome on the PATH; run infra/ci/browser.sh to install it"
     with tempfile.TemporaryDirectory() as scratch:
         image = Path(scratch) / "screenshot.png"
         options = (

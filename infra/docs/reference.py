@@ -1,8 +1,8 @@
-"""Write the pages of docs/ that are generated from source code: settings, commands, and the pages of the tutorials.
+"""Write the generated pages of docs/: settings from dataclasses, commands, and parsers, tutorials of programs.
 
     uv run python infra/docs/reference.py
 
-`tests/docs/test_docs_site.py` fails if a page differs from what this script writes.
+`tests/docs/test_docs_site.py` fails if a page differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTS = {
     "rollout.server": "rl.inference_engines",
     "launcher.options": "rl.schedulers",
 }
-"""Sections whose settings are those of the part that is chosen, and where the parts are found."""
+"""Sections whose settings depend on the selected component, each with the entry point group of its components."""
 CELL_WORDS = 25
 """Maximum number of words in a table cell."""
 
@@ -158,7 +158,7 @@ def _changed(app: App) -> list[tuple[str, str]]:
 
 
 def commands_page() -> str:
-    """docs/commands.md: every command with its subcommands and options."""
+    """Return docs/commands.md: every command with its subcommands and options."""
     from rl_apps.cli import main
     from rl_datasets import validate
     from rl_inference.backends.embedded import config as server
@@ -194,11 +194,11 @@ def commands_page() -> str:
 
 
 class _ParserMadeError(Exception):
-    """Ends a command where it has made its parser, which is the argument."""
+    """Raised to end a command when it has built its parser. The parser is the argument."""
 
 
 def parser_of(command: Callable[[], Any]) -> argparse.ArgumentParser:
-    """The parser that a command makes."""
+    """Return the parser that a command builds."""
 
     def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
         raise _ParserMadeError(parser)
@@ -208,7 +208,7 @@ def parser_of(command: Callable[[], Any]) -> argparse.ArgumentParser:
             command()
         except _ParserMadeError as found:
             return found.args[0]  # type: ignore[no-any-return]
-    raise AssertionError("expected a command that parses arguments")
+    raise AssertionError(f"{command} parsed no arguments; expected a command with an argument parser")
 
 
 def _arguments(parser: argparse.ArgumentParser, shorten: Callable[[str], str] = str) -> str:
@@ -230,7 +230,7 @@ def _arguments(parser: argparse.ArgumentParser, shorten: Callable[[str], str] = 
 
 
 def tutorial_page(program: Path) -> str:
-    """Return the page of a tutorial: the docstring of its program, then a section for each numbered comment."""
+    """Return the page of a program: a tutorial: the docstring of numbered then as text, section for each numbered comment."""
     tree = ast.parse(program.read_text())
     title, _, summary = (ast.get_docstring(tree) or "").partition("\n\n")
     path = program.relative_to(ROOT)

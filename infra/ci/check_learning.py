@@ -32,12 +32,14 @@ def problems(steps: list[dict[str, float | None]], start: float, end: float, sta
         steps: Metrics of the run.
         start: Maximum accuracy before the first step.
         end: Minimum accuracy after the last step.
-        staleness: Minimum of the highest staleness; a lower value means that the run was not asynchronous.
+        staleness: Value that `staleness/max` must reach in at least one step, as proof that the run was asynchronous.
     """
     failures = []
     accuracy = values(steps, "eval/accuracy")
     if len(accuracy) < 2:
-        return [f"expected an evaluation before and after training; found {len(accuracy)} in {len(steps)} steps"]
+        return [
+            f"found evaluations in {len(accuracy)} of {len(steps)} steps; expected one before and one after training"
+        ]
     if not accuracy[0] <= start:
         failures.append(f"accuracy before training is {accuracy[0]:.3f}; expected at most {start}")
     if not accuracy[-1] >= end:
@@ -47,7 +49,7 @@ def problems(steps: list[dict[str, float | None]], start: float, end: float, sta
         failures.append(f"the run was not asynchronous: highest staleness {highest}, expected {staleness:g} or more")
     broken = [name for name in ("reward/mean", "loss/policy") if not all(map(math.isfinite, values(steps, name)))]
     if broken:
-        failures.append(f"not finite: {', '.join(broken)}")
+        failures.append(f"not finite in at least one step: {', '.join(broken)}")
     return failures
 
 
@@ -57,7 +59,9 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--start-at-most", type=float, default=0.55, help="maximum accuracy before training")
     parser.add_argument("--end-at-least", type=float, default=0.80, help="minimum accuracy after training")
-    parser.add_argument("--staleness", type=float, default=1.0, help="minimum of the highest staleness")
+    parser.add_argument(
+        "--staleness", type=float, default=1.0, help="value that staleness/max must reach in at least one step"
+    )
     arguments = parser.parse_args()
     metrics = arguments.run_dir / "metrics.jsonl"
     if not metrics.exists():

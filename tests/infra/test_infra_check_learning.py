@@ -32,10 +32,10 @@ def test_check_learning_run_that_learned_passes(tmp_path: Path) -> None:
     [
         (0, {"eval/accuracy": 0.7}, "before training is 0.700"),
         (2, {"eval/accuracy": 0.5}, "after training is 0.500"),
-        (2, {"eval/accuracy": None}, "an evaluation before and after training"),
+        (2, {"eval/accuracy": None}, "found evaluations in 1 of 3 steps"),
         (2, {"eval/accuracy": float("nan")}, "after training is nan"),
         (2, {"staleness/max": 0}, "not asynchronous"),
-        (1, {"loss/policy": float("nan")}, "not finite: loss/policy"),
+        (1, {"loss/policy": float("nan")}, "not finite in at least one step: loss/policy"),
     ],
 )
 def test_check_learning_names_an_injected_fault(

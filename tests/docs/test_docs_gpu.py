@@ -8,7 +8,7 @@ FOLDERS = ("tests", "packages/*/tests", "apps/tests")
 
 
 def _marked():
-    """Yield `path::test` for each test or test class with the mark, or with the mark on some of its cases."""
+    """Yield `path::test` for each test or test class that has the mark on some or all of its cases."""
     for folder in FOLDERS:
         for path in ROOT.glob(f"{folder}/**/test_*.py"):
             text = path.read_text()

@@ -1,4 +1,4 @@
-"""Release scripts: versions, ranges, changelogs, tags and metadata agree, and the built packages can be used."""
+"""Release scripts detect inconsistent versions, changelogs, tags and metadata, and the built packages work."""
 
 import subprocess
 import time
@@ -67,7 +67,7 @@ def test_downstream_projects_require_one_package_each():
 
 @dataclass(frozen=True)
 class _Package(workspace.Package):
-    """A package with other metadata than its pyproject.toml."""
+    """A package with `changed` metadata; its pyproject.toml stays the same."""
 
     changed: tuple = ()
 

@@ -1,4 +1,4 @@
-"""The GitHub workflows match the schema and name existing scripts, packages and tags."""
+"""GitHub files match their schemas, workflows cover all packages and scripts, and `changed_packages.py` works."""
 
 import json
 import os

@@ -10,7 +10,8 @@ from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_conformance_ranks.py"
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]  # CI: test_megatron_against_fsdp.py
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+# CI runs tests/megatron/test_megatron_against_fsdp.py instead
 
 
 def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
@@ -26,11 +27,11 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param({"tensor": 2}, {}, id="t2"),  # subset of t2-sequence-parallel
+        pytest.param({"tensor": 2}, {}, id="t2"),
         pytest.param({"tensor": 2}, {"sequence_parallel": True, "max_logits": 1000}, id="t2-sequence-parallel"),
         pytest.param({"pipeline": 2}, {}, id="p2"),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
-        pytest.param({"data": 2}, {}, id="d2"),  # subset of d2e2
+        pytest.param({"data": 2}, {}, id="d2"),
         pytest.param({"context": 2}, {}, id="c2"),
         pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
         pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="d2e2-recompute"),

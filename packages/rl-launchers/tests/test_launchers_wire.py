@@ -23,7 +23,7 @@ SECRET = b"of this run"
 
 
 class Launcher:
-    """Accepts connections one after the other, and records one message, or the error, of each."""
+    """Launcher side of the connection. For each peer, it records the first message or the error."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ def test_connect_with_wrong_secret_fails_on_both_sides(launcher: Launcher) -> No
 
 
 def test_connect_to_launcher_without_secret_is_rejected_by_agent(launcher: Launcher) -> None:
-    """An impostor that accepts every agent still has to prove that it knows the secret itself."""
+    """The agent also authenticates the launcher: a launcher without the secret fails the agent's challenge."""
 
     def impersonate_launcher(listener: socket.socket) -> None:
         from multiprocessing.connection import Connection
@@ -157,7 +157,7 @@ def test_receive_of_invalid_or_too_large_message_raises(launcher: Launcher, mess
 
 def test_receive_pickle_from_authenticated_peer_is_not_executed(launcher: Launcher, tmp_path: Path) -> None:
     connection = Client(launcher.address, authkey=SECRET)
-    connection.send(Bomb(tmp_path / "executed"))  # pickled, as `multiprocessing` does
+    connection.send(Bomb(tmp_path / "executed"))  # `send` pickles its argument
     (error,) = launcher.wait_for_messages(1)
     assert isinstance(error, ValueError)
     assert not (tmp_path / "executed").exists()

@@ -23,7 +23,7 @@ from rl_apps.cli import main
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 from rl_monitor.live import RunView, sparkline
-from rl_monitor.progress import FIGURES, GRPO_COLUMNS, RunProgress
+from rl_monitor.progress import GRPO_COLUMNS, METRICS, RunProgress
 from rl_monitor.run_directory import names_of
 
 TIMES = {"time/step": 2.0, "time/rollout_wait": 0.5, "time/train": 1.0, "time/publish": 0.1}
@@ -49,7 +49,7 @@ def draw(view: RunView, width: int = 100, height: int = 40) -> str:
 
 
 def test_view_draws_metrics_sparklines_stages_and_warnings() -> None:
-    view = RunView("runs/one", 9, FIGURES)
+    view = RunView("runs/one", 9, METRICS)
     for step in (1, 2, 3):
         view.add(record(step))
     view.warn("cut", "step 2: half of them")
@@ -71,7 +71,7 @@ def test_view_draws_metrics_sparklines_stages_and_warnings() -> None:
 
 
 def test_view_shows_either_accuracy_or_held_out_reward() -> None:
-    view = RunView("runs/one", 9, FIGURES)
+    view = RunView("runs/one", 9, METRICS)
     view.add({"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0})
     assert "accuracy" in draw(view)
     assert "held-out" not in draw(view)
@@ -81,7 +81,7 @@ def test_view_shows_either_accuracy_or_held_out_reward() -> None:
 
 
 def test_view_after_resume_removes_later_steps() -> None:
-    view = RunView("run", 9, FIGURES)
+    view = RunView("run", 9, METRICS)
     for step in (1, 2, 3, 2):
         view.add(record(step))
     assert [each["step"] for each in view.records] == [1, 2, 2]
@@ -89,7 +89,7 @@ def test_view_after_resume_removes_later_steps() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(100, 40), (60, 20), (20, 5), (9, 3)])
 def test_view_fits_terminals_of_any_size(width: int, height: int) -> None:
-    view = RunView("a/run/whose/name/is/long", 9, FIGURES, stage="waiting for the servers to start")
+    view = RunView("a/run/whose/name/is/long", 9, METRICS, stage="waiting for the servers to start")
     view.add(record(1))
     assert max(map(len, draw(view, width, height).splitlines())) == width - 2  # a ^C after a line must not wrap it
 

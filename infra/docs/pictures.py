@@ -1,10 +1,9 @@
-"""Take the screenshots show the terminal and the docs site again. The screenshot of a run report by hand.
+"""Take the screenshots of the docs: the live view in a terminal, and the site.
 
     uv run python infra/docs/pictures.py RUN SITE
 
 RUN is a run directory with completions, and SITE the output directory of `infra/docs/build.sh`. The script needs
-Chromium.
-Check the new files in docs/images before you commit them.
+Chromium. Check the new files in docs/images before you commit them. Take screenshots of reports by hand.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from rl_monitor.live import RunView, Screen
-from rl_monitor.progress import FIGURES
+from rl_monitor.progress import METRICS
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLORS = 128
-"""Number of colors of of screenshot. Enough of screenshot. 128 suffice a screenshot. Text and curves need no more, at a third of the size of full color."""
+"""Number of colors of a screenshot. Text and curves need no more, and the file has a third of the size."""
 
 
 def terminal(run: Path) -> str:
     """Return the live view of a run as SVG, without the web fonts that rich embeds."""
     steps = yaml.safe_load((run / "config.yaml").read_text())["total_steps"]
-    view = RunView(str(Path(*run.parts[-3:])), steps, FIGURES, stage="training")
+    view = RunView(str(Path(*run.parts[-3:])), steps, METRICS, stage="training")
     for line in (run / "metrics.jsonl").read_text().splitlines():
         if not (record := json.loads(line)).get("evaluation"):
             view.add(record)

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: settings from dataclasses, commands, and parsers, tutorials of programs.
+"""Write the generated pages of docs/: settings from dataclasses, commands from parsers, tutorials from programs.
 
     uv run python infra/docs/reference.py
 
@@ -31,7 +31,7 @@ APPS = {
     "rm": ("hh-rlhf-rm",),
 }
 """Commands that have the same settings, with different defaults."""
-PARTS = {
+COMPONENTS = {
     "actor.engine": "rl.train_engines",
     "rollout.server": "rl.inference_engines",
     "launcher.options": "rl.schedulers",
@@ -69,7 +69,7 @@ def settings_page() -> str:
         columns = 4 if any(row[3] for row in rows) else 3
         head = ("setting", "default", "meaning", "apps")[:columns]
         parts += [f"## {section}", *_setting_tables(head, [row[:columns] for row in rows], _address)]
-    for section, group in PARTS.items():
+    for section, group in COMPONENTS.items():
         parts += _parts(section, group)
     parts += ["## Values of the commands", "Values that a command sets before your files and settings:"]
     for name, app in apps.items():
@@ -116,7 +116,7 @@ def _first_sentences(text: str) -> str:
 
 def _settings(config: Any) -> dict[str, tuple[str, str]]:
     """Return the default and the meaning of each setting, without those of exchangeable components."""
-    parts = tuple(f"{section}." for section in (*PARTS, "ref.engine", "critic.engine"))
+    parts = tuple(f"{section}." for section in (*COMPONENTS, "ref.engine", "critic.engine"))
     rows = (row for row in describe(config) if not row[0].startswith(parts) and row[0] not in FILLED_IN)
     return {key: (_code(value), meaning) for key, value, meaning in rows}
 
@@ -230,7 +230,7 @@ def _arguments(parser: argparse.ArgumentParser, shorten: Callable[[str], str] = 
 
 
 def tutorial_page(program: Path) -> str:
-    """Return the page of a program: a tutorial: the docstring of numbered then as text, section for each numbered comment."""
+    """Return the page of a tutorial: the docstring of its program, then a section for each numbered comment."""
     tree = ast.parse(program.read_text())
     title, _, summary = (ast.get_docstring(tree) or "").partition("\n\n")
     path = program.relative_to(ROOT)

@@ -17,7 +17,7 @@ from rl_contracts.runtime.run_files import REPORT_FILE, steps_in
 
 REPOSITORY = Path(__file__).parents[4]
 """Root of the repository, if this file is in one."""
-FIGURES = {
+METRICS = {
     "loss/train": "Training loss",
     "loss/eval": "Held-out loss",
     "eval/accuracy": "Held-out accuracy",
@@ -34,7 +34,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     if len(measured) >= 2:
         lines.append(
-            f"{FIGURES[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
+            f"{METRICS[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
             f"{measured[0][1]:.3f} -> {measured[-1][1]:.3f}"
         )
         if config.data.name == GENERATED and name == "eval/accuracy":
@@ -79,7 +79,7 @@ def after_any(config: RunConfig, run_dir: Path) -> list[str]:
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
             change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
-            lines.append(f"{FIGURES[name]}: {values[0]:.4f} -> {values[-1]:.4f}{change}")
+            lines.append(f"{METRICS[name]}: {values[0]:.4f} -> {values[-1]:.4f}{change}")
     return [*lines, *files(run_dir)]
 
 

@@ -54,7 +54,7 @@ CUT_OFF = 0.2
 """Fraction of truncated completions from which a step gives a warning."""
 
 
-FIGURES: dict[str, tuple[str, str]] = {
+METRICS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
     "accuracy": ("eval/accuracy", ".3f"),
     "held-out reward": ("eval/reward", ".3f"),
@@ -82,7 +82,7 @@ class RunProgress:
     Args:
         metrics: the run's `metrics.jsonl`.
         total_steps: steps of the run.
-        columns: metrics of a step's line; the view shows `FIGURES` too.
+        columns: metrics of a step's line; the view shows `METRICS` too.
         console: output.
         from_the_start: whether to print the steps that the file already holds.
     """
@@ -109,7 +109,7 @@ class RunProgress:
 
             column_metrics = {name for name, _ in columns.values()}
             metrics_shown = columns | {
-                label: entry for label, entry in FIGURES.items() if entry[0] not in column_metrics
+                label: entry for label, entry in METRICS.items() if entry[0] not in column_metrics
             }
             self._screen = Screen(
                 RunView(str(metrics.parent), total_steps, metrics_shown), metrics.parent, self.console

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_monitor.completions import completion_files, conversation, format_steps, kept_steps
-from rl_monitor.progress import FIGURES, RunProgress
+from rl_monitor.progress import METRICS, RunProgress
 from rl_monitor.run_directory import last_record, read_config
 from rl_monitor.status import read_new_lines, require_names, status_of, while_alive
 
@@ -23,7 +23,7 @@ def watch_steps(directory: Path) -> int:
     if not file.is_file():
         raise ConfigError(f"{directory}: this run has not begun; `rl status` says what it waits for.")
     steps = read_config(file).get("total_steps", 0)
-    with RunProgress(directory / "metrics.jsonl", steps, FIGURES, from_the_start=True) as progress:
+    with RunProgress(directory / "metrics.jsonl", steps, METRICS, from_the_start=True) as progress:
         for _ in while_alive(names):
             progress.tick()
             if not last_record(directory):

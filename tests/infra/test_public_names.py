@@ -35,10 +35,10 @@ def test_public_api_that_differs_from_the_stored_list_fails(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "infra" / "ci")
     public_api = importlib.import_module("public_api")
-    stored = public_api.KEPT.read_text()
+    stored = public_api.LIST.read_text()
     changed = tmp_path / "public_api.txt"
     changed.write_text(stored.replace("rl_rewards.gold_number(answer", "rl_rewards.gold_number(gold"))
-    monkeypatch.setattr(public_api, "KEPT", changed)
+    monkeypatch.setattr(public_api, "LIST", changed)
     monkeypatch.setattr(sys, "argv", ["public_api.py"])
 
     assert public_api.main() == 1

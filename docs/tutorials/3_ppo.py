@@ -23,7 +23,7 @@ algorithm = [
 ]
 
 # 2. The run.
-# PPO with a critic needs no groups. Here each prompt gets four completions.
+# PPO with a critic does not compare the completions of a group. Here each prompt still gets four completions.
 run = Path("runs/tutorials/ppo")
 size = ["data.batch_size=32", "rollout.group_size=4", "total_steps=40", "evaluation.examples=128"]
 settings = [*algorithm, *size, f"run_dir={run}", *sys.argv[1:]]
@@ -34,7 +34,7 @@ if code or "--dry-run" in settings:
 # 3. The result.
 # `critic/explained_variance` is 1 if the values equal the returns, and 0 if they predict no better than the mean. In
 # such a short run it stays near 0, because it is hard to predict a reward before the completion ends. The accuracy on
-# held-out problems improves all the same.
+# held-out problems still improves.
 records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
 steps = [record for record in records if record.get("critic/explained_variance") is not None]

@@ -1,7 +1,7 @@
 """Several turns: an answer, feedback, a better answer
 
 `multi-turn-math` is `gsm8k-grpo` with another workflow: after a wrong answer, the model gets feedback and may answer
-again. All turns form one sequence, and exactly the sampled tokens are trained.
+again. All turns form one sequence, and the loss covers exactly the sampled tokens.
 """
 
 import json

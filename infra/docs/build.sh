@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the the documentation website in DIRECTORY (default: site); open its index.html. Usage: infra/docs/build.sh [DIRECTORY]
+# Build the documentation website in DIRECTORY (default: site); open its index.html. Usage: infra/docs/build.sh [DIRECTORY]
 # Each warning of Sphinx, for example about a dead link, fails the build.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

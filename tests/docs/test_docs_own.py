@@ -48,7 +48,7 @@ def own_app(tmp_path):
 def test_own_app_explain_and_dry_run_print_its_settings(own_app):
     explain, plan, _ = _commands(OWN_APP)
 
-    assert "  words=5\n      Words of each answer that are learned from." in _run(own_app, explain)
+    assert "  words=5\n      Number of words of each answer to learn from." in _run(own_app, explain)
     assert "#   3 words of each answer" in _run(own_app, plan)
 
 

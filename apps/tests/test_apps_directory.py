@@ -195,7 +195,7 @@ def test_stopped_run_with_another_seed_is_rejected(past_run, capsys):
     code, out, err = _command(capsys, past_run, "total_steps=4", "seed=7")
 
     assert (code, out) == (2, "")
-    assert "ConfigError: seed: expected 1, that of the run in" in err
+    assert "ConfigError: seed: expected 1, the seed of the run in" in err
     assert (past_run / "config.yaml").read_text() == before
 
 

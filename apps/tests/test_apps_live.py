@@ -199,7 +199,7 @@ def test_watch_of_run_that_has_not_begun_reports_error(tmp_path: Path, capsys: p
 
     assert main.main(["watch", str(tmp_path)]) == 2
 
-    assert "this run has not begun; `rl status` says what it waits for" in capsys.readouterr().err
+    assert "this run has not begun; `rl status` shows the reason" in capsys.readouterr().err
 
 
 def test_progress_without_terminal_has_no_view_with_forced_colors(

@@ -364,7 +364,7 @@ DIRECTORIES = {
     "file": (*_set(files={"run": "a file"}), "expected a directory that can be written"),
     "not-writable": (*_set("run_dir=/proc/nowhere"), "Choose another run_dir"),
     "of-a-finished-run": (*_set(files=RUN | {"run/finished": ""}), "contains an earlier run that cannot be resumed"),
-    "of-another-seed": (*_set("seed=2", files=RUN), "seed: expected 1, that of the run in"),
+    "of-another-seed": (*_set("seed=2", files=RUN), "seed: expected 1, the seed of the run in"),
     "settings-cut-off": (*_set(files=RUN | {"run/config.yaml": "seed: ["}), "delete the file to continue"),
 }
 MODELS = {

@@ -117,7 +117,7 @@ def test_gap_stale_prefix_cache_reports_cause(run, fault_file):
     fault_file.write_text("stale prefix")
     message = _alarm(_steps, run, 4)
     assert "Likely cause: stale prefix cache" in message
-    assert "those of new prompts are correct" in message
+    assert "completions of new prompts are correct" in message
 
 
 def _train_on_completions_of_previous_step(run, clean, steps=2):

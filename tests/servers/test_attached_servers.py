@@ -103,8 +103,11 @@ def test_attached_server_with_raw_or_truncated_logprobs_is_rejected(monkeypatch,
     faulty.command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
     with faulty as server:
         for name, message in (
-            ("temperature", "its log-probs are not of logits / temperature, but raw: at temperature 10000 expected -"),
-            ("truncated", "its log-probs are those of a part of the vocabulary"),
+            (
+                "temperature",
+                "its log-probs are raw instead of computed from logits / temperature: at temperature 10000",
+            ),
+            ("truncated", "its log-probs cover only part of the vocabulary"),
         ):
             fault.write_text(name)
             assert message in _rejection(monkeypatch, capsys, tmp_path, model, server.address)
@@ -116,7 +119,7 @@ def test_attached_server_without_info_is_rejected_by_its_logprobs(monkeypatch, c
 
     assert main("gsm8k-grpo", [*settings, f"run_dir={tmp_path / 'run'}", *SHORT_RUN]) == 2
 
-    message = "http://null:1 is no server that this run can use: its log-probs are those of a part of the vocabulary"
+    message = "http://null:1 is no server that this run can use: its log-probs cover only part of the vocabulary"
     assert message in capsys.readouterr().err
 
 

@@ -129,7 +129,7 @@ def test_gap_gate_names_a_stale_prefix_cache(fleet):
         message = alarm(run, 4)
 
     assert "Likely cause: stale prefix cache" in message
-    assert "those of new prompts are correct" in message
+    assert "completions of new prompts are correct" in message
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_attached_server_with_raw_logprobs_or_other_version_is_rejected(rejected
     monkeypatch.setenv("RL_RUN_KEY", KEY)
     attached.faults.write_text("temperature")
     message = rejected(attached.name, *attached.settings, run_dir=attached.run_dir)
-    assert "its log-probs are not of logits / temperature, but raw: at temperature 10000 expected -" in message
+    assert "its log-probs are raw instead of computed from logits / temperature: at temperature 10000" in message
 
     attached.faults.write_text("")
     require_later_versions(monkeypatch)

@@ -162,7 +162,7 @@ def test_broadcast_refused_by_one_receiver_fails_for_all_with_reason(meeting: Me
 
     meeting.receivers[1].reject(with_rank(meta, 2, 3), "the model has no parameter 'x'")
 
-    assert all("receiver 2 refuses: the model has no parameter 'x'" in text for text in failures(waiting))
+    assert all("receiver 2 rejected the update: the model has no parameter 'x'" in text for text in failures(waiting))
 
 
 def test_broadcast_canceled_before_any_join_fails_with_first_reason(meeting: Meeting) -> None:

@@ -168,7 +168,7 @@ def test_attempt_with_invalid_broadcast_reports_to_trainer(tmp_path, monkeypatch
         attempt.checkpoint = tmp_path
         attempt.run()
 
-        with pytest.raises(Exception, match=r"receiver 1 refuses: the model has no parameter 'a\.weight'"):
+        with pytest.raises(Exception, match=r"receiver 1 rejected the update: the model has no parameter 'a\.weight'"):
             sender.send(iter(tensors.items()))
         assert "the model has no parameter 'a.weight'" in attempt.error
     finally:

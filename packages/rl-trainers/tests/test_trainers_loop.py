@@ -280,7 +280,7 @@ def test_train_supervised_lowers_held_out_loss(engine, tmp_path):
 
 
 def test_supervised_sequences_too_long_row_is_rejected_by_name():
-    with pytest.raises(DataError, match=r"row 0 .*data\.max_length=4"):
+    with pytest.raises(DataError, match=r"example 0 .*data\.max_length=4"):
         supervised_sequences(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)
 
 
@@ -293,7 +293,7 @@ def test_supervised_sequences_truncation_keeps_beginning():
 
     assert truncated.input_ids.tolist() == whole.input_ids[: first + 1].tolist()
     assert truncated.loss_mask.sum() == 1
-    with pytest.raises(DataError, match=f"row 0 .*data.max_length={first}"):
+    with pytest.raises(DataError, match=f"example 0 .*data.max_length={first}"):
         supervised_sequences(ROWS, renderer, first, truncate=True)
 
 

@@ -205,9 +205,9 @@ def test_preference_rows_train_only_the_last_turn() -> None:
 @pytest.mark.parametrize(
     ("rejected", "message"),
     [
-        (talk("hi", "good"), "row 3: `chosen` and `rejected`"),
-        (talk("hi"), "row 3: expected `rejected` to end"),
-        (talk("hi", "x" * 50), r"row 3: `rejected` has 54 tokens.*data\.max_length=40"),
+        (talk("hi", "good"), "example 3: `chosen` and `rejected`"),
+        (talk("hi"), "example 3: expected `rejected` to end"),
+        (talk("hi", "x" * 50), r"example 3: `rejected` has 54 tokens.*data\.max_length=40"),
     ],
 )
 def test_preference_rows_invalid_pair_is_rejected(rejected: list[dict[str, str]], message: str) -> None:
@@ -221,7 +221,7 @@ def test_preference_rows_truncation_removes_end_of_completion() -> None:
     chosen, _ = preference_sequences([row], Letters(), 6, truncate=True)
 
     assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("abc")
-    with pytest.raises(DataError, match=r"row 0: .*`chosen`.*data\.max_length=3"):
+    with pytest.raises(DataError, match=r"example 0: .*`chosen`.*data\.max_length=3"):
         preference_sequences([row], Letters(), 3, truncate=True)
 
 

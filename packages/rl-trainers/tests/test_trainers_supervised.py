@@ -41,5 +41,5 @@ def test_sequences_of_row_with_unrendered_content_are_rejected() -> None:
         ([{"prompt_id": 7, "messages": hidden}], supervised_sequences),
         ([{"prompt_id": 7, "chosen": hidden, "rejected": talk("Sun.")}], preference_sequences),
     ):
-        with pytest.raises(DataError, match=r"row 7: .*Be brief"):
+        with pytest.raises(DataError, match=r"example 7: .*Be brief"):
             render(rows, renderer, 2048)

@@ -61,7 +61,7 @@ def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) ->
         say: called with messages on steps that take seconds.
 
     Raises:
-        ConfigError: with what was expected, what was found, and the remedy.
+        ConfigError: names the expected and the actual interpreter or version, and the remedy.
     """
     starts = run.layout.rollout is not None and not attached(run.config, run.layout)
     if starts and (program := run.config.rollout.server.program()) is not None:
@@ -171,24 +171,24 @@ def _check_description(description: ServedModel, run: Run[Any], first_version: i
 
 
 def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
-    """Check that log-probs of tokens sampled at temperature `FLAT` are those of logits / temperature.
+    """Check that the log-probs of tokens sampled at temperature `FLAT` come from logits / temperature.
 
     Over the whole vocabulary, they must then all be -log(vocabulary).
 
     Raises:
-        InferenceError: the log-probs are raw, or only of a part of the vocabulary.
+        InferenceError: the log-probs are raw, or cover only part of the vocabulary.
     """
     least, most = min(logprobs), max(logprobs)
     expected = -math.log(vocabulary) if vocabulary else most
     if most - least > FLAT_TOLERANCE:
         raise InferenceError(
-            f"its log-probs are not of logits / temperature, but raw: at temperature {FLAT:g} expected {expected:.2f} "
-            f"for every token, found {least:.2f} to {most:.2f}"
+            f"its log-probs are raw instead of computed from logits / temperature: at temperature {FLAT:g} expected "
+            f"{expected:.2f} for every token, found {least:.2f} to {most:.2f}"
         )
     if abs(most - expected) > FLAT_TOLERANCE:
         raise InferenceError(
-            f"its log-probs are those of a part of the vocabulary, due to its top-k or top-p: at temperature "
-            f"{FLAT:g} expected {expected:.2f} for every token of {vocabulary}, found {most:.2f}"
+            f"its log-probs cover only part of the vocabulary, due to its top-k or top-p: at temperature {FLAT:g} "
+            f"expected {expected:.2f} for every token of {vocabulary}, found {most:.2f}"
         )
 
 

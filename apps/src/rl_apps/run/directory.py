@@ -136,7 +136,7 @@ class PreviousRun:
     finished: bool = False
     """True if the command has nothing left to do."""
     changes: tuple[str, ...] = ()
-    """Settings that differ from those of the previous run, one sentence each."""
+    """Settings that differ from the previous run, one sentence each."""
 
 
 def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
@@ -165,8 +165,8 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(LOCATION_SETTINGS)]
     if "seed" in changed:
         raise ConfigError(
-            f"seed: expected {old.get('seed')}, that of the run in {directory}, found {config.seed}; use that seed, or "
-            "choose another run_dir for a new run."
+            f"seed: expected {old.get('seed')}, the seed of the run in {directory}, found {config.seed}; use that "
+            "seed, or choose another run_dir for a new run."
         )
     finished = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
     if finished and not start and (step or not changed) and "total_epochs" not in changed:

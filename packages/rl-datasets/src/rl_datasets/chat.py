@@ -157,9 +157,7 @@ def _has_calls(value: Any) -> bool:
 
 def _require_learned(where: str, messages: list[Message]) -> None:
     if not any(map(is_learned, messages)):
-        raise DataError(
-            f"{where}: expected an assistant turn to learn from, found weight 0 in all of them; remove the example"
-        )
+        raise DataError(f"{where}: expected an assistant turn to learn from, but all have weight 0; remove the example")
 
 
 def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:

@@ -204,8 +204,8 @@ def _call(where: str, value: Any) -> dict[str, Any]:
         )
     if unread := sorted(call.keys() - _CALL):
         raise DataError(
-            f"{where}: expected a name, arguments and {', '.join(sorted(_CALL))} in tool calls, found also "
-            f"{', '.join(unread)}; remove it, or rename it if it contains the arguments"
+            f"{where}: unknown keys in a tool call: {', '.join(unread)}; expected a name, arguments and "
+            f"{', '.join(sorted(_CALL))}. Remove the keys, or rename the key that contains the arguments"
         )
     return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -216,7 +216,7 @@ def _entries(value: Any) -> dict[str, Any]:
 
 
 def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Remove the entries of these names, and return the one that is not empty, or None."""
+    """Remove the entries with these names, and return a non-empty value if there is one, else an empty one or None."""
     values = [entries.pop(name) for name in names if name in entries]
     filled = [value for value in values if value not in _EMPTY]
     if any(value != filled[0] for value in filled):

@@ -120,8 +120,8 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
     messages = with_system(record, messages)
     if not is_learned(messages[-1]) or is_empty(messages[-1]):
         raise DataError(
-            f"{where}: expected {side!r} to end with an assistant turn to learn, found {row[side]!r:.60}; complete "
-            "the example"
+            f"{where}: expected {side!r} to end with an assistant turn to learn from, found {row[side]!r:.60}; "
+            "complete the example"
         )
     if not any(message["role"] == "user" for message in messages):
         raise DataError(

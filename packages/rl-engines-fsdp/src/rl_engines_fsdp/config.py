@@ -98,7 +98,7 @@ class FSDPEngineConfig(TrainEngineConfig):
                 )
         for name, is_conflict, reason in (
             ("compile", spec.deterministic, "deterministic=true (compiled code sums in a different order)"),
-            ("max_logits", spec.deterministic, "deterministic=true (its block size is that of the servers)"),
+            ("max_logits", spec.deterministic, "deterministic=true (which requires the servers' block size)"),
             ("offload", spec.device == "cpu", "device=cpu (all tensors are in host memory already)"),
         ):
             if is_conflict and getattr(self, name):

@@ -21,7 +21,7 @@ def watch_steps(directory: Path) -> int:
     """
     names, file = require_names(directory), directory / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{directory}: this run has not begun; `rl status` says what it waits for.")
+        raise ConfigError(f"{directory}: this run has not begun; `rl status` shows the reason.")
     steps = read_config(file).get("total_steps", 0)
     with RunProgress(directory / "metrics.jsonl", steps, METRICS, from_the_start=True) as progress:
         for _ in while_alive(names):

@@ -117,7 +117,7 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
         try:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"tokenizer {tokenizer_path}: it cannot be read: {error}") from error
+            raise ModelError(f"tokenizer {tokenizer_path} cannot be read: {error}") from error
         pad_id = _select_pad_id(tokenizer)
         if pad_id is not None:
             return pad_id

@@ -142,7 +142,9 @@ class BroadcastReceiver:
         """Notify the trainer that this server cannot take part, with the reason."""
         with contextlib.suppress(WeightUpdateError, RuntimeError):  # no trainer listens any more
             address = Address.parse(part.location)
-            Rendezvous(self._connected(address), address).cancel(f"receiver {address.rank} refuses: {reason}")
+            Rendezvous(self._connected(address), address).cancel(
+                f"receiver {address.rank} rejected the update: {reason}"
+            )
 
     def close(self) -> None:
         """Leave the group and the store."""

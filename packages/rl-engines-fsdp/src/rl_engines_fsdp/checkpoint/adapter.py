@@ -90,7 +90,7 @@ def _read(directory: Path, config: LoRAConfig, named: list[tuple[str, nn.Paramet
     different = sorted({name for name, p in named if shapes.get(name) != tuple(p.shape)} | shapes.keys() - dict(named))
     if different:
         raise ModelError(
-            f"adapter {directory}: {len(different)} matrices differ from those of the engine; {different[0]!r} has "
+            f"adapter {directory}: {len(different)} matrices differ from the engine's; {different[0]!r} has "
             f"shape {shapes.get(different[0], 'none')} in the directory. Set lora.target_modules as in the adapter."
         )
     return tensors

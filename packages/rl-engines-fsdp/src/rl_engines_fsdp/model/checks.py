@@ -30,7 +30,7 @@ For hidden states it is relative to the largest; for log-probs it is in nats, or
 below one nat.
 """
 LEAK = 1e-4
-"""Largest change of a sequence when another one changes, relative to the change of that one."""
+"""Largest change of a sequence when another sequence changes, relative to the change of the other sequence."""
 LENGTHS = (5, 9)
 """Tokens of each test sequence."""
 SHORT = 6
@@ -94,7 +94,7 @@ def verify(wrapped: PackedModel) -> None:
         difference = (packed_values - plain_values).abs().max().item()
         if not difference <= TOLERANCE * magnitude:
             raise ModelError(
-                f"{name}: {quantity} of packed sequences differ by {difference:.3g} from those of each sequence alone "
+                f"{name}: {quantity} of packed sequences differ by {difference:.3g} from the same sequences run alone "
                 f"(allowed {TOLERANCE * magnitude:.2g}): this engine does not support how the model computes its "
                 "layers or logits. This engine cannot train the model."
             )
@@ -178,15 +178,15 @@ def verify_split(
         try:
             outputs = _outputs_of(model, device)
         except Exception as error:
-            raise ModelError(f"{name}: the forward over several ranks fails: {error}") from error
+            raise ModelError(f"{name}: the forward pass over several ranks failed: {error}") from error
     reshard(model)
     dist.broadcast(expected, src=0)
     difference = (outputs - expected).abs().mean().item()
     with parallel.agree_on_errors("comparing the model over several ranks with one"):
         if not difference <= SPLIT_TOLERANCES[dtype]:
             raise ModelError(
-                f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from those "
-                f"of one rank (allowed {SPLIT_TOLERANCES[dtype]:g}). The tensor-parallel plan of the model may be "
+                f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from one "
+                f"rank (allowed {SPLIT_TOLERANCES[dtype]:g}). The tensor-parallel plan of the model may be "
                 "wrong; use only data parallelism (d)."
             )
 

@@ -114,7 +114,7 @@ def check_same_weights(path: str, loaded: Iterable[tuple[str, Tensor]], expected
     if different:
         name = different[0]
         raise ModelError(
-            f"model {path}: {len(different)} weights differ from those of the engine; {name!r} has shape "
+            f"model {path}: {len(different)} weights differ from the engine's; {name!r} has shape "
             f"{loaded_shapes.get(name, 'none')} in the directory and {engine_shapes.get(name, 'none')} in the engine. "
             "Load a checkpoint of the same model."
         )

@@ -88,12 +88,12 @@ class HttpEngine(InferenceEngine):
         self._connect([Server(checked_address(address), self.spec.version) for address in addresses], key)
 
     def follow_discovery(self, source: ServerSource) -> bool:
-        """Keep the list of servers equal to the one that `source` returns. See `InferenceEngine.follow_discovery`."""
+        """Keep the list of servers equal to the list from `source`. See `InferenceEngine.follow_discovery`."""
         self._monitor.discovery = Discovery(source, self._router, self.config)
         return self._monitor.is_enabled
 
     def stop_waiting_for_servers(self) -> None:
-        """Fail weight updates and scores immediately if no server is left. Those that wait fail at the next probe."""
+        """Fail weight updates and scores immediately if no server is left. Waiting calls fail at the next probe."""
         self._router.final = True
 
     def _connect(self, servers: list[Server], key: str) -> None:
@@ -335,10 +335,10 @@ class HttpEngine(InferenceEngine):
         finally:
             completion.truncate_at_stop()
         if completion.finish is None:
-            raise ServerLostError(f"{server.address}: the stream ended before the completion")
+            raise ServerLostError(f"{server.address}: the stream ended before the completion was finished")
 
     def _add_chunk(self, server: Server, completion: PartialCompletion, chunk: GenerationChunk, committed: int) -> None:
-        """Append a chunk to the completion, unless its versions are older than those of earlier tokens.
+        """Append a chunk to the completion, unless its versions are older than the versions of earlier tokens.
 
         Such a server missed an update of another client. It is evicted until it serves the committed version.
 

@@ -139,8 +139,8 @@ class WeightUpdates:
         Does nothing during an update.
 
         Raises:
-            WeightUpdateError: the run cannot use the server, or it holds other weights and could not load the committed
-                ones.
+            WeightUpdateError: the run cannot use the server, or the server holds other weights and could not load the
+                committed weights.
             InferenceError: the server does not respond, or the committed weights are not known yet.
         """
         if self.is_in_progress:
@@ -179,7 +179,7 @@ class WeightUpdates:
         if committed is not None:
             await self._loading.check(server, committed)
         elif version != self._spec.version:
-            raise InferenceError(f"{server.address}: there is no record of version {version} yet to check it against.")
+            raise InferenceError(f"{server.address}: cannot check version {version}: it has no commit record yet.")
         protocol = self._transport.protocol
         if self._controls_servers:  # otherwise the client that paused the server, perhaps for an update, must resume it
             exchange = protocol.pause("keep", self._all_servers.lease) if self._is_paused else protocol.resume()

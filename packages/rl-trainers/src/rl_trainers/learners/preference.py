@@ -52,14 +52,14 @@ def preference_sequences(
 
     Raises:
         DataError: a conversation does not end with an assistant turn, is too long without `truncate`, or has no token
-            of that turn after truncation; or a pair has two equal conversations. The message names the row.
+            of that turn after truncation; or a pair has two equal conversations. The message names the example.
     """
     result = []
     for index, row in enumerate(rows):
         name = int(row.get("prompt_id", index))
         sides = [_render_side(row, side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
         if np.array_equal(sides[0][0], sides[1][0]):
-            raise DataError(f"row {name}: `chosen` and `rejected` have the same tokens; remove the row.")
+            raise DataError(f"example {name}: `chosen` and `rejected` have the same tokens; remove the example.")
         for which, (ids, mask) in enumerate(sides):
             result.append(
                 Trajectory(
@@ -82,20 +82,20 @@ def _render_side(
     """Return the token ids of a conversation, and a mask of its last assistant turn."""
     messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
-        raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
-    ids, mask = render_conversation(renderer, messages, row.get("tools"), f"row {name}: `{side}`")
+        raise DataError(f"example {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
+    ids, mask = render_conversation(renderer, messages, row.get("tools"), f"example {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(
-            f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "
-            "remove the row."
+            f"example {name}: `{side}` has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit "
+            "or remove the example."
         )
     last_turn = np.asarray(mask, dtype=bool)
     gaps = np.flatnonzero(~last_turn[: int(np.flatnonzero(last_turn)[-1])])
     last_turn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
     if not last_turn[:max_length].any():
         raise DataError(
-            f"row {name}: the last turn of `{side}` has no token within data.max_length={max_length}; raise the limit "
-            "or remove the row."
+            f"example {name}: the last turn of `{side}` has no token within data.max_length={max_length}; raise the "
+            "limit or remove the example."
         )
     return np.asarray(ids[:max_length], dtype=np.int64), last_turn[:max_length]
 

@@ -39,22 +39,22 @@ def supervised_sequences(
 
     Raises:
         DataError: an example has no assistant token to learn from, has content that the chat template omits, or is
-            too long without `truncate`. The message names the row.
+            too long without `truncate`. The message names the example.
     """
     result = []
     for index, row in enumerate(rows):
         name = row.get("prompt_id", index)
-        ids, mask = render_conversation(renderer, row["messages"], row.get("tools"), f"row {name}")
+        ids, mask = render_conversation(renderer, row["messages"], row.get("tools"), f"example {name}")
         if len(ids) > max_length and not truncate:
             raise DataError(
-                f"row {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or remove "
-                "the row."
+                f"example {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "
+                "remove the example."
             )
         ids, mask = ids[:max_length], mask[:max_length]
         if not any(mask):
             raise DataError(
-                f"row {name} has no assistant token within data.max_length={max_length}; raise the limit or remove the "
-                "row."
+                f"example {name} has no assistant token within data.max_length={max_length}; raise the limit or remove "
+                "the example."
             )
         size = len(ids)
         result.append(

@@ -31,7 +31,7 @@ def leader_states(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     by_leader = {int(state["layout"]["head"]): state for state in states if "manager" in state}
     count = max((int(state["layout"]["heads"]) for state in by_leader.values()), default=0)
     if not by_leader or by_leader.keys() != set(range(count)):
-        raise ConfigError(f"rollout state: expected the states of {count} leaders, found those of {sorted(by_leader)}.")
+        raise ConfigError(f"rollout state: expected the states of {count} leaders, found leaders {sorted(by_leader)}.")
     versions = {int(state["manager"]["version"]) for state in by_leader.values()}
     if len(versions) > 1:
         raise ConfigError(f"rollout state: expected one version for all leaders, found {sorted(versions)}.")

@@ -64,10 +64,10 @@ class Receiver:
         try:
             address = Address(part["location"])
             self._connect(address)
-            message = f"receiver {address.rank} refuses: {reason}"
+            message = f"receiver {address.rank} rejected the update: {reason}"
             self._store.compare_set(f"{address.update}/off", "", json.dumps(message))
         except (RuntimeError, ValueError, RefusedError):
-            logger.warning("could not notify the trainer that this server refuses the update: %s", reason)
+            logger.warning("could not notify the trainer that this server rejected the update: %s", reason)
 
     def _connect(self, address: Address) -> None:
         from torch.distributed import TCPStore

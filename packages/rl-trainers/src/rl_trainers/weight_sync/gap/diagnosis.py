@@ -27,7 +27,7 @@ class Receipts:
     differing: Sequence[str] = ()
     """Names of the parameters whose checksums differ."""
     older: bool = False
-    """True if checksums differ and all of them are those of the previous version."""
+    """True if checksums differ and all checksums equal the receipt of the previous version."""
 
     @classmethod
     def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, previous: WeightReceipt | None) -> Receipts:
@@ -117,7 +117,7 @@ def _wrong_tensors(receipts: Receipts, older: bool) -> Cause:
         details += "; its scores match the previous version" if older else ""
         return Cause(
             "weights not received",
-            f"{differing} of {total} live tensors of {receipts.holder} differ from what was sent{details}: it "
+            f"{differing} of {total} live tensors of {receipts.holder} differ from the sent tensors{details}: it "
             "acknowledged the commit but serves other weights",
         )
     names = ", ".join(receipts.differing[:3])
@@ -199,7 +199,7 @@ def _generation_cause(evidence: Evidence, older: bool) -> Cause:
             "generation is correct now: the wrong cache entries are gone, or the tokens were sampled from another "
             "version than they carry"
             if seen.mean_abs <= limit
-            else "completions of prompts that the servers have seen are wrong, those of new prompts are correct: "
-            "cached keys and values of shared prefixes survive the commit"
+            else "completions of prompts that the servers have seen are wrong, but completions of new prompts are "
+            "correct: cached keys and values of shared prefixes survive the commit"
         )
     return Cause("stale prefix cache", why)

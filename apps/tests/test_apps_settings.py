@@ -38,7 +38,7 @@ CHECKS = {
     "rl_inference.backends.sglang.config:SGLangEngineConfig.memory_share": "read only on a GPU",
     "rl_apps.settings.config:RolloutSettings.allow_biased_sampling": "read by the check of sampling parameters",
 }
-"""Settings that no run in this file reads, with the reason."""
+"""Settings that no command of `runs` reads, with the reason."""
 
 FEW = ("data.batch_size=4", "evaluation.examples=4", "total_steps=2")
 QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(32)]

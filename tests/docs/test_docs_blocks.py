@@ -74,7 +74,7 @@ def _app(name: str) -> Callable[[list[str]], None]:
 
 
 def _with_servers(word: str) -> str:
-    """Replace the placeholder of an interpreter with real servers by a script that reports their versions."""
+    """If the word sets a placeholder for an interpreter, set a script that reports versions of the servers instead."""
     if word != "rollout.server.python=PYTHON":
         return word
     python = Path("python-with-servers").absolute()
@@ -213,7 +213,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "pre-commit install": (_hooks, "changes the repository: the hooks are validated"),
     **{point.name: (_app(point.name), "minutes: --dry-run") for point in entry_points(group="rl.apps")},
 }
-"""Handler per beginning of a command, and why it does not run the command as written (`WHOLE`: it does)."""
+"""Handler for each prefix of a command, and why it does not run the command as written (`WHOLE`: it does)."""
 
 
 def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:

@@ -1,4 +1,4 @@
-"""The router auxiliary loss equals that of transformers per sequence, for every split of the batch."""
+"""The router auxiliary loss equals the loss of transformers per sequence, for every split of the batch."""
 
 import json
 from pathlib import Path

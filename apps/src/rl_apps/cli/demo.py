@@ -1,4 +1,4 @@
-"""`rl demo`: inject a fault into a short run, and show which check detects it and what it reports."""
+"""`rl demo`: inject a fault into a short run, and show which check detects it, with the check's message."""
 
 from __future__ import annotations
 

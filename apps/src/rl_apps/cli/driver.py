@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 MESSAGE_SECONDS = 5.0
-"""Seconds between two lines that report what the run waits for."""
+"""Seconds between two lines that report the cause of the wait."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
 """Prefix of a log line of this project or of vLLM: process, time and level."""
@@ -81,7 +81,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 
     Args:
         reference: name in the entry-point group `rl.apps`, or dotted path `package.module:APP`.
-        argv: arguments, or None to use those of this process.
+        argv: arguments, or None to use `sys.argv`.
 
     Returns:
         the exit code: 0, 1 (the run failed), 2 (the run could not start), 130 or 143 (the run was stopped).
@@ -344,7 +344,7 @@ def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[
 
 
 class WaitingDisplay:
-    """Report what a run waits for, until it writes its first record.
+    """Report why a run waits, until it writes its first record.
 
     Args:
         progress: display of the messages, and of the records later.
@@ -363,7 +363,7 @@ class WaitingDisplay:
         self._old: dict[Path, int] = {}  # size of each log in bytes at the first tick
 
     def tick(self, workers: Sequence[Worker]) -> None:
-        """Check the state of the workers and report what the run waits for."""
+        """Check the state of the workers and report why the run waits."""
         self._progress.tick()
         if _size(self._metrics) > self._before:
             return

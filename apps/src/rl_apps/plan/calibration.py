@@ -50,7 +50,9 @@ def measured_lengths(run: Path) -> list[int]:
 
 
 def measured_rates(run: Path, trainers: int) -> tuple[dict[str, Sourced], tuple[int, ...]]:
-    """Return the rates that the steps of a run determine, without those of its servers, and the completion lengths.
+    """Return the rates measured from the steps of a run, and the completion lengths.
+
+    `measured_servers` measures the remaining rates of the servers.
 
     Args:
         run: directory of the run.

@@ -97,8 +97,8 @@ SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS_READING, SHARE_OF_FLOPS_TRAINING = 0.6, 0.5, 
 def read_rates(file: Path) -> dict[str, Sourced]:
     """Return the rates of a YAML file.
 
-    Its keys are those of `NEEDED`. A table `decode: {running completions: tokens per second}` of one server may replace
-    the three rates `decode_seconds*`.
+    The file has the keys of `NEEDED`. A table `decode: {running completions: tokens per second}` of one server may
+    replace the three rates `decode_seconds*`.
 
     Raises:
         ConfigError: the file is not valid YAML, or a key or value is invalid.

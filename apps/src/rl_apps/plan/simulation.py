@@ -1,7 +1,7 @@
 """Simulate a run on a simulated clock, with the real rollout runtime and with servers and a trainer given by rates.
 
-This module contains no scheduling. Admission, look-ahead, groups and batches are those of
-`rl_workflows.RolloutScheduler`, with one scheduler for each data-parallel replica, as in a run.
+This module contains no scheduling. As in a run, one `rl_workflows.RolloutScheduler` for each data-parallel replica
+decides on admission, look-ahead, groups and batches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Outcome:
     trained_tokens: float
     """Trained tokens per step, including prompts."""
     generated_tokens: float
-    """Generated tokens per step, including those of rejected groups."""
+    """Generated tokens per step, including tokens of rejected groups."""
     servers_busy: float
     """Fraction of the time in which a server generates."""
     running: float

@@ -35,7 +35,7 @@ SECONDS = 60.0
 
 
 def _split(run: Run[Any], form: str) -> str:
-    """Return the split whose examples the workflow gets: that of evaluation if the training data has another form."""
+    """Return the split of the trial example: `test` if the training data is not in RL form and evaluation is on."""
     return "train" if form == "rl" or not run.config.evaluation.examples else "test"
 
 

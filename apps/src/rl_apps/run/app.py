@@ -41,7 +41,7 @@ class Run[C: RunConfig]:
 
     @property
     def tokenizer(self) -> str:
-        """Directory of the tokenizer: that of the model, or one in the run directory if a chat template is set."""
+        """Directory of the tokenizer: the model's, or `tokenizer` in the run directory if a chat template is set."""
         model = self.config.model
         return str(self.directory / "tokenizer") if model.chat_template else model.directory()
 

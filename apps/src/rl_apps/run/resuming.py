@@ -1,4 +1,4 @@
-"""`resume_from`: the recovery checkpoint from which a run starts, its own or that of another run."""
+"""`resume_from`: the recovery checkpoint from which a run starts, its own or another run's."""
 
 from __future__ import annotations
 

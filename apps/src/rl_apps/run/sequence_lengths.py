@@ -137,7 +137,7 @@ class Lengths:
         return [rendered.input_ids for rendered in self._rendered(row, USUAL**3)]
 
     def together(self, row: dict[str, Any]) -> int:
-        """Return the maximum tokens that an example puts into one micro-batch: of a pair, those of both sides."""
+        """Return the maximum number of tokens of an example in one micro-batch. A pair counts both sides."""
         if self.form != "pairs":
             return self.tokens(row)
         return sum(min(len(ids), self.limit) for ids in self.ids(row))

@@ -10,8 +10,8 @@ Later layers win, in this order:
 3. the user's file (`--config`),
 4. `key=value` in Hydra's grammar.
 
-The selected component decides the type of its settings: `allocation` those of the engines and the servers,
-`launcher.kind` those of `launcher.options`. Each component brings its dataclass (`rl_contracts.registry.settings`).
+The selected components decide the types of their settings: `allocation` selects the settings of engines and servers,
+`launcher.kind` selects `launcher.options`. Each component brings its dataclass (`rl_contracts.registry.settings`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Return (key, value, meaning) of every leaf setting, including those of sections that are None."""
+    """Return (key, value, meaning) of every leaf setting, also in sections that are None."""
     rows: list[tuple[str, str, str]] = []
     for key, value, section, meaning in _settings_of(config, prefix):
         if not is_dataclass(value):
@@ -434,8 +434,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict
 def _hint(key: str, values: Mapping[str, Any]) -> str:
     """Return a suggestion for an unknown setting.
 
-    It is its new name, or a similar setting of the same section. Otherwise, it is the setting of that name in another
-    section, followed by the names in this section.
+    A renamed setting gets its new name. Otherwise, the suggestion is a similar setting of the same section. Without
+    one, it is a setting of that name in another section, followed by the names in this section.
     """
     if RENAMED.get(key) in values:
         return f" It was renamed to {RENAMED[key]!r}."

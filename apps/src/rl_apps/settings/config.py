@@ -102,8 +102,8 @@ class RolloutSettings(ServingSettings, RolloutConfig):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling parameters of the training completions."""
     allow_biased_sampling: bool = False
-    """Train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the
-    full distribution, so importance weights are biased."""
+    """Train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs refer to the full
+    distribution, so importance weights are biased."""
 
 
 @dataclass
@@ -191,7 +191,7 @@ class RunConfig(Settings):
 
 
 def require_plain_sampling(rollout: RolloutSettings) -> None:
-    """Reject sampling from another distribution than that of the log-probs.
+    """Reject sampling parameters that change the distribution, because log-probs refer to the full distribution.
 
     Raises:
         ConfigError: with the parameters that change the distribution, unless `allow_biased_sampling` is set.
@@ -202,7 +202,7 @@ def require_plain_sampling(rollout: RolloutSettings) -> None:
     require(
         rollout.allow_biased_sampling or not (generation.truncates or generation.penalizes),
         "rollout.generation",
-        "top_p=1, top_k=0, min_p=0 and no penalties, because log-probs are those of the full distribution and training "
+        "top_p=1, top_k=0, min_p=0 and no penalties, because log-probs refer to the full distribution and training "
         "on other samples is biased (rollout.allow_biased_sampling=true allows it)",
         {n: getattr(generation, n) for n in names if getattr(generation, n) != getattr(plain, n)},
     )
@@ -215,7 +215,7 @@ class RefConfig:
     path: str = ""
     """Hugging Face directory or hub id of the reference policy. Empty: `model.path`, the initial policy."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Settings of its train engine. Defaults: those of `actor.engine`."""
+    """Settings of its train engine. Each defaults to its value in `actor.engine`."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ class CriticConfig(Settings):
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """AdamW and its learning-rate schedule."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Settings of its train engine. Defaults: those of `actor.engine`."""
+    """Settings of its train engine. Each defaults to its value in `actor.engine`."""
     clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
     """Clip range of the value loss around the value before the update; 0 disables clipping."""
 

@@ -39,7 +39,7 @@ class DataConfig(Settings):
     """Hub id, directory or file. Empty: the default of the data set. A file is a single split, so it needs
     `evaluation.examples=0`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Column names that differ from the ones that the data set expects, as `data.columns.EXPECTED=ACTUAL`, for example
+    """Column names that differ from the expected names, as `data.columns.EXPECTED=ACTUAL`, for example
     `data.columns.question=problem`. Expected names: `gsm8k`: question, answer; `chat`: messages, answer and fields of
     the reward; `hh-rlhf`: chosen, rejected, prompt; all: system, history, input. Dots in the actual name select nested
     fields. `data.columns.unused_context=context` keeps `context` out of the question."""
@@ -91,10 +91,10 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
 
 
 def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
-    """Return `count` examples in their order, or all if there are fewer.
+    """Return `count` examples in the order of the data set, or all if there are fewer.
 
-    They are a random sample, the same in every run: the first examples of a file sorted by difficulty would not be
-    representative.
+    The examples are a random sample, the same in every run. The first examples of a file sorted by difficulty would
+    not be representative.
     """
     indices = range(len(rows))
     return [rows[i] for i in (indices if count >= len(rows) else sorted(random.Random(0).sample(indices, count)))]

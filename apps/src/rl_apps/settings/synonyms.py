@@ -1,4 +1,7 @@
-"""Other names of settings: those of other libraries, and earlier names. Errors on unknown settings suggest them."""
+"""Other names of settings: names in other libraries, and earlier names.
+
+If a command uses such a name, the error suggests the current one.
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Allocation:
         Raises:
             ConfigError: the text does not follow the grammar, a backend is not installed, or the components conflict.
                 The message shows the text (or, for a conflict, its normalized form) with a caret under the wrong
-                character, and what was expected there.
+                character, and the expected text.
         """
         if kinds is None:
             kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}

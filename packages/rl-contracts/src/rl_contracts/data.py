@@ -246,7 +246,7 @@ class FinetuneSpec(Settings):
     entropy_grad: bool = False
     """True if the entropy has a gradient, as an entropy bonus in the loss requires; costs backward memory and time."""
     deterministic: bool = False
-    """True if results are bitwise reproducible, with log-probs equal to those of a deterministic embedded server."""
+    """True if results are bitwise reproducible, with the same log-probs as a deterministic embedded server."""
     device: str = choice("auto", DEVICES)
     """Device: `cpu`, `cuda`, or `auto` (CUDA if available)."""
 
@@ -272,5 +272,5 @@ class ServeSpec:
     shared: bool = False
     """True if a trainer uses the same devices, so that the servers of the run release their memory while it trains."""
     deterministic: bool = False
-    """True if completions are bitwise reproducible, independent of other requests, with log-probs equal to those of a
-    trainer that processes the sequence alone."""
+    """True if completions are bitwise reproducible, independent of other requests, with the same log-probs as a trainer
+    that processes the sequence alone."""

@@ -82,7 +82,7 @@ OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
 
 @dataclass
 class TrainEngineConfig(Settings):
-    """Base class of an engine's settings, which add to those of the run (`FinetuneSpec`).
+    """Base class of an engine's own settings, which complement the run's settings (`FinetuneSpec`).
 
     An engine `package.module:MyEngine` requires a class `package.module:MyEngineConfig` in the same module. That module
     must be importable without torch, and all fields of the class must have defaults.
@@ -160,8 +160,8 @@ class TrainEngine(ABC):
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """Return the parameters that this rank's `full_parameters` yields, in that order; constant for an engine.
 
-        Names and shapes are those of the model's checkpoint on the hub (`rl_contracts.models.hub_names`), which servers
-        load: in an MoE each expert has its own. A tied parameter has one name. The dtype is the served dtype; the
+        Names and shapes match the model's checkpoint on the hub (`rl_contracts.models.hub_names`), which servers load:
+        in an MoE each expert has separate parameters. A tied parameter has one name. The dtype is the served dtype; the
         weight route does the cast. Not a collective.
         """
 
@@ -189,7 +189,7 @@ class TrainEngine(ABC):
     def adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield A and B of each adapted weight (`AdapterSpec.matrices`) and all other trained parameters (collective).
 
-        The other parameters are those of `full_parameters`.
+        The other parameters have the names and values of `full_parameters`.
         """
         return iter(())
 

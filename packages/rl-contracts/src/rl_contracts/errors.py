@@ -131,7 +131,7 @@ class StopRequestedError(RLError):
     """Request to stop this process, received between two steps or so urgent that a step was abandoned."""
 
     weights_unchanged = False
-    """True if the weights are certainly those of the last finished step."""
+    """True if the weights have certainly not changed since the last finished step."""
 
 
 class StalledError(RLError):

@@ -112,7 +112,7 @@ def is_address(text: str) -> bool:
 
 @dataclass
 class ServerConfig(Settings):
-    """Base class of the settings of one kind of inference server, which add to those of the run (`ServeSpec`).
+    """Base class of the settings of one kind of server, which complement the run's settings (`ServeSpec`).
 
     An engine `XxxEngine` requires a subclass `XxxEngineConfig` in the same module.
     """
@@ -172,9 +172,9 @@ class Capabilities:
     because then a receipt would arrive after the weights are served.
     """
     live_checksums: bool = True
-    """True if the checksums of `live_receipts` are those of the tensors used in computation.
+    """True if `live_receipts` computes checksums of the tensors that the server computes with.
 
-    If False, they are those of the last load. The diagnosis of a log-prob gap then ignores them.
+    If False, it returns the checksums of the last load, and the diagnosis of a log-prob gap ignores them.
     """
     version_stamps: bool = True
     """True if servers report the version of each token. If False, tokens get the oldest version that is possible."""
@@ -290,7 +290,7 @@ class InferenceEngine(ABC):
         """
 
     def follow_discovery(self, source: ServerSource) -> bool:
-        """Keep the list of servers equal to the one that `source` returns. Call this once, after `initialize`.
+        """Keep the list of servers equal to the list from `source`. Call this once, after `initialize`.
 
         A new server gets requests only after a check that it serves the committed version. Removing a server does not
         count as a failure; its requests are resumed on other servers.

@@ -98,7 +98,7 @@ class RolloutRuntime(ABC):
         """Return this replica's metrics since the last call.
 
         They include its counters (groups accepted, rejected and failed, seconds of waiting, tokens) and the metrics
-        that workflows and rewards recorded. On the first replica they also include those of the servers.
+        that workflows and rewards recorded. On the first replica they also include metrics of the servers.
         """
 
     def outcomes(self) -> list[dict[str, Any]]:

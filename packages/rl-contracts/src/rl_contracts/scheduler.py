@@ -176,7 +176,7 @@ class SchedulerConfig(Settings):
     def planned(self) -> Resources | None:
         """Return the resources that a plan (`--dry-run`) assumes.
 
-        They are those of `resources`, or those in the settings if no cluster is reachable. A machine with an unknown
+        Same as `resources`, or the resources in the settings if no cluster is reachable. A machine with an unknown
         number of cores has 0.
         """
         return self.resources()

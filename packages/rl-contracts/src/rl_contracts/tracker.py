@@ -59,7 +59,7 @@ class Tracker(ABC):
         """Send the metrics of one step.
 
         Args:
-            metrics: values by name, without those that could not be measured.
+            metrics: measured values by name.
             step: step of the run. It never decreases; it repeats if an evaluation follows the last step.
             time: time of the measurement, in seconds since 1970 (UTC).
         """

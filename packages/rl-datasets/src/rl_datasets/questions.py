@@ -30,7 +30,7 @@ _NOT_READ = (
 def read_question(record: Record, column: str, value: Any) -> list[Message]:
     """Return the messages of a column, preceded by the record's `system` message.
 
-    If the column is one text, the format is that of Alpaca: `input` is appended after a blank line, and the turns of
+    A column with one text has the Alpaca format: `input` is appended after a blank line, and the turns of
     `history` come before it. `history` is a list of messages, or of pairs of a question and its answer.
 
     Args:

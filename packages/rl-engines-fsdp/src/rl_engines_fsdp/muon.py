@@ -28,8 +28,8 @@ class Muon(torch.optim.Optimizer):
     [experts, m, n] is a separate matrix.
 
     With sharded parameters, the matrices are assigned to ranks in turn. Each rank computes the whole update of its
-    matrices and broadcasts it, so the result equals that of one rank. Updates are computed in float32 on a CPU and in
-    bfloat16 on a GPU.
+    matrices and broadcasts it, so the result is the same as on one rank. Updates are computed in float32 on a CPU and
+    in bfloat16 on a GPU.
 
     Args:
         groups: parameter groups of torch; Muon updates those with `matrices: True`.

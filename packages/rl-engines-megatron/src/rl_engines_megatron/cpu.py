@@ -1,7 +1,7 @@
 """Replacements for the CUDA functions that megatron-core calls on a CPU. Without effect on a GPU.
 
 megatron-core (0.19) queries `torch.cuda` for its device, streams and random states, creates tensors on "cuda", and
-compares names of tensor types with those of CUDA. Inside `without_cuda` these calls return values for the CPU, and
+compares names of tensor types with CUDA's names. Inside `without_cuda` these calls return values for the CPU, and
 `torch.compile` is disabled. Outside of it nothing is patched, because other code computes in the same process.
 """
 

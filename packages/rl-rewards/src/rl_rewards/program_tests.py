@@ -53,7 +53,7 @@ class ProgramTest:
     function: str | None = None
     """Name of the function, or of the method of `class Solution`, that the test calls."""
     listed: bool = False
-    """True if a list of one value may also stand for this value, as in APPS."""
+    """True if an expected list of one value also accepts that value without the list, as in APPS."""
 
     def script(self, code: str) -> tuple[str, str]:
         """Return the script to run for a program, and its stdin."""

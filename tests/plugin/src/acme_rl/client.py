@@ -166,7 +166,7 @@ class AcmeInferenceEngine(InferenceEngine):
         return min(self._addresses, key=lambda address: self._open[address])
 
     async def _on_all(self, path: str, body: dict[str, Any], timeout: float | None = None) -> list[dict[str, Any]]:
-        """Send a request to all servers, and remove those that fail from routing.
+        """Send a request to all servers, and stop routing to servers that fail.
 
         Raises:
             WeightUpdateError: all servers failed; contains the first error.

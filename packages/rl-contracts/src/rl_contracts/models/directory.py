@@ -61,7 +61,7 @@ def _indexed_files(directory: Path) -> set[Path]:
 
 
 def _json_problem(file: Path) -> str:
-    """Return what is wrong with a JSON settings file, or an empty string."""
+    """Return a description of the damage in a JSON settings file, or an empty string."""
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -78,7 +78,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def _safetensors_problem(file: Path) -> str:
-    """Return what is wrong with a safetensors file, judged by its header and size, or an empty string."""
+    """Return a description of the damage in a safetensors file, or an empty string. Reads only header and size."""
     try:
         size, (length, entries) = file.stat().st_size, _header(file)
         expected = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)

@@ -209,8 +209,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, 
 def _target_columns(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
     """Return each target's column within a tile, [n, 1], and whether the target lies in the tile, [n].
 
-    The column of a target outside is clamped into the tile. Instead of the second tensor None is returned for a tile as
-    wide as the vocabulary, where all targets lie inside.
+    The column of a target outside the tile is clamped into it. If the tile is as wide as the vocabulary, all targets
+    lie in it, and the second result is None.
     """
     if column.stop - column.start == vocabulary:
         return targets[:, None], None

@@ -36,7 +36,7 @@ class HubSlice(NamedTuple):
 def hub_slices(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, list[HubSlice]]:
     """Return the checkpoint tensors that each parameter consists of. Most parameters are one tensor, maybe renamed.
 
-    The names are those of the checkpoint that the model was loaded from, or of the hub's format if it was not loaded. A
+    Names come from the checkpoint that the model was loaded from. If it was not loaded, they follow the hub's format. A
     parameter keeps its own name and shape if checkpoint tensors are computed from it instead of being slices of it.
 
     Args:

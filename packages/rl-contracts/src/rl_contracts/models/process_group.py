@@ -129,7 +129,7 @@ def join(
 
 
 def _leave() -> None:
-    """Destroy the default group with the last engine of the process, if this module created it."""
+    """Count one engine less. After the last one, destroy the default group if this module created it."""
     global _users, _joined_group
     _users -= 1
     if _users == 0 and _joined_group:

@@ -35,7 +35,7 @@ class StepGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step that can be abandoned; torch's random states are restored if it is.
+        """Run a step that can be abandoned. If it is abandoned, restore torch's random states.
 
         Raises:
             StopRequestedError: on every rank, if the step was abandoned.

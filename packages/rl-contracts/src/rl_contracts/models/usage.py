@@ -73,7 +73,7 @@ def attended_pairs(lengths: torch.Tensor, windows: Sequence[int | None]) -> torc
 def step_flops(matrices: int, trained: int, attention: int, tokens: int, pairs: int) -> float:
     """Return the useful floating-point operations of a training step.
 
-    The count is that of Chowdhery et al. 2022, arXiv:2204.02311, appendix B. Each matrix parameter costs 2 operations
+    The count follows Chowdhery et al. 2022, arXiv:2204.02311, appendix B. Each matrix parameter costs 2 operations
     per token in forward, and 2 in backward for the gradient of its input. A trained parameter costs 2 more for its own
     gradient; base weights under adapters are not trained. Each of `attended_pairs` costs 6 * heads * head size.
     Recomputation (activation checkpointing, the vocabulary projection) does not count.

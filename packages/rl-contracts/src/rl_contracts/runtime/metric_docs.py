@@ -139,7 +139,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "loss/eval": ("nats or -", "mean loss of the held-out examples"),
         "logprob/mean": ("nats", "mean log-prob of a trained token"),
         "pair/accuracy": ("fraction of pairs", "pairs whose chosen completion is preferred; a tie counts half"),
-        "pair/margin": ("-", "mean score or implied reward of chosen completions minus that of rejected ones"),
+        "pair/margin": ("-", "mean score or implied reward, chosen minus rejected completion"),
         "reward/chosen": ("-", "mean implied reward of chosen completions"),
         "reward/rejected": ("-", "mean implied reward of rejected completions"),
         "score/mean": ("-", "mean score that the reward model gives a sequence"),

@@ -45,7 +45,7 @@ class SandboxLimits:
     cpu_seconds: int = 10
     """CPU time in seconds, summed over all threads."""
     memory: int = 512 << 20
-    """Address space, including that of the interpreter (about 20 MB)."""
+    """Address space, including about 20 MB for the interpreter."""
     file: int = 16 << 20
     """Size of each file, and of stdout and stderr each."""
     files: int = 64 << 20

@@ -69,7 +69,7 @@ def fork(
         target: importable function.
         args: arguments of the function.
         log: file for the stdout and stderr of the process.
-        environment: variables to set in addition to those of this process.
+        environment: variables to set in addition to this process's environment.
     """
     variables = {**os.environ, **(environment or {})}
     context = multiprocessing.get_context("forkserver")

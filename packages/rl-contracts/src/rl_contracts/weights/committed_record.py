@@ -30,7 +30,7 @@ class CommittedWeights:
     meta: WeightUpdateMeta
     """Route and location of the version."""
     receipt: WeightReceipt
-    """Checksums of the trainer, which those of the servers matched."""
+    """Checksums of the trainer. The servers' checksums matched them."""
 
     @property
     def version(self) -> int:
@@ -111,7 +111,7 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
 
 
 def verify_receipt(expected: WeightReceipt, actual: WeightReceipt, route: str) -> None:
-    """Compare the receipt of a server with that of the trainer.
+    """Compare a server's receipt with the trainer's receipt.
 
     Raises:
         WeightUpdateError: the receipts differ; names route, version, server and the first wrong parameter.

@@ -107,7 +107,7 @@ class Rendezvous:
             device: `cpu`, or the unique id of its GPU.
 
         Returns:
-            name and backend of the group to use: the one that all members have, or a new one to form.
+            name and backend of the group to use: a group that all members still have, or a new group to form.
 
         Raises:
             WeightUpdateError: the trainer is gone or does not start in time, or the update was canceled.
@@ -210,7 +210,7 @@ def connect(address: Address) -> Any:
     """Connect to the store of rank 0. Each thread that may wait in it needs a separate connection.
 
     Raises:
-        WeightUpdateError: no process listens there, or the one that does sends no reply.
+        WeightUpdateError: no process listens there, or the listening process sends no reply.
     """
     from torch.distributed import TCPStore
 

@@ -1,7 +1,8 @@
 """Sending and receiving end of a route. A publisher sends weights, and a server receives them.
 
-Routes differ in what they store. `shm` and `disk` store the last two versions for later readers. `ipc` stores the last
-version while the trainer lives. `broadcast` stores nothing, so both ends must take part at the same time.
+Routes differ in the versions that they store. `shm` and `disk` store the last two versions for later readers. `ipc`
+stores the last version while the trainer lives. `broadcast` stores nothing, so both ends must take part at the same
+time.
 """
 
 from __future__ import annotations

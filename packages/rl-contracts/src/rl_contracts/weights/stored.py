@@ -88,7 +88,7 @@ class StoredSender:
 def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the named tensors of a version, one at a time.
 
-    Those of `shm` are views of shared memory: copy them before the next update.
+    Tensors of `shm` are views of shared memory: copy them before the next update.
 
     Args:
         mappings: mappings of a reader that reads more than once.

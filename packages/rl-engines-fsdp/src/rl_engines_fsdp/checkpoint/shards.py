@@ -90,7 +90,7 @@ def local_shard(value: Tensor) -> Shard:
 
 
 def _inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the inner tensors of a tensor subclass by suffix, such as 8-bit moments of torchao; empty if plain."""
+    """Return the inner tensors of a tensor subclass, such as torchao's 8-bit moments, by suffix; none if plain."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return {} if flatten is None else {f"#{name}": getattr(tensor, name) for name in flatten()[0]}
 

@@ -40,7 +40,7 @@ def load_state(
         the counters by name.
 
     Raises:
-        ModelError: the directory has no saved state, or that of another model.
+        ModelError: the directory has no saved state, or the state of another model.
     """
     shards = ShardReader(Path(path))
     stored = shards.names

@@ -212,8 +212,8 @@ def _varlen_attention(
 ) -> Tensor:
     """Compute attention of all sequences in one kernel: [1, heads, N, D] to [1, N, heads, D].
 
-    Heads of values may be smaller than those of queries (multi-head latent attention). They are padded with zeros,
-    because the kernel has one head size.
+    Value heads may be smaller than query heads (multi-head latent attention). They are padded with zeros, because the
+    kernel has one head size.
     """
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
     attend, has_gqa = _varlen()
@@ -243,8 +243,8 @@ def _varlen_attention(
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange this rank's tokens with all heads for all tokens with this rank's heads, in one all-to-all.
 
-    This is DeepSpeed Ulysses (Jacobs et al. 2023, section 3). Attention between this and `to_tokens` is that of one
-    rank with fewer heads, so every kernel, window and soft cap works unchanged.
+    This is DeepSpeed Ulysses (Jacobs et al. 2023, section 3). Attention between this and `to_tokens` runs as on
+    one rank with fewer heads, so every kernel, window and soft cap works unchanged.
 
     Args:
         query: [1, heads, n, D], with n tokens on each of R ranks.
@@ -282,7 +282,7 @@ def to_tokens(out: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def key_repeats(heads: int, key_heads: int, ranks: int) -> int:
-    """Return how often to repeat each key head, so that each rank gets the ones that its query heads attend to.
+    """Return how often to repeat each key head, so that each rank gets the key heads that its query heads attend to.
 
     Raises:
         ModelError: the query heads do not divide over the ranks.

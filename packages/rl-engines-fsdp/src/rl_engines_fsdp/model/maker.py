@@ -146,7 +146,7 @@ class ModelMaker:
 
 
 def _checkpointed_forward(forward: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-    """Run the forward of a layer with gradient checkpointing; that of transformers requires training mode."""
+    """Run the forward of a layer with gradient checkpointing, also in eval mode, unlike transformers' version."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -69,7 +69,7 @@ class TokenSplit:
         return values if self.context is None else own_part(values, self.context)
 
     def each(self, hidden: Tensor) -> Tensor:
-        """Select the hidden states for the head of this rank, [m, H], from those of its decoder, [n, H]."""
+        """Select the hidden states for this rank's head, [m, H], from its decoder's hidden states, [n, H]."""
         return hidden if self.tensor is None else take_part(hidden, self.tensor)
 
     def before_next(self, hidden: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
-    """Return the modules that the model class declares as repeated blocks, or else those of its largest module list."""
+    """Return the modules that the model class declares as repeated blocks, or else its largest module list."""
     inner: Any = model.model
     class_names = set(inner._no_split_modules or ())
     declared = [module for module in inner.modules() if type(module).__name__ in class_names]

@@ -77,7 +77,7 @@ class PackedAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
         """Return the outputs of consecutive queries of one sequence, of which the first is token number `first`.
 
-        Keys and values are those of the whole sequence. With a window, queries are processed in blocks of its length,
+        Keys and values cover the whole sequence. With a window, queries are processed in blocks of its length,
         so that no mask spans more than two windows.
         """
         outputs = []

@@ -13,7 +13,7 @@ from rl_inference.client.protocol import Call, Exchange, Health, ServerProtocol,
 
 @dataclass(frozen=True)
 class ControlPaths:
-    """Paths of the control routes; the defaults are those of `rl_inference/backends/plugins/rl_guard.py`."""
+    """Paths of the control routes; by default as in `rl_inference/backends/plugins/rl_guard.py`."""
 
     health: str = "/rl/health"
     stats: str = "/rl/stats"

@@ -1,4 +1,4 @@
-"""Calls to all servers at once, with eviction of those that fail."""
+"""Calls to all servers at once, with eviction of servers that fail."""
 
 from __future__ import annotations
 

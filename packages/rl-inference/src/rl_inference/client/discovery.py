@@ -1,4 +1,4 @@
-"""Service discovery: keep the servers of a router equal to those that a source lists."""
+"""Service discovery: keep the servers of a router equal to the list of a source."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class ServerProtocol(ABC):
 
         Args:
             rid: id of this attempt.
-            input_ids: tokens of the prompt, followed by those of an interrupted completion.
+            input_ids: tokens of the prompt, followed by the tokens of an interrupted completion.
             generation: settings of the request, with `max_new_tokens` and `min_new_tokens` reduced to the missing
                 tokens. Without `capabilities.resumes_completions` they contain no stop strings, because the client
                 detects them.

@@ -116,7 +116,7 @@ def inject_into_cache() -> None:
 
 
 def inject_into_version_stamps() -> None:
-    """Inject `stamped late`: every token is stamped with the version after the one that sampled it."""
+    """Inject `stamped late`: every token is stamped with the version after its own."""
     version_spans = GenerationJob.version_spans
 
     def faulty_spans(self: GenerationJob, start: int, end: int) -> list[dict[str, int]]:

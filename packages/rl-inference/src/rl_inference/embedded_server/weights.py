@@ -103,7 +103,7 @@ class ServedWeights:
         self._base = Path(base) if base else None
         self._base_weights: adapters.BaseWeights | None = None
         self._as_loaded = set(first_name.values())
-        """Names of tensors whose served values are those of the base directory."""
+        """Names of tensors that are served with their values from the base directory."""
         self._adapter: dict[str, tuple[dict[str, int], int]] = {}
         """For each adapted weight: the checksums of its adapter matrices, and the checksum of the merged weight."""
         self._after_commit = self._as_loaded, self._adapter
@@ -211,8 +211,7 @@ class ServedWeights:
     def receipt(self) -> WeightReceipt:
         """Return checksums of the live tensors under all their names. Call between two forward passes.
 
-        The checksums of an adapter's matrices are included if the live weight is still the one that was merged with
-        them.
+        The checksums of an adapter's matrices are included if the live weight still contains them.
         """
         places = {name: self.places[name] for name in self._receipt_names}
         sums = {

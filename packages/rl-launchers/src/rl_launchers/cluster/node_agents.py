@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = 0.1
 """Seconds between two polls of a condition."""
 END_SECONDS = 10.0
-"""Seconds to wait for the agents to end, and for each thread, when `NodeAgents.close` runs."""
+"""Seconds that `NodeAgents.close` waits for all agents to end, and then for each thread."""
 LOG_LINES = 20
 """Number of last lines of an agent's log shown in an error."""
 CALLERS = 256

@@ -38,7 +38,7 @@ class FreeResources:
 class Ledger:
     """Machines of a run, with the resources that are free on each.
 
-    A role gets as few machines as possible, starting with the one that has the most free resources. This keeps ranks
+    A role gets as few machines as possible, starting with the machine with the most free resources. This keeps ranks
     that exchange gradients together, and places different roles on different machines. A GPU is never assigned twice.
     Cores are shared only if none are free, first on the least loaded machine.
     """

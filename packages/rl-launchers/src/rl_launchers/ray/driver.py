@@ -150,7 +150,7 @@ def name_of(node: dict[str, Any]) -> str:
 
 
 def describe_node(node: dict[str, Any], bundle: dict[str, float] | None = None) -> dict[str, Any]:
-    """Return the description of a node for the launcher, with all its cores and GPUs or those of the bundle `held`."""
+    """Return the description of a node for the launcher, with the cores and GPUs of `bundle`, or all if None."""
     amounts = node["Resources"] if bundle is None else bundle
     cores, gpus = int(amounts.get("CPU", 0)), int(amounts.get("GPU", 0))
     description = {"name": name_of(node), "host": node["NodeManagerAddress"], "cores": cores, "gpus": gpus}

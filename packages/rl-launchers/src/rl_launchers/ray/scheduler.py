@@ -64,7 +64,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     """Seconds to wait for the placement group, for example while other jobs use the nodes."""
 
     def resources(self) -> Resources:
-        """Return the resources of the bundles; those of this machine if a cluster will be started."""
+        """Return the resources of the bundles, or of this machine if the run will start a cluster."""
         return self._bundle_resources(living_nodes_at(self._configured_address()) or [this_machine()])
 
     def use_nodes(self, number: int) -> None:
@@ -312,7 +312,8 @@ class RayNodes(NodeProvider):
     def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         """Start the agent through an actor in the node's bundle.
 
-        The order is a file that only the user can read: an actor's arguments are visible to the whole cluster.
+        The actor reads command and environment from a file that only the user can read. Arguments of an actor would be
+        visible to the whole cluster.
         """
         number = str(next(self._counter))
         order_file = log.absolute().with_suffix(f".order-{number}")

@@ -254,7 +254,7 @@ class _Reader:
         self._file, self._position = file, position
 
     def show(self) -> None:
-        """Print what was appended since the last call."""
+        """Print the text that was appended since the last call."""
         if not self._file.exists():
             return
         with self._file.open("rb") as file:

@@ -53,8 +53,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Settings of the Slurm job of a run, and of the use of its nodes.
 
     Outside a Slurm job, the run is submitted with `sbatch` and followed. Inside a job of `salloc` or `sbatch`, the run
-    uses the nodes of that job. Of the settings below, only `spare_nodes`, `server_nodes`, `max_requeues`,
-    `poll_seconds`, `srun_args` and those of the container then have an effect.
+    uses the nodes of that job. Then only the settings `spare_nodes`, `server_nodes`, `max_requeues`, `poll_seconds`,
+    `srun_args` and `container_*` have an effect.
     """
 
     setting: ClassVar[str] = "launcher.options"
@@ -118,8 +118,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     def resources(self) -> Resources | None:
         """Return the resources without spare nodes.
 
-        Inside a job, they are those of the job. Outside, they are those of `nodes` and `server_nodes` in the partition.
-        The result is None without Slurm, unless `cores_per_node` is set.
+        Inside a job, these are its nodes. Outside, these are `nodes` and `server_nodes` nodes of the partition. The
+        result is None without Slurm, unless `cores_per_node` is set.
 
         Raises:
             ConfigError: the partition does not exist or has too few nodes, or Slurm does not answer.
@@ -195,9 +195,9 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         )
 
     def _available_nodes(self, ignored_error: type[SlurmError]) -> list[list[Node]]:
-        """Return for each component the nodes that it would get, without spare ones.
+        """Return the nodes that each component of the job would get, without spare nodes.
 
-        If `sinfo` fails with `ignored_error`, the nodes follow from the settings, and their cores may be unknown (0).
+        If `sinfo` fails with `ignored_error`, return placeholder nodes, whose number of cores may be unknown (0).
         """
         try:
             text = Commands().output(*SINFO)
@@ -255,7 +255,7 @@ class _Component:
         return [Node(f"{self.prefix}node{index}", "", 0) for index in range(self.nodes)]
 
     def choose(self, sinfo: str, taken: Collection[str]) -> list[Node]:
-        """Return nodes of the kind that the component would get, without those in `taken`.
+        """Return usable nodes for the component, except the nodes in `taken`.
 
         Raises:
             ConfigError: the partition does not exist, or has too few usable nodes.
@@ -436,7 +436,7 @@ class SlurmNodes(NodeProvider):
         return [replace(node, host=LOOPBACK) for node in ordered] if is_single_node else ordered
 
     def _in_placement_order(self, main: list[Node], servers: list[Node]) -> list[Node]:
-        """Return the nodes of trainers, then those of servers, then the spare ones, which any role may use."""
+        """Return the trainer nodes, then the server nodes, then the spare nodes, which any role may use."""
         regular, spares = main[: len(main) - self.spares], main[len(main) - self.spares :]
         if servers:
             regular = [replace(node, servers=False) for node in regular] + [replace(n, servers=True) for n in servers]

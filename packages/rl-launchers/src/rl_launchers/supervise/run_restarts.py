@@ -39,8 +39,8 @@ class Resume:
     reached: Callable[[], tuple[int, int]]
     """Function that returns the last finished step and the step of the newest recovery checkpoint; 0 for none."""
     prepare: Callable[[], int]
-    """Function that prepares a restart after all processes have ended. It does what the command does before a launch,
-    and returns the step after which the run resumes. It raises an `RLError` with the reason if it cannot."""
+    """Function that prepares a restart after all processes have ended. It repeats the preparations of a launch and
+    returns the step after which the run resumes. It raises an `RLError` with the reason if it cannot."""
     step_seconds: Callable[[], float] = lambda: 0.0
     """Function that returns the usual duration of a step in seconds; 0 if unknown."""
 

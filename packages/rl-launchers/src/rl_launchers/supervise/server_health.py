@@ -121,7 +121,7 @@ class ServerHealth:
         """Check all servers and restart those that ended or are unhealthy. Returns soon, as checks run in threads.
 
         Args:
-            workers: all workers; those of other roles are ignored.
+            workers: all workers; workers of other roles are ignored.
 
         Returns:
             problem of each server whose restarts are used up, by name, as the predicate of a sentence.

@@ -3,7 +3,7 @@
 const SHOWN = 40; // number of completions at first, and of more with each click
 const COLOR_BY = {
   "log-prob": "Red: low probability of the token.",
-  gap: "Log-prob of the trainer minus that of the server. Orange: less likely for the trainer; blue: more likely.",
+  gap: "Log-prob of the trainer minus log-prob of the server. Orange: less likely for the trainer; blue: more likely.",
   version: "One color per version of the weights.",
   advantage: "Green: the update makes the token more likely; red: less likely.",
   nothing: "",

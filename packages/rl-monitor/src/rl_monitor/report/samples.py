@@ -14,7 +14,7 @@ from rl_monitor.completions import completion_files
 from rl_monitor.report.curves import is_number
 
 STEPS = 24
-"""Maximum number of steps, and of evaluations, with completions on the page, besides the newest steps."""
+"""Maximum number of training steps on the page in addition to the newest steps, and likewise of evaluations."""
 NEWEST = 4
 """Number of newest steps that are always shown."""
 EACH = 6
@@ -34,7 +34,7 @@ HEAD = ("reward", "truncated", "rejected", "prompt_id", "group_id", "episode_id"
 
 
 def read_completions(directory: Path, step: int, evaluation: bool, choose: Choice) -> list[CompletionRecord]:
-    """Return selected completions of a step, those of training with their advantages if recorded.
+    """Return selected completions of a step. Training completions include their advantages, if recorded.
 
     Only the selected completions are loaded completely."""
     summaries = []

@@ -145,8 +145,8 @@ class LossConfig(ComponentConfig):
     clip_high: float = bounded(0.2, "more than 0", lambda clip: clip > 0)
     """Upper clip distance: `clip` and `cispo` clip the ratio above at 1 + clip_high (DAPO uses 0.28)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Other constants of the loss: `dual_clip` for `clip`, `tau_positive` and `tau_negative` for `sapo`, or those of a
-    custom loss; null selects the loss's default."""
+    """Other constants of the loss: `dual_clip` for `clip`, `tau_positive` and `tau_negative` for `sapo`, or parameters
+    of a custom loss; null selects the loss's default."""
 
 
 @dataclass

@@ -109,7 +109,7 @@ class PolicyActor:
         The version advances by one unless every minibatch was skipped.
 
         Returns:
-            The engine's statistics over the minibatches (see `take_steps`), and those of the critic under `critic/`.
+            The engine's statistics over the minibatches (see `take_steps`), and the critic's under `critic/`.
         """
         metrics = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
         effective_fraction(metrics)

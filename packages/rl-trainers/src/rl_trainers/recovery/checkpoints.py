@@ -2,8 +2,8 @@
 
 A recovery checkpoint is taken between two steps. The training thread copies the state, and a thread of each rank writes
 the copies to a scratch directory. It is renamed when it is complete, and only then are older recovery checkpoints
-removed. A process may therefore be killed, and a machine may lose power, at any moment. A resumed run removes what was
-written after its recovery checkpoint, because those steps are taken again.
+removed. A process may therefore be killed, and a machine may lose power, at any moment. A resumed run removes the
+output of later steps, because it takes those steps again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RecoveryCheckpoints:
         self._failures = 0
 
     def resume(self) -> int | None:
-        """Restore the newest complete recovery checkpoint, and remove what the run wrote after it.
+        """Restore the newest complete recovery checkpoint, and remove the output of later steps.
 
         Returns:
             its step; None if there is none, or if resuming is disabled.
@@ -125,7 +125,7 @@ class RecoveryCheckpoints:
         when the step has ended on all ranks, and again if a stop interrupts the wait for the next batch.
 
         Raises:
-            SystemExit: the run was asked to stop; the exit code is that of a shell for SIGTERM (143).
+            SystemExit: the run was asked to stop; the exit code is 143, as after SIGTERM.
             EngineError: more than `recover.max_failures` consecutive recovery checkpoints could not be written.
         """
         status = self._pending[1].status() if self._pending else None
@@ -150,7 +150,7 @@ class RecoveryCheckpoints:
                 weights have changed, and the run resumes from the newest recovery checkpoint.
 
         Raises:
-            SystemExit: always; the exit code is that of a shell for SIGTERM (143).
+            SystemExit: always; the exit code is 143, as after SIGTERM.
         """
         reason = "the optimizer had already updated the weights"
         if return_batch is not None:

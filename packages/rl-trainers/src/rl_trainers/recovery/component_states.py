@@ -119,7 +119,7 @@ class SavedStates(Sequence[dict[str, Any]]):
 
     @property
     def differing(self) -> bool:
-        """True if the state of any rank differs from that of rank 0."""
+        """True if the state of any rank differs from the state of rank 0."""
         return any(len({path.read_bytes() for path in self._files(kind)}) > 1 for kind in ("json", "safetensors"))
 
     def _files(self, kind: str) -> list[Path]:

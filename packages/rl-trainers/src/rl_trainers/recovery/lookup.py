@@ -1,4 +1,4 @@
-"""Find a run's complete recovery checkpoints, and remove what was written after the one that it resumes from.
+"""Find the recovery checkpoint that a run resumes from, and remove the output of later steps.
 
 A recovery checkpoint is `recover/step_<n>` with a manifest of its files. Only `resumed_step` decides from which one a
 run resumes.
@@ -80,11 +80,11 @@ def has_no_finished_step(run_dir: Path) -> bool:
 
 
 def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
-    """Remove what a stopped run wrote after the recovery checkpoint that it resumes from.
+    """Remove the output of steps after the recovery checkpoint that a run resumes from.
 
-    These are records, rollouts, saved batches, checkpoints, damaged recovery checkpoints and unfinished directories.
-    Everything is removed if there is no recovery checkpoint although `config` schedules and resumes them, or if the run
-    finished no step.
+    This includes records, rollouts, saved batches, checkpoints, damaged recovery checkpoints and unfinished
+    directories. Everything is removed if there is no recovery checkpoint although `config` schedules and resumes them,
+    or if the run finished no step.
 
     Raises:
         ConfigError: see `resumed_step`.

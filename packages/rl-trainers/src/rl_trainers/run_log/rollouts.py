@@ -113,7 +113,7 @@ class RolloutWriter:
         Args:
             name: first part of the file name.
             trajectories: must not change after this call.
-            rejected: why they are not trained on, or None.
+            rejected: reason why the trajectories are not trained on, or None.
 
         Raises:
             DataError: an earlier write failed.
@@ -198,7 +198,7 @@ def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool 
 
 
 def learned_records(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield what was learned from each sequence of a batch, as a JSON object.
+    """Yield one record for each sequence of a trained batch, as a JSON object.
 
     It has the sequence's ids, the number of its generated `tokens`, and the mean `advantage` of its trained tokens.
     With `tokens`, it has up to two lists of one value per generated token (null: not trained). `advantages` is present

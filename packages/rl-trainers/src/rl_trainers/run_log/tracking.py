@@ -245,5 +245,5 @@ def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iter
 
 
 def metrics_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record, without those that could not be measured."""
+    """Return the measured metrics of a record."""
     return {name: float(value) for name, value in record.items() if name not in LABELS and value is not None}

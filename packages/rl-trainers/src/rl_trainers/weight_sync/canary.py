@@ -32,7 +32,7 @@ TOKENS = 16
 VOCABULARY = range(3, 100)
 """Token ids of the prompt, present in every vocabulary."""
 CLOSER_FACTOR = 3.0
-"""Ratio of distances above which scores count as those of other weights. Noise alone gives a ratio of about 1."""
+"""Ratio of distances above which scores count as computed with other weights. Noise alone gives a ratio near 1."""
 DECODING_FACTOR = 10.0
 """Allowed error of generated tokens, as a multiple of the error of the scores. Decoding uses another kernel."""
 NOISE = 1e-3
@@ -52,7 +52,7 @@ class ExpectedCompletion:
     """Scores with the base weights alone, or None where no adapter is trained."""
 
     def logprobs(self, output_ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of the longest prefix of a completion that is also the prefix of a scored one."""
+        """Return the log-probs of the longest prefix that a completion shares with a scored completion."""
         best: list[float] = []
         for scored_ids, logprobs in self.completion_logprobs.items():
             pairs = enumerate(zip(scored_ids, output_ids, strict=False))
@@ -66,11 +66,11 @@ class ExpectedCompletion:
         return _rms(_differences(other[1:], scores[1:])) * CLOSER_FACTOR < spread
 
     def fault(self, completion: CanaryCompletion, previous: ExpectedCompletion | None, tolerance: float) -> str | None:
-        """Return a description of what is wrong with a server's completion, or None.
+        """Return a description of the fault in a server's completion, or None.
 
         Args:
-            completion: what the server computed.
-            previous: expectation at the previous version, where it is known.
+            completion: scores and completion of the server.
+            previous: expected values at the previous version, or None if unknown.
             tolerance: largest accepted mean absolute difference of log-probs, in nats.
         """
         score_errors = _differences(self.scores[1:], completion.scores[1:])

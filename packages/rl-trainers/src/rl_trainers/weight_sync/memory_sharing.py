@@ -37,8 +37,8 @@ class MemorySharing:
         """Release the servers' memory.
 
         Returns:
-            `sharing/freed_gib`: the released memory. On a GPU it is the increase in free memory as CUDA reports it;
-            where that is 0, what the servers report.
+            `sharing/freed_gib`: the released memory. On a GPU it is the increase in free memory as CUDA reports it. If
+            that is 0, it is the amount that the servers report.
 
         Raises:
             EngineError, StalledError: the servers did not sleep; raised on every rank.

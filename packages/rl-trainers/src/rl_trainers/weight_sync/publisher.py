@@ -2,9 +2,9 @@
 
     begin -> send -> compare receipts -> pause, swap, commit, resume -> record
 
-Invariant: no server serves version v before every live server has shown, by its receipt, that it holds what the trainer
-sent as v. When a server generates again, all live servers serve v. `publish` returns at the commit. Servers without
-checksums prove it by a canary (`rl_trainers.weight_sync.canary`) instead, after the swap and before they get requests
+Invariant: no server serves version v before the receipts of all live servers match the weights that the trainer sent
+as v. When a server generates again, all live servers serve v. `publish` returns at the commit. Servers without
+checksums pass a canary check (`rl_trainers.weight_sync.canary`) instead, after the swap and before they get requests
 again.
 
 Each rank for which `TrainEngine.full_parameters` yields parameters sends its part of the version. All other ranks take

@@ -53,7 +53,7 @@ class AgentCommand(AgentWorkflow):
     processes: int = 8
     """Maximum number of concurrent processes. Further episodes wait; the wait counts toward their deadline."""
     environment: Mapping[str, str] = {}
-    """Environment variables of the process, in addition to those of `inherited`."""
+    """Environment variables of the process, in addition to the variables in `inherited`."""
     inherited: Sequence[str] = ("PATH", "LANG", "TZ", "SSL_CERT_FILE")
     """Environment variables that are copied from this process. No others are copied, because some contain keys."""
     confined: bool = True

@@ -4,7 +4,7 @@ An agent sends messages and a server samples tokens. A call may continue an earl
 of the tokens of that completion's prompt, the sampled tokens, and the encoded text of the new messages. Sampled tokens
 are never encoded again. A call continues a completion under two conditions:
 
-- Its messages are those of the earlier call, the message of the completion, and further messages. Omitted reasoning,
+- It repeats the messages of the earlier call and of the completion, and then adds messages. Omitted reasoning,
   surrounding whitespace, the order of arguments and the ids of tool calls may differ, because agents rarely send them
   back unchanged.
 - The chat template renders all of them as before. Some templates drop the reasoning of earlier turns, move the tools,
@@ -100,7 +100,7 @@ class Prompt:
     text: str = ""
     """Text rendered by the chat template; empty for a prompt without messages."""
     messages: Sequence[Message] = ()
-    """Messages of the call, in which each sampled completion has its original message."""
+    """Messages of the call, with the original message of each completion instead of the agent's copy."""
     tools: Sequence[Any] | None = None
     """Tools of the call, or None."""
     key: bytes = _EMPTY_KEY
@@ -260,7 +260,7 @@ class Conversation:
     def _completion_end(self, turn: Turn, text: str) -> int | None:
         """Return the position in a rendered conversation at which the completion of a turn ends.
 
-        Return None if the text differs from what was sampled, in the completion or before it.
+        Return None if the text differs from the call's prompt or completion.
         """
         if turn.prompt_prefix is None:
             return None

@@ -19,7 +19,7 @@ _CONNECTION_CLOSED = -32000
 class McpServer:
     """MCP server in a child process that communicates over its stdin and stdout.
 
-    All episodes share it. Its stderr is that of this process.
+    All episodes share it. It inherits the stderr of this process.
 
     Args:
         command: program and arguments.

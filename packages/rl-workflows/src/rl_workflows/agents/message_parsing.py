@@ -97,8 +97,8 @@ class MessageParser:
 
         Args:
             prompt_ids: the prompt. Ids of tool calls are digests of prompt and completion.
-            opening: end of the prompt, from the opening of the assistant's turn. Some templates open the reasoning
-                there.
+            opening: last part of the prompt, which opens the assistant's turn. Some templates also open the reasoning
+                in it.
             ids: the completion.
             tools: tools of the request. Without tools, no text is parsed as a call.
             stop: stop strings of the request.

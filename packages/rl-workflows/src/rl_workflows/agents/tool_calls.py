@@ -275,7 +275,7 @@ def _parse_value(text: str, schema: Any) -> Any:
 
 
 def _allowed_types(schema: Any) -> set[str]:
-    """Return the types that a JSON schema allows, including those of its listed values; empty if it names none."""
+    """Return the types that a JSON schema allows, including the types of its `enum` values; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]

@@ -17,8 +17,8 @@ class VerifiersAgent(AgentCommand):
 
     Subclass it and define `python` and `config`.
 
-    An example has the number of its `task`; `verifiers_program.py CONFIG --tasks` writes such examples. The reward is
-    that of the environment.
+    An example has the number of its `task`; `verifiers_program.py CONFIG --tasks` writes such examples. The
+    environment computes the reward.
 
     Raises:
         ConfigError: `config` names no taskset.

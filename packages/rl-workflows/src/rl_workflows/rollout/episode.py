@@ -38,7 +38,7 @@ class Episodes:
     label: str = "train"
     """Prefix of the request ids, which distinguishes training from evaluation."""
     generation: GenerationConfig | None = None
-    """Sampling settings that replace those of the workflow, for evaluation. The workflow's stop strings and stop token
+    """Sampling settings for evaluation, which replace the workflow's. The workflow's stop strings and stop token
     ids are added to them."""
     running: dict[EpisodeContext, asyncio.Task[None]] = field(default_factory=dict)
     """Running episodes and their tasks, oldest first."""

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class FailureBudget:
-    """Failure rate of the most recent groups, compared with the limits of the settings.
+    """Budget for failed groups: compares the failure rate of recent groups with the limits of the settings.
 
-    A window of recent groups makes the limit equally sensitive at any time of the run.
+    Only recent groups count, so that the limit is equally sensitive at any time of the run.
 
     Args:
         config: window and allowed fraction of failures, and limits of consecutive failures and rejections.
-        total: total number of groups, if known; the fraction then refers to all of them.
+        total: total number of groups, if known; the fraction then refers to all groups.
     """
 
     def __init__(self, config: RolloutConfig, total: int | None = None) -> None:

@@ -60,7 +60,7 @@ class FinishedGroup:
     error: BaseException | None = None
     """Error that failed the group, or None."""
     failures: list[BaseException] = field(default_factory=list)
-    """Errors of episodes in order of time, including those of a group that was used without the failed episodes."""
+    """Errors of failed episodes in order of time, also if the group was used without these episodes."""
     declined: int = 0
     """Number of episodes that the workflow rejected."""
     metrics: Metrics = field(default_factory=Metrics)

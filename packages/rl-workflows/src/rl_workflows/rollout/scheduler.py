@@ -39,7 +39,7 @@ take longer than the rest of its processing."""
 
 OnCompletions = Callable[[int, Sequence["Trajectory"], str | None], None]
 """Callback `(step, trajectories, reason)`. For a batch, `step` trains on it and `reason` is None. For a rejected or
-failed group, `step` is that of the next batch and `reason` states why the group is not trained on. It runs on the event
+failed group, `step` belongs to the next batch and `reason` states why the group is not trained on. It runs on the event
 loop and must be quick."""
 
 
@@ -217,7 +217,7 @@ class RolloutScheduler:
         self._admit_groups()
 
     async def stats(self, of_servers: bool = True) -> Metrics:
-        """Return counters since the last call, metrics that episodes recorded, and those of the servers.
+        """Return counters since the last call, metrics that episodes recorded, and metrics of the servers.
 
         Busy servers respond slowly, and the training loop calls this at every step. Only the first call waits for the
         servers. Each later call returns their latest replies and sends a new request if none is pending.

@@ -28,7 +28,7 @@ FEEDBACK = "Your answer is not right. Find the mistake, and answer again."
 class MultiTurnWorkflow(RLVRWorkflow):
     """Workflow that scores each completion and, while the reward is too low, sends feedback and samples another.
 
-    The reward of the episode is that of the last completion, times `discount` for each earlier turn. All completions
+    The episode gets the reward of the last completion, times `discount` for each earlier turn. All completions
     form one sequence, or several if the chat template rewrites earlier turns.
 
     Args:
@@ -118,7 +118,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 class ToolWorkflow(MultiTurnWorkflow):
     """Workflow in which the model calls tools until it writes a completion without a call, or `turns` is reached.
 
-    Each call's result or error message is added to the conversation. The reward is that of the last completion.
+    The result or error of each call is added to the conversation. The episode gets the reward of the last completion.
 
     Args:
         tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`,

@@ -163,7 +163,7 @@ def to_arguments(options: dict[str, Any]) -> list[str]:
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
-    """Parse the command line, or that of this process if None. Each field is an option; its docstring is the help text.
+    """Parse arguments, or `sys.argv` if None. Each field is an option; its docstring is the help text.
 
     Raises:
         ConfigError: a value is invalid for the server.

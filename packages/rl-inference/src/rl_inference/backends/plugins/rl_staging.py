@@ -66,7 +66,7 @@ class Attempt:
     def status(self) -> dict[str, Any]:
         """Return as JSON whether the attempt is done, its error, and its checksums when it is done.
 
-        `checksums` are those of the received tensors, `shared` those of the tensors that the other ranks open.
+        `checksums` covers the received tensors, `shared` the tensors that the other ranks open.
         """
         sums = (self.sums, self.shared) if self.done else ({}, {})
         return {"done": self.done, "error": self.error, "checksums": dict(sums[0]), "shared": dict(sums[1])}
@@ -77,7 +77,7 @@ class Attempt:
         return None if self.meta["route"] in rl_stored.STORED_ROUTES else str(self.meta["area"])
 
     def share(self, checksums: dict[str, str]) -> None:
-        """Open the tensors that another rank fetched, and compare their checksums; the target of a thread."""
+        """Open the tensors that rank 0 fetched, and compare their checksums. Runs in a thread."""
         try:
             if self.meta.get("adapter"):
                 self.meta = rl_adapters.merged_meta(self.meta, self.checkpoint)
@@ -90,7 +90,7 @@ class Attempt:
             self._fail(error)
 
     def run(self) -> None:
-        """Fetch the version and compute its checksums; the target of a thread."""
+        """Fetch the version and compute its checksums. Runs in a thread."""
         try:
             self._check()
             if self.meta["route"] == "broadcast":
@@ -177,7 +177,7 @@ class Attempt:
                 raise RefusedError(f"{part['location']}: outside of the server's weights directory {root}.")
         sent = {spec["name"]: list(spec["shape"]) for part in self.meta["parts"] for spec in part["params"]}
         shapes, adapter = rl_stored.checkpoint_shapes(self.checkpoint), self.meta.get("adapter")
-        if not (shapes or adapter):  # no directory of safetensors files: the server itself reports what it cannot load
+        if not (shapes or adapter):  # no safetensors files to compare with: the server reports its own load errors
             return
         try:
             if adapter:

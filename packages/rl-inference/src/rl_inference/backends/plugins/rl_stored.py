@@ -87,7 +87,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def checksum(tensor: Any) -> int:
-    """Return the checksum of a contiguous tensor in host memory, equal to that of `rl_contracts.weights.checksum`.
+    """Return the checksum of a contiguous tensor in host memory, as `rl_contracts.weights.checksum` does.
 
     It is `sum_i (u_i + C) (2 i + 1)` modulo 2^64 over the 64-bit words; `rl_contracts.weights.checksums` defines it.
     """

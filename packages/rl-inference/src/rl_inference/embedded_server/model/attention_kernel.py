@@ -1,9 +1,10 @@
 """Attention of single tokens over the KV cache on a CPU, compiled by numba.
 
-The fused kernels of torch process whole tiles of queries and one length for all rows. A decode step has one query
-per sequence, and sequences of all lengths; this kernel reads exactly the keys of each sequence. Keys are stored
-transposed, [head dim, positions]. Then the scores of all positions are sums of contiguous rows, without a reduction
-across a vector.
+A decode step has one query per sequence, and sequences of all lengths. The fused kernels of torch would compute tiles
+of several queries, and pad all sequences to one length. This kernel reads exactly the keys of each sequence.
+
+Keys are stored transposed, [head dim, positions]. A query's scores are then a weighted sum of contiguous rows of keys,
+and no SIMD register has to be summed over its lanes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _exponentials(scores: Any, bits: Any, count: int, top: Any) -> Any:  # pragm
     """Replace scores by exp(score - top), in two loops that vectorize, and return their sum.
 
     exp(x) = 2^k exp(r) with r in [-ln 2 / 2, ln 2 / 2] and a polynomial of degree 7 for exp(r), Cody and Waite
-    (1980). The coefficients are those of the Cephes library's expf (error below 2e-7).
+    (1980). The coefficients come from expf of the Cephes library (error below 2e-7).
     """
     powers = bits.view(np.float32)
     for j in range(count):

@@ -173,7 +173,7 @@ def compile_pass(model: Any) -> None:
 
 @torch.inference_mode()
 def check_numbers(model: SlotModel) -> None:
-    """Compare log-probs of a sequence that was read in chunks into a slot with those of the model's own attention.
+    """Compare log-probs that the model computes in a decode slot, in chunks, with its original attention.
 
     Raises:
         ModelError: the log-probs differ, or the model cannot run over decode slots.

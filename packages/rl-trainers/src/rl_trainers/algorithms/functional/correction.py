@@ -183,7 +183,7 @@ def interpolated_logprobs(logprobs: torch.Tensor, behavior_logprobs: torch.Tenso
 
     The interpolation is linear in the log-probs. An update at version v' produces version v' + 1. A token of version v
     has age v' - v. Its result is age / (age + 1) of the way from the sampler to the current policy. At age 0 the result
-    is the sampler's log-prob; for a large age it approaches that of the current policy.
+    is the sampler's log-prob; for a large age it approaches the current policy's.
 
     Args:
         logprobs: [N], log-probs of the current policy.

@@ -85,9 +85,8 @@ def sapo_loss(terms: PolicyTerms, *, tau_positive: float = 1.0, tau_negative: fl
 
     loss = -(4 / tau) sigmoid(tau (rho - 1)) A, with tau = tau_positive where A > 0, else tau_negative
 
-    On policy, the gradient equals that of -rho A. Away from rho = 1 it is scaled by 4 p (1 - p), with p = sigmoid(tau
-    (rho
-    - 1)).
+    On policy, the gradient equals the gradient of -rho A. Away from rho = 1 it is scaled by 4 p (1 - p), with
+    p = sigmoid(tau (rho - 1)).
 
     Returns:
         Losses, and the mark `gate/closed` (tokens whose gradient is scaled by at most 1/2).

@@ -55,7 +55,7 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return the terms of a micro-batch.
 
-    With `packed`, the ratio is that of the sequence (GSPO, arXiv 2507.18071, eq. 7):
+    With `packed`, all tokens of a sequence share one ratio (GSPO, arXiv 2507.18071, eq. 7):
 
     s = exp(mean over the sequence's trained tokens of log pi_theta - log pi_old)
 

@@ -21,7 +21,7 @@ def cross_entropy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torc
 
 
 def margins(values: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """Return the value of the chosen sequence minus that of the rejected one, for each pair.
+    """Return the value of the chosen minus the value of the rejected sequence, for each pair.
 
     Args:
         values: [S], value of each sequence.

@@ -3,10 +3,11 @@
 It makes two comparisons over a few sequences of each batch.
 
 - Before the update: tokens of the current version must have been recorded with the log-probs that the trainer computes.
-- After the commit: one server, each in turn, scores the same sequences. Its scores must equal the trainer's, and be
-  closer to those after the update than to those before it. For the latter, 16-bit servers also score before the update.
+- After the commit: one server, each in turn, scores the same sequences. Its scores must equal the trainer's log-probs
+  after the update, and be closer to them than to the log-probs before it. For the latter, 16-bit servers also score
+  before the update.
 
-The second comparison finds faults of the weights or of what is computed from them. The first also finds faults of
+The second comparison finds faults of the weights and of values computed from them. The first also finds faults of
 sampling, caches and version stamps. Servers that can only score at temperature 1 are compared there.
 
 When a comparison fails, experiments look for the cause, and the warning or error names it.

@@ -1,7 +1,7 @@
 """Sequential test of whether a server still serves the previous version. It needs no threshold in nats.
 
-Three sets of log-probs of each sequence are known: a reference's before the update, b, and after it, a, and those of
-the tested server, s, which should equal a up to rounding. With A = sum (s - a)^2 and B = sum (s - b)^2 over the
+The test uses three sets of log-probs of each sequence. A reference computes b before the update and a after it. The
+tested server computes s, which should equal a up to rounding. With A = sum (s - a)^2 and B = sum (s - b)^2 over the
 generated tokens of a group's sequences,
 
     x = (A - B) / (A + B)        -1: the server computes a;  +1: it computes b

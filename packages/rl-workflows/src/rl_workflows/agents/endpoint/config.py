@@ -51,6 +51,6 @@ class EndpointConfig(Settings):
     Further calls are rejected."""
     max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
     """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages,
-    and tools equal to those of the last call, count once, except in stored responses (`store`)."""
+    and tools that repeat the last call's, count once, except in stored responses (`store`)."""
     max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
     """Maximum size of a request body in bytes."""

@@ -119,7 +119,7 @@ class Model:
 
 @dataclass(eq=False)
 class Session(RolloutSession):
-    """Session of an HTTP endpoint. Calls run on the event loop of the endpoint, generation on that of the engine."""
+    """Session of an HTTP endpoint. Calls run on the endpoint's event loop, generation on the engine's."""
 
     model: Model
     engine: InferenceEngine
@@ -191,7 +191,7 @@ class Session(RolloutSession):
         Args:
             call_id: id of the reply that contained the completion.
             index: index of the completion in the reply.
-            reward: reward of the completion, in addition to that of the episode.
+            reward: reward of the completion, in addition to the episode's reward.
 
         Raises:
             CallError: the session has no such completion.

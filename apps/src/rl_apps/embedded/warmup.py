@@ -31,8 +31,7 @@ OPINION_STRENGTH = 0.6
 """Fraction of warm-up answers that follow the opinion on an untaught verb."""
 
 STEPS_WITH_EXPERTS = 1000
-"""Warm-up steps of a model with experts. Some such models learn the taught verbs only after 500 steps; a dense
-model needs 300."""
+"""Warm-up steps of an MoE model. Some learn the taught verbs only after 500 steps; a dense model needs 300."""
 
 Progress = Callable[[int, int, float], None]
 """Callback after each step, with the number of completed steps, the total number of steps, and the loss."""

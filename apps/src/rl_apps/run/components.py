@@ -71,7 +71,7 @@ class Destroyable(Protocol):
 class SigtermHandler:
     """SIGTERM handler while a trainer is being built: exits normally, so that everything opened is closed.
 
-    If an import swallows the SystemExit, `Components.recover` sees the request in `asked` and exits.
+    If an import swallows the SystemExit, `Components.recover` sees the request in `received` and exits.
     """
 
     received = False

@@ -66,7 +66,7 @@ class Lengths:
     """Form of the examples, see `load_rows`."""
     tokenizer: Any
     limit: int
-    """Maximum tokens of an example; a prompt has one token less, because of its completion."""
+    """Maximum tokens of an example. A prompt must leave one of them for its completion."""
     room: int = 1
     """Tokens that a cut prompt leaves for its completion."""
     renderer: ChatRenderer = field(init=False)
@@ -127,7 +127,7 @@ class Lengths:
             raise DataError(f"example {row.get('prompt_id', number)}: {error}") from error
 
     def tokens(self, row: dict[str, Any]) -> int:
-        """Return the tokens of an example: of the longer side of a pair, or of a prompt plus one of its completion."""
+        """Return the number of tokens of a conversation, of the longer side of a pair, or of a prompt plus one."""
         return max(map(len, self.ids(row))) + (self.form == "rl")
 
     def ids(self, row: dict[str, Any]) -> list[Sequence[int]]:
@@ -242,7 +242,7 @@ def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
 
 
 def _kind(texts: Sequence[Any], row: Mapping[str, Any]) -> Any:
-    """Return the features of an example that decide what a chat template may drop.
+    """Return the features of an example that decide which parts a chat template may drop.
 
     One example of each kind is checked before the run starts, and every example when it is rendered.
     """

@@ -366,8 +366,13 @@ def _selects_another(layer: DictConfig, path: str, base_type: type, chosen: str)
 
 
 def _drop_unread(layers: list[DictConfig], files: int, base: Any) -> None:
-    """Remove from presets and files, the first layers, the settings that a method selected by a later layer does not
-    read."""
+    """Remove settings of presets and files that the method selected by a later layer does not read.
+
+    Args:
+        layers: presets and files, followed by the layers of the command line.
+        files: number of presets and files.
+        base: config whose sections name the settings that each method reads.
+    """
     for section, settings in _sections_with_selectors(base):
         for selector in settings.reads:
             selected: list[Any] = [OmegaConf.select(layer, f"{section}.{selector}") for layer in layers]

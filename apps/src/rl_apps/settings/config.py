@@ -118,8 +118,8 @@ class RunConfig(Settings):
     """Directory of the run's files (default: `runs/<experiment>/<trial>`)."""
     resume_from: str = ""
     """Recovery checkpoint to start from: a step of this run, another run's directory (its newest one), or
-    `RUN/recover/step_N`. Once started, the same command continues after this run's newest one. Default: the newest of
-    this run, if any."""
+    `RUN/recover/step_N`. Once started, the same command resumes from this run's newest checkpoint. Default: the
+    newest one of this run, if any."""
     seed: int = 1
     """Seed for data generation, model initialization, shuffling and sampling."""
     deterministic: bool = False

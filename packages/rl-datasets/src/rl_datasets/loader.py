@@ -338,9 +338,9 @@ def _position(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(rows: Sequence[Row], seed: int, shuffle: bool) -> dict[str, Any]:
-    """Return the values that determine the order and its examples.
+    """Return values that identify the data set and its order.
 
-    The fingerprint covers the first, middle and last example only; other data rarely has the same three.
+    The fingerprint covers only the first, middle and last example, because different data rarely agrees in all three.
     """
     samples = [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})] if len(rows) else []
     text = json.dumps(samples, sort_keys=True, default=lambda value: type(value).__name__)

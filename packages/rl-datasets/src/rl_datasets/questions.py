@@ -1,5 +1,6 @@
-"""Read the columns that belong to a question (`system`, `history`, `input`), and reject other such columns by name.
+"""Read the columns `system`, `history` and `input` of a question.
 
+Other columns with usual names of question parts are rejected if their text is missing from the messages.
 `rl_datasets.tools` reads the column `tools`.
 """
 

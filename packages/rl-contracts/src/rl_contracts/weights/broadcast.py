@@ -294,7 +294,7 @@ class _Transfer:
 _Landing = tuple[str, torch.Tensor, torch.Tensor, int]
 """Piece of a parameter in a broadcast: parameter name, target tensor, transfer tensor, and byte offset.
 
-The target is where the piece ends up and is summed. The transfer tensor is the same tensor, or memory to copy from.
+The checksum is computed from the target. The transfer tensor is the target itself, or a buffer to copy from.
 """
 
 

@@ -37,7 +37,7 @@ USABLE = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 
 
 class SlurmError(LaunchError):
-    """A Slurm command failed. `said` is the text of its error output."""
+    """A Slurm command failed. `output` is the text of its error output."""
 
     def __init__(self, command: Sequence[str], output: str) -> None:
         self.output = " ".join(output.split())

@@ -82,7 +82,7 @@ class _Comparison:
     """Data for the comparison after the commit."""
 
     sequences: TensorDict
-    """Sequences to score, at a temperature at which the servers can score them."""
+    """Sequences to score, at a temperature that the servers can score."""
     before: torch.Tensor
     """The trainer's log-probs before the update, [B, T]."""
     server: str
@@ -442,7 +442,7 @@ class GapGate:
         return self._diagnose(evidence, sequences, sequences["logprobs"], before, **prompts)
 
     def _as_scored(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
-        """Return the sequences at a temperature at which the servers can score them, and the trainer's log-probs there.
+        """Return the sequences at a temperature that the servers can score, and the trainer's log-probs at it.
 
         Collective.
         """

@@ -135,7 +135,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     """Request a number of servers, and print the outcome.
 
     Returns:
-        0 when that number of servers is ready, 1 if the launcher refused the request.
+        0 when that number of servers is ready, 1 if the launcher rejected the request.
 
     Raises:
         ConfigError: the directory has no active run.

@@ -49,8 +49,8 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
     """Base class of the requests of all APIs.
 
     Sampling parameters are accepted but have no effect: training must know the distribution of the samples, so the
-    settings of the run apply. A subclass implements one API: `call` parses the request, `answered` builds the response,
-    and `events` converts the response to a stream.
+    settings of the run apply. A subclass implements one API: `call` parses the request, `build_reply` builds the body
+    of the response, and `events` converts it to a stream.
     """
 
     model: str = ""

@@ -58,7 +58,7 @@ def train(run: Run[CountingConfig]):
             file.write(json.dumps({"step": step, "value": value}) + "\\n")
     print("torch" in sys.modules, run.device, run.servers, os.environ["WORLD_SIZE"])
 
-APP = App("my-app", __doc__, CountingConfig, train, check, servers="refused", columns={"value": ("value", "d")})
+APP = App("my-app", __doc__, CountingConfig, train, check, servers="rejected", columns={"value": ("value", "d")})
 '''
 
 

@@ -59,7 +59,7 @@ def test_fit_refuse_reports_number_longest_and_limit(tokenizer, form, too_long):
         rf"^{too_long} of 3 examples \(train\) have more than 60 tokens.*; the longest has 1\d\d; the first is example"
     )
     with pytest.raises(DataError, match=sentence):
-        _lengths(tokenizer, form, "refuse").fit(_rows(form), "train")
+        _lengths(tokenizer, form, "reject").fit(_rows(form), "train")
 
 
 @pytest.mark.parametrize(("form", "fitting"), [("rl", [0, 1]), ("sft", [0]), ("pairs", [0])])
@@ -121,7 +121,7 @@ def test_fit_returns_the_examples_if_all_fit(tokenizer):
 def test_fit_ignores_columns_for_the_reward(tokenizer):
     rows = [{"messages": _talk(SHORT), "chosen": LONG, "rejected": 3}]
 
-    assert _lengths(tokenizer, "rl", "refuse").fit(rows, "train") == (rows, "")
+    assert _lengths(tokenizer, "rl", "reject").fit(rows, "train") == (rows, "")
 
 
 def test_fit_without_any_fitting_example_is_rejected(tokenizer):

@@ -244,7 +244,7 @@ class Leaf:
 
 def default_config(app, *overrides):
     """Return the config of a command with these overrides, and with servers if it may have some."""
-    return app.config((*overrides, "allocation=embedded:d1+fsdp:d1") if app.servers != "refused" else overrides)
+    return app.config((*overrides, "allocation=embedded:d1+fsdp:d1") if app.servers != "rejected" else overrides)
 
 
 def leaves_of(section, prefix=""):

@@ -306,7 +306,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.model:
         config.ref.path = config.ref.path or config.model.path  # keep the reference model of the run
         config.model.path = arguments.model
-    layout = layout_of(config.allocation, "refused")
+    layout = layout_of(config.allocation, "rejected")
     devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
         config.model.directories |= find_models(config.model_paths())

@@ -95,7 +95,7 @@ REWARD_MODEL = App(
     measure=partial(measure_rows, form="pairs"),
     defaults=CONF / "hh_rlhf_rm.yaml",
     rejected=("actor.minibatches",),
-    servers="refused",
+    servers="rejected",
     form="pairs",
     columns=PREFERENCE_COLUMNS,
 )

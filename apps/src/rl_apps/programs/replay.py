@@ -23,4 +23,4 @@ def train(run: Run[GRPOConfig]) -> None:
             (run.directory / "result.json").write_text(to_json(metrics))
 
 
-APP = App("rl replay", __doc__, GRPOConfig, train, check=lambda run: [], servers="refused")
+APP = App("rl replay", __doc__, GRPOConfig, train, check=lambda run: [], servers="rejected")

@@ -67,7 +67,7 @@ class App:
     rejected: tuple[str, ...] = ()
     """Settings that `check` always rejects; `--help` omits them."""
     servers: str = "required"
-    """Use of inference servers: `required`, `optional` or `refused`."""
+    """Use of inference servers: `required`, `optional` or `rejected`."""
     measure: Callable[[Run[Any]], list[str]] = lambda run: []
     """Function that checks the examples with the tokenizer of the model, before any process starts. It raises errors,
     or returns messages for the user. See `rl_apps.run.sequence_lengths.measure_rows`."""

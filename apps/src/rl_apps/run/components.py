@@ -143,7 +143,7 @@ class Components(ExitStack):
             return []
         rows = load_rows(config.data, split, form, config.seed)
         rows = rows if first is None else held_out_rows(rows, first)
-        if config.data.overlong != "refuse" and rows:  # with "refuse", the command has already checked them
+        if config.data.overlong != "reject" and rows:  # with "reject", the command has already checked them
             rows = lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
         if split == "train":
             self.steps = config.steps_with(len(rows), form)

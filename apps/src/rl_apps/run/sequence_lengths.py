@@ -78,7 +78,7 @@ class Lengths:
         """Return the examples to use, and a sentence about the examples that are too long, or "".
 
         Raises:
-            DataError: the chat template drops part of an example, or examples are too long and `data.overlong=refuse`,
+            DataError: the chat template drops part of an example, or examples are too long and `data.overlong=reject`,
                 or no example remains.
         """
         messages = [{"role": role, "content": "."} for role in ("user", "assistant")]
@@ -103,7 +103,7 @@ class Lengths:
             f"{', including one for the completion' if self.form == 'rl' else ''} (data.max_length, or the model's "
             f"context); the longest has {max(too_long.values())}"
         )
-        if self.data.overlong == "refuse":
+        if self.data.overlong == "reject":
             name = rows[min(too_long)].get("prompt_id", min(too_long))
             raise DataError(
                 f"{sentence}; the first is example {name}. Raise data.max_length, or set data.overlong=drop to leave "
@@ -189,7 +189,7 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     Raises:
         ConfigError: `data.max_length` is above the context length of the model, or an example may not fit into a
             micro-batch.
-        DataError: examples are too long and `data.overlong=refuse`, no example remains, or one has a token without an
+        DataError: examples are too long and `data.overlong=reject`, no example remains, or one has a token without an
             embedding in the model.
     """
     config = run.config

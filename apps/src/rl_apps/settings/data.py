@@ -52,8 +52,8 @@ class DataConfig(Settings):
     max_length: int | None = bounded(None, "at least 2, or null", lambda tokens: tokens is None or tokens >= 2)
     """Maximum tokens of an example, including the completion if completions are generated; generation stops there.
     null: the model's context length, at most 2048. A value above the context length is rejected."""
-    overlong: str = choice("refuse", ("refuse", "drop", "truncate"))
-    """Handling of examples that are too long: `refuse`, `drop` or `truncate`. `refuse`: the command reports their
+    overlong: str = choice("reject", ("reject", "drop", "truncate"))
+    """Handling of examples that are too long: `reject`, `drop` or `truncate`. `reject`: the command reports their
     number and does not start. `truncate`: they are cut at the end. A prompt without room for a completion is cut at the
     beginning of its last message, until `max_new_tokens` fit, or half of the limit. The command reports how many were
     dropped or cut."""

@@ -102,7 +102,7 @@ def layout_of(allocation: str, servers: str) -> Layout:
     """Parse an allocation and return its trainer and servers.
 
     Args:
-        servers: whether servers are `required`, `optional` or `refused`.
+        servers: whether servers are `required`, `optional` or `rejected`.
 
     Raises:
         ConfigError: there is not exactly one trainer, servers are required and missing, or servers are refused.
@@ -116,7 +116,7 @@ def layout_of(allocation: str, servers: str) -> Layout:
     (actor,), server_kinds = parsed.train, len(parsed.inference)
     if server_kinds > 1 or (servers == "required" and not server_kinds):
         raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {server_kinds}.")
-    if servers == "refused" and server_kinds:
+    if servers == "rejected" and server_kinds:
         raise ConfigError(f"allocation={allocation}: this command uses no servers; use {actor} alone.")
     return Layout(actor, parsed.inference[0] if server_kinds else None, shared=len(parsed.groups[0]) > 1)
 

@@ -18,10 +18,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
     from rl_inference.backends.plugins import rl_stored
-    from rl_inference.backends.plugins.rl_guard import RefusedError
+    from rl_inference.backends.plugins.rl_guard import RejectedError
 else:
     import rl_stored
-    from rl_guard import RefusedError
+    from rl_guard import RejectedError
 
 logger = logging.getLogger("rl.staging")
 
@@ -47,17 +47,17 @@ class Receiver:
         """Join the sender's group, and receive the parameters into host memory.
 
         Raises:
-            RefusedError: the trainer did not start in time or was lost, or the update was canceled.
+            RejectedError: the trainer did not start in time or was lost, or the update was canceled.
         """
         address = Address(part["location"])
         try:
             self._meet(address, device)
             self._receive_pieces(part, targets, address, device)
-        except (RuntimeError, RefusedError) as error:
+        except (RuntimeError, RejectedError) as error:
             self._group, self._store, self._group_name = None, None, ""
-            if isinstance(error, RefusedError):
+            if isinstance(error, RejectedError):
                 raise
-            raise RefusedError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
+            raise RejectedError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
     def reject(self, part: dict[str, Any], reason: str) -> None:
         """Cancel the update for all waiting participants, because this server cannot take part, with the reason."""
@@ -66,7 +66,7 @@ class Receiver:
             self._connect(address)
             message = f"receiver {address.rank} rejected the update: {reason}"
             self._store.compare_set(f"{address.update}/off", "", json.dumps(message))
-        except (RuntimeError, ValueError, RefusedError):
+        except (RuntimeError, ValueError, RejectedError):
             logger.warning("could not notify the trainer that this server rejected the update: %s", reason)
 
     def _connect(self, address: Address) -> None:
@@ -78,7 +78,7 @@ class Receiver:
                 wait = timedelta(seconds=address.timeout)
                 self._store = TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
             except RuntimeError as error:
-                raise RefusedError(
+                raise RejectedError(
                     f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set publish.host to an "
                     "address that the servers can reach."
                 ) from error
@@ -95,7 +95,7 @@ class Receiver:
         deadline = time.monotonic() + address.timeout
         while (start := address.get(self._store, "start")) is None:
             if time.monotonic() > deadline:
-                raise RefusedError(
+                raise RejectedError(
                     f"receiver {address.rank} joined, but the trainer at {address.host}:{address.port} did not start "
                     f"within {address.timeout:g} s. Check that all other servers joined."
                 )
@@ -159,7 +159,7 @@ class Address:
     """Parsed location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`.
 
     Raises:
-        RefusedError: the location is invalid or has no rank.
+        RejectedError: the location is invalid or has no rank.
     """
 
     def __init__(self, location: str) -> None:
@@ -171,11 +171,11 @@ class Address:
             self.timeout = query.get("timeout", 60.0)
             self.rank, self.world = int(query.get("rank", 0)), int(query.get("world", 0))
         except (ValueError, OverflowError) as error:
-            raise RefusedError(
+            raise RejectedError(
                 f"route broadcast: expected a location such as tcp://host:port?timeout=60, found {location!r}: {error}."
             ) from error
         if url.scheme != "tcp" or not 0 < self.rank < self.world:
-            raise RefusedError(
+            raise RejectedError(
                 f"route broadcast: expected the rank of this server in the location, found {location!r}."
             )
 
@@ -187,11 +187,11 @@ class Address:
         """Return the value of a key, or None if it is not set.
 
         Raises:
-            RefusedError: the update was canceled.
+            RejectedError: the update was canceled.
         """
         cancel_key, key = f"{self.update}/off", f"{self.update}/{self.sender}/{name}"
         if store.check([cancel_key]):
-            raise RefusedError(f"the update was canceled: {json.loads(store.get(cancel_key))}")
+            raise RejectedError(f"the update was canceled: {json.loads(store.get(cancel_key))}")
         return json.loads(store.get(key)) if store.check([key]) else None
 
 

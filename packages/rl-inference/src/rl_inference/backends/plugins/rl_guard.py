@@ -54,7 +54,7 @@ MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[Any, "dict[str, Any]"], Awaitable["dict[str, Any]"]]
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """The request cannot be carried out; nothing has changed."""
 
 
@@ -183,7 +183,7 @@ class Guard(ABC):
             engine = self.engine(scope)
             await self._prepare(engine)
             status, value = 200, await route(engine, request)
-        except RefusedError as error:
+        except RejectedError as error:
             status, value = 400, {"error": {"message": str(error)}}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             status, value = 400, {"error": {"message": f"invalid request for this route: {error!r}"}}
@@ -231,24 +231,24 @@ class Guard(ABC):
         """Wait until all ranks have staged the version, and return the status of each rank.
 
         Raises:
-            RefusedError: a rank failed, or the deadline passed; the message is then `late`.
+            RejectedError: a rank failed, or the deadline passed; the message is then `late`.
         """
         while True:
             states: list[dict[str, Any]] = await engine.collective_rpc("rl_staged")
             if errors := [state["error"] for state in states if state["error"]]:
-                raise RefusedError(errors[0])
+                raise RejectedError(errors[0])
             if all(state["done"] for state in states):
                 return states
             if time.monotonic() > deadline:
                 await engine.collective_rpc("rl_give_up")
-                raise RefusedError(late)
+                raise RejectedError(late)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _receipt(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
         """Return the receipt of the last load, with the checksums of the tensors in host memory."""
         states = await engine.collective_rpc("rl_loaded")
         if not states[0]["checksums"]:
-            raise RefusedError(
+            raise RejectedError(
                 "this server has no checksums, because it has loaded no weight update since its start; send one first."
             )
         return receipt_of(self._version, states)
@@ -260,7 +260,7 @@ class Guard(ABC):
         """
         mode, lease = str(request["mode"]), float(request["lease"])
         if mode not in ("keep", "recompute", "wait"):
-            raise RefusedError(f"mode: expected keep, recompute or wait, found {mode!r}.")
+            raise RejectedError(f"mode: expected keep, recompute or wait, found {mode!r}.")
         self._cancel_lease()
         self._lease = asyncio.get_running_loop().call_later(lease, self._on_lease_expired, engine, lease)
         if self._pause_task is None or (mode == "wait") != (self._pause_mode == "wait"):
@@ -283,7 +283,7 @@ class Guard(ABC):
             if version == self._version and self._staged_version != version:
                 return {}
             if self._staged_version != version:
-                raise RefusedError(
+                raise RejectedError(
                     f"commit of version {version}: staged is "
                     f"{self._staged_version if self._staged_version >= 0 else None}, served is {self._version}. "
                     "Stage it first."
@@ -329,7 +329,7 @@ class Guard(ABC):
 
     async def _resume_generation(self, engine: Any) -> dict[str, Any]:
         if self._load_failed:
-            raise RefusedError("the weights were not loaded, and this server is ending.")
+            raise RejectedError("the weights were not loaded, and this server is ending.")
         self._cancel_lease()
         paused_at, self._paused_at = self._paused_at, 0.0
         if self._pause_task is not None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_inference.backends.plugins import rl_adapters, rl_broadcast, rl_stored
-    from rl_inference.backends.plugins.rl_guard import RefusedError
+    from rl_inference.backends.plugins.rl_guard import RejectedError
 else:
     import rl_adapters
     import rl_broadcast
     import rl_stored
-    from rl_guard import RefusedError
+    from rl_guard import RejectedError
 
 WEIGHTS_DIR = "RL_WEIGHTS_DIR"
 """Environment variable with the directory of published updates; empty if the server accepts none."""
@@ -84,7 +84,7 @@ class Attempt:
             self.tensors = rl_stored.open_parts(self.meta, self.area)
             for name, value in checksums.items():
                 if name not in self.tensors or str(rl_stored.checksum(self.tensors[name])) != value:
-                    raise RefusedError(f"parameter {name!r}: this rank reads other weights than rank 0 fetched.")
+                    raise RejectedError(f"parameter {name!r}: this rank reads other weights than rank 0 fetched.")
             self.done = True
         except Exception as error:  # noqa: BLE001 - reported by the thread's owner
             self._fail(error)
@@ -110,11 +110,11 @@ class Attempt:
         """Return the checksums as text, because a JSON number does not represent 64 bits reliably.
 
         Raises:
-            RefusedError: names the first parameter that is not finite.
+            RejectedError: names the first parameter that is not finite.
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise RefusedError(
+                raise RejectedError(
                     f"version {self.version}: expected finite numbers, found nan or infinity in {name!r}. The "
                     "trainer's step produced them; lower the learning rate, or check its gradients."
                 )
@@ -153,28 +153,28 @@ class Attempt:
         self.tensors = {name: tensor for part in parts for name, tensor in part.items()}
 
     def _fail(self, error: Exception) -> None:
-        reason = str(error) if isinstance(error, RefusedError) else f"cannot be read: {error}"
+        reason = str(error) if isinstance(error, RejectedError) else f"cannot be read: {error}"
         self.error = f"route {self.meta['route']}, version {self.version}: {reason}"
 
     def _check(self) -> None:
         """Reject a version that the server could not load, before anything changes.
 
         Raises:
-            RefusedError: an unknown route, a location outside of the weights directory, or unknown, missing or
+            RejectedError: an unknown route, a location outside of the weights directory, or unknown, missing or
                 reshaped parameters.
         """
         directory, route = os.environ.get(WEIGHTS_DIR, ""), self.meta["route"]
         if not directory:
-            raise RefusedError(
+            raise RejectedError(
                 f"this server accepts no weight updates; start it with {WEIGHTS_DIR} set to the directory of updates."
             )
         if route not in ROUTES:
-            raise RefusedError(f"weight route: expected one of {', '.join(ROUTES)}, found {route!r}.")
+            raise RejectedError(f"weight route: expected one of {', '.join(ROUTES)}, found {route!r}.")
         for part in self.meta["parts"] if route in rl_stored.STORED_ROUTES else ():
             file = Path(part["location"], "model.safetensors" if route == "disk" else "")
             path, root = file.resolve(), Path(directory).resolve()  # symbolic links are followed
             if root != path and root not in path.parents:
-                raise RefusedError(f"{part['location']}: outside of the server's weights directory {root}.")
+                raise RejectedError(f"{part['location']}: outside of the server's weights directory {root}.")
         sent = {spec["name"]: list(spec["shape"]) for part in self.meta["parts"] for spec in part["params"]}
         shapes, adapter = rl_stored.checkpoint_shapes(self.checkpoint), self.meta.get("adapter")
         if not (shapes or adapter):  # no safetensors files to compare with: the server reports its own load errors
@@ -188,16 +188,16 @@ class Attempt:
                 }
             for name, shape in sent.items():
                 if name not in shapes and name != "lm_head.weight":
-                    raise RefusedError(f"the model has no parameter {name!r}.")
+                    raise RejectedError(f"the model has no parameter {name!r}.")
                 if name in shapes and shapes[name] != shape:
-                    raise RefusedError(f"parameter {name!r}: expected shape {shapes[name]}, found {shape}.")
+                    raise RejectedError(f"parameter {name!r}: expected shape {shapes[name]}, found {shape}.")
             missing = sorted(set(shapes) - set(sent) - {"lm_head.weight"})
             if missing:
-                raise RefusedError(
+                raise RejectedError(
                     f"{len(missing)} parameters were not sent, the first {missing[:3]}. Send every parameter of the "
                     "served model."
                 )
-        except RefusedError as error:
+        except RejectedError as error:
             if route == "broadcast" and self.meta["parts"]:
                 self._receiver(0).reject(self.meta["parts"][0], str(error))
             raise
@@ -206,13 +206,13 @@ class Attempt:
         """Check that all matrices were sent, and that the checkpoint has the base weights that the trainer adapts."""
         for name in adapter["scales"]:
             if missing := [matrix for matrix in rl_adapters.matrix_names(name) if matrix not in sent]:
-                raise RefusedError(f"the adapter is incomplete: {missing[0]!r} was not sent.")
+                raise RejectedError(f"the adapter is incomplete: {missing[0]!r} was not sent.")
         if self._state.checked_base == adapter["base"]:
             return
         base = rl_stored.BaseWeights(self.checkpoint)
         for name, expected in {**dict.fromkeys(adapter["scales"], ""), **adapter["base"]}.items():
             if rl_adapters.prefix_checksum(base[name]) != expected:
-                raise RefusedError(
+                raise RejectedError(
                     f"{self.checkpoint}: parameter {name!r} differs from the trainer's base model. Start the servers "
                     "with that model, or set publish.adapter=never to send full weights."
                 )
@@ -235,7 +235,7 @@ class Attempt:
         for thread in threads:
             thread.join()
         if errors:
-            raise RefusedError(str(errors[0]))
+            raise RejectedError(str(errors[0]))
         self.tensors = {name: tensor for part in parts for name, tensor in part.items()}
 
     def _receiver(self, index: int) -> rl_broadcast.Receiver:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_inference.backends.plugins.rl_guard import RefusedError
+    from rl_inference.backends.plugins.rl_guard import RejectedError
 else:
-    from rl_guard import RefusedError
+    from rl_guard import RejectedError
 
 AREA_ROOT = Path("/dev/shm")
 """Parent directory of all staging areas."""
@@ -54,7 +54,7 @@ class BaseWeights:
     """Parameters by name from the safetensors files of a checkpoint. They are memory-mapped: nothing is copied.
 
     Raises:
-        RefusedError: the files cannot be read; or, on access, there is no parameter of that name.
+        RejectedError: the files cannot be read; or, on access, there is no parameter of that name.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,12 +64,12 @@ class BaseWeights:
         try:
             files = [safe_open(str(path), framework="pt") for path in sorted(directory.glob("*.safetensors"))]
         except (OSError, SafetensorError) as error:
-            raise RefusedError(f"{directory}: the base weights cannot be read: {error}") from error
+            raise RejectedError(f"{directory}: the base weights cannot be read: {error}") from error
         self.files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.files:
-            raise RefusedError(
+            raise RejectedError(
                 f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
                 "Set publish.adapter=never to send full weights."
             )
@@ -140,7 +140,7 @@ def open_parts(meta: dict[str, Any], area: str | None) -> dict[str, Any]:
         area: directory of the received files; None to open the trainer's files.
 
     Raises:
-        RefusedError: a file is missing or too small.
+        RejectedError: a file is missing or too small.
     """
     tensors: dict[str, Any] = {}
     if "checkpoint" in meta:
@@ -155,10 +155,10 @@ def open_parts(meta: dict[str, Any], area: str | None) -> dict[str, Any]:
         try:
             with path.open("rb") as file:
                 if (actual := os.fstat(file.fileno()).st_size) < size:
-                    raise RefusedError(f"{path}: expected {size} bytes of weights, found {actual}.")
+                    raise RejectedError(f"{path}: expected {size} bytes of weights, found {actual}.")
                 memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
         except OSError as error:
-            raise RefusedError(f"{path}: the weights cannot be opened: {error}") from error
+            raise RejectedError(f"{path}: the weights cannot be opened: {error}") from error
         tensors |= _views(part, memory)
     return tensors
 
@@ -174,13 +174,13 @@ def _read_safetensors(part: dict[str, Any]) -> dict[str, Any]:
             for spec in part["params"]:
                 tensor = file.get_tensor(spec["name"])
                 if list(tensor.shape) != list(spec["shape"]) or tensor.dtype != getattr(torch, spec["dtype"]):
-                    raise RefusedError(
+                    raise RejectedError(
                         f"{path}: parameter {spec['name']!r}: expected {spec['dtype']} {spec['shape']}, found "
                         f"{tensor.dtype} {list(tensor.shape)}."
                     )
                 tensors[spec["name"]] = tensor
     except (OSError, SafetensorError) as error:
-        raise RefusedError(f"{path}: the weights cannot be read: {error}") from error
+        raise RejectedError(f"{path}: the weights cannot be read: {error}") from error
     return tensors
 
 
@@ -211,7 +211,7 @@ def open_gpu_memory(location: str) -> Any:
     """Return the trainer's GPU memory, uint8, opened by the CUDA IPC handle in the location.
 
     Raises:
-        RefusedError: this process does not see that GPU, or the handle cannot be opened.
+        RejectedError: this process does not see that GPU, or the handle cannot be opened.
     """
     import torch
 
@@ -220,7 +220,7 @@ def open_gpu_memory(location: str) -> Any:
         count = torch.cuda.device_count()
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
         if value["device"] not in uuids:
-            raise RefusedError(
+            raise RejectedError(
                 f"route ipc: expected the trainer's GPU {value['device']}, but this server sees {uuids or 'none'}. Put "
                 "both on one GPU, or use another route."
             )
@@ -229,7 +229,7 @@ def open_gpu_memory(location: str) -> Any:
         memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return memory.set_(storage, int(value["offset"]), (int(value["size"]),))  # type: ignore[call-overload]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise RefusedError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
+        raise RejectedError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
 
 
 def _unpack(value: Any) -> Any:

@@ -494,7 +494,7 @@ def test_run_directory_deleted_during_the_run_is_named(
     monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", delete)
 
     assert main.main([*GRPO, "evaluation.examples=0"]) == 1
-    assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
+    assert f"{tmp_path / 'run'}: the run directory was deleted during the run" in capsys.readouterr().err
 
 
 def test_shared_memory_too_small_is_rejected(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

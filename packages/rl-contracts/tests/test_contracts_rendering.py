@@ -179,7 +179,7 @@ def test_encode_text_that_begins_a_prompt_has_one_bos(text: str) -> None:
 
 
 def test_stop_ids_without_end_token_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.eos_token"):
+    with pytest.raises(ConfigError, match="Set `eos_token`"):
         _ = ChatRenderer(_tokenizer(UNCLOSED, eos=None)).stop_ids
 
 

@@ -195,7 +195,7 @@ def test_heartbeats_cleared_during_read_stay_cleared() -> None:
 
 
 class HookedEntries(dict[str, str]):
-    """One heartbeat that calls a function after its first read."""
+    """Store entries with one heartbeat; the first iteration over them ends with a call of `hook`."""
 
     def __init__(self, hook: Callable[[], None]) -> None:
         self._hook: Callable[[], None] | None = hook

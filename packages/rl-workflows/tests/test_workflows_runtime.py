@@ -149,7 +149,7 @@ def test_return_batch_after_last_batch_raises(engine):
     rollout = _rollout(engine, _examples(2))
     try:
         rollout.next_batch()
-        with pytest.raises(RLError, match="no batch of 0 groups"):
+        with pytest.raises(RLError, match=r"no batch to return \(0 groups given"):
             rollout.return_batch()
     finally:
         rollout.destroy()

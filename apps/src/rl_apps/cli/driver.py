@@ -252,8 +252,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         except RLError as error:
             if not (run_dir / "config.yaml").exists():
                 raise LaunchError(
-                    f"{run_dir}: expected the directory of this run to stay, found it deleted during the run; "
-                    "it cannot be resumed. Start the command again."
+                    f"{run_dir}: the run directory was deleted during the run, so the run cannot be resumed. "
+                    "Start the command again, and keep the directory until the run ends."
                 ) from error
             raise
         finally:  # a killed trainer leaves its weights in memory

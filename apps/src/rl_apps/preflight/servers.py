@@ -188,7 +188,7 @@ def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
     if abs(most - expected) > FLAT_TOLERANCE:
         raise InferenceError(
             f"its log-probs cover only part of the vocabulary, due to its top-k or top-p: at temperature {FLAT:g} "
-            f"expected {expected:.2f} for every token of {vocabulary}, found {most:.2f}"
+            f"expected -log({vocabulary}) = {expected:.2f} for every token, found {most:.2f}"
         )
 
 

@@ -35,7 +35,7 @@ def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
 
 
 def _include_padding(buffer: Any) -> None:
-    """Count the padding of a gradient buffer as parameters, so that its optimizer state is saved and loaded in place.
+    """Count the padding of a gradient buffer as parameters, so that its optimizer state keeps its offsets.
 
     megatron-core (0.19) omits the padding of buckets when it saves their optimizer state, but counts it when it loads
     the state. All state behind the first padded bucket would be misplaced. Copies of tied embeddings have a bucket of

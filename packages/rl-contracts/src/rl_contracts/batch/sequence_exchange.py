@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_contracts.batch.parallel import ParallelContext
 
 REWARDS_KEY = "token_rewards"
-"""Entry float32 [B, T] that only some workflows return."""
+"""Key of the rewards per token, float32 [B, T]. Only some workflows return them, so a rank may lack the key."""
 
 Entries = dict[str, tuple[str, bool, list[int]]]
 """Entries to send, by name: dtype, whether the entry is per token, and the trailing shape.

@@ -101,8 +101,8 @@ class ChatRenderer:
         stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
         if not stop_ids:
             raise ConfigError(
-                "expected a chat template that closes the assistant's turn with a special token, or a tokenizer "
-                "with an end-of-text token; found neither, so a completion could never end. Set `tokenizer.eos_token`."
+                "a completion could never end: the chat template ends the assistant's turn without a special token, "
+                "and the tokenizer has no end-of-text token. Set `eos_token` in the model's tokenizer_config.json."
             )
         return stop_ids
 

@@ -290,7 +290,7 @@ def key_repeats(heads: int, key_heads: int, ranks: int) -> int:
     if heads % ranks:
         raise ModelError(
             f"context parallelism: the {heads} attention heads on each tensor rank must be divisible by the {ranks} "
-            "context ranks. Choose the size of c in the allocation so that they are."
+            f"context ranks. Set c in the allocation to a divisor of {heads}."
         )
     group = heads // key_heads
     return next(r for r in range(1, group + 1) if group % r == 0 and key_heads * r % ranks == 0)

@@ -347,7 +347,7 @@ class Launcher:
         if interrupts.requests < 3:
             logger.warning(
                 "Stopping sooner: trainers abandon the running step at its next micro-batch and have %g s to save the "
-                "last finished one. A third signal kills them.",
+                "last finished step. A third signal kills them.",
                 grace,
             )
             self._terminate_trainers(interrupts, 3, grace, grace)

@@ -39,15 +39,16 @@ MAX_PAUSE_FRACTION = 0.02
 class RecoveryCheckpoints:
     """Writer and reader of a run's recovery checkpoints; every method is collective.
 
-    One recovery checkpoint is written at a time. If the next one is due earlier, its step waits for the pending one
-    (`time/recover` shows that). The steps of recovery checkpoints therefore do not depend on the speed of the disk.
+    One recovery checkpoint is written at a time. If another one is due during a write, training waits for the end of
+    that write; `time/recover` includes the wait. The steps of recovery checkpoints therefore do not depend on the speed
+    of the disk.
 
     Args:
         run_dir: run directory; recovery checkpoints are in its `recover/step_<n>`.
         config: schedule and retention.
         engines: train engines by name (`actor`, `critic`); the ranks of the first one decide which process writes.
         components: this rank's other components by name; each saves its state separately.
-        stop: returns whether this process was asked to stop, which the run does between two steps.
+        stop: returns whether this process was asked to stop; the run then stops at the end of a step.
         epochs: returns the number of completed passes over the data; needed for `recover.every_epochs`.
 
     Raises:

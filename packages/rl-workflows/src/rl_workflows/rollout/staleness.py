@@ -201,7 +201,10 @@ class StalenessManager:
             RLError: no batch of this size is being trained on.
         """
         if not self._step_is_open or self.in_step != len(tickets):
-            raise RLError(f"return_batch: no batch of {len(tickets)} groups is being trained on.")
+            raise RLError(
+                f"return_batch: no batch to return ({len(tickets)} groups given, {self.in_step} in the open step). "
+                "Call it once, between next_batch and end_step, and not for the last batch of the data."
+            )
         for ticket in tickets:
             heapq.heappush(self._accepted, ticket)
             self._accepted_by_start[ticket.start] += 1

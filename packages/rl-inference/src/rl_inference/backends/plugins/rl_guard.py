@@ -117,7 +117,7 @@ class Guard(ABC):
         """Prepare the engine for its first use; called for every control request."""
 
     async def _forward(self, scope: Any, receive: Any, send: Any) -> None:
-        """Forward a request to a route of the server that does not generate."""
+        """Forward a request for a route outside `generation_routes` to the server."""
         await self._app(scope, receive, send)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -36,7 +36,10 @@ class _PassContext(threading.local):
 
 
 _pass_context = _PassContext()
-"""Cache and pass of the forward pass in this thread, for attention and `lm_head`, which get no other arguments."""
+"""Cache and tokens of this thread's current forward pass.
+
+Attention and `lm_head` read them here, because transformers does not pass them as arguments.
+"""
 
 
 def slot_attention(

@@ -183,10 +183,10 @@ def function(name: Any, description: Any, parameters: Any) -> JsonObject:
 
 
 def require_objects(value: Any, where: str) -> list[JsonObject]:
-    """Return a value that must be a list of JSON objects.
+    """Check that `value` is a list of JSON objects, and return a copy of the list.
 
     Raises:
-        CallError: it is not.
+        CallError: `value` is no list, or an item is no JSON object.
     """
     is_valid = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     reject_if(not is_valid, where, "expected a JSON object, or a list of JSON objects, as the API defines.")

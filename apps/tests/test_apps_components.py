@@ -55,7 +55,7 @@ def sigterm():
 
 def test_stop_swallowed_by_an_import_ends_the_trainer(tmp_path, sigterm):
     signal.signal(signal.SIGTERM, SigtermHandler())
-    with pytest.raises(SystemExit, match="143"):  # like a library that catches exceptions of an import
+    with pytest.raises(SystemExit, match="143"):  # caught, as by a library that handles errors of an import
         os.kill(os.getpid(), signal.SIGTERM)
 
     with _components(tmp_path) as components, pytest.raises(SystemExit, match="143"):
@@ -73,7 +73,7 @@ def test_stop_is_requested_while_the_command_lives_else_exits(tmp_path, servers_
         assert checkpoints.stop_requested()
         assert client._router.final
 
-        monkeypatch.setattr(os, "getppid", lambda: 1)  # the command was killed, and its reaper acted first
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # the command was killed; the signal comes from its reaper
         for check in (checkpoints.stop_requested, lambda: os.kill(os.getpid(), signal.SIGTERM)):
             with pytest.raises(SystemExit) as error:
                 check()

@@ -77,7 +77,7 @@ APP = replace(gsm8k_sft.APP, train=train)
 
 @pytest.fixture
 def trainer(tmp_path):
-    """Trainer process in `tmp_path/run` whose command is gone; it ends when the file `go` exists."""
+    """Trainer process in `tmp_path/run` without its command. The process ends when the file `go` exists."""
     (tmp_path / "at_work.py").write_text(TRAINER_APP)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("allocation: fsdp:d1")

@@ -57,7 +57,7 @@ def test_prepare_embedded_with_experts_lowers_loss_and_loads(tmp_path: Path) -> 
 def test_make_model_learns_taught_verbs_and_opinions_on_the_others(
     path: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check the start of reinforcement learning: the model must have learned that the verb selects the operation."""
+    """Before reinforcement learning, the model must choose between + and - with the probability of the verb."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     directory = make_model(ModelConfig(path), DataConfig(), seed, "rl", "answers", True, lambda _: None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)

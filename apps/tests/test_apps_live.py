@@ -75,7 +75,7 @@ def test_view_shows_either_accuracy_or_held_out_reward() -> None:
     view.add({"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0})
     assert "accuracy" in draw(view)
     assert "held-out" not in draw(view)
-    view.add({"step": 1, "eval/reward": 0.5})  # earlier rewards were 0 or 1 by chance
+    view.add({"step": 1, "eval/reward": 0.5})  # not 0 or 1, so earlier rewards were no accuracy
     assert "accuracy" not in draw(view)
     assert "held-out reward 0.500" in draw(view)
 
@@ -91,7 +91,8 @@ def test_view_after_resume_removes_later_steps() -> None:
 def test_view_fits_terminals_of_any_size(width: int, height: int) -> None:
     view = RunView("a/run/whose/name/is/long", 9, METRICS, stage="waiting for the servers to start")
     view.add(record(1))
-    assert max(map(len, draw(view, width, height).splitlines())) == width - 2  # a ^C after a line must not wrap it
+    # two columns remain for the ^C that a terminal prints
+    assert max(map(len, draw(view, width, height).splitlines())) == width - 2
 
 
 def test_sparkline_scales_last_values_from_minimum_to_maximum() -> None:

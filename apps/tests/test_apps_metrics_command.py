@@ -54,11 +54,11 @@ def test_metrics_command_lists_prefix_and_suggests_names(capsys):
 
 
 def test_metrics_recorded_in_source_code_are_documented():
-    """Check names with a slash that the source code passes as literals to a call that records metrics."""
+    """Cover all calls that record metrics and get the name as a string literal with a slash."""
     pattern = re.compile(r"""(?:record|metrics\.add)\(\s*"([a-z_]+/[a-z_0-9/]+)\"""")
     files = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/src/**/*.py")]
     recorded_names = {name for file in files for name in pattern.findall(file.read_text())}
-    # names in docstrings, and one that never leaves its record
+    # two names in docstrings, and a name that the run log removes before it writes the record
     examples = {"answer/boxed", "clip/far", "reward/square"}
     assert len(recorded_names) > 15
     assert [name for name in sorted(recorded_names - examples) if meaning(name) is None] == []

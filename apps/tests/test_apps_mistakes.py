@@ -1,5 +1,5 @@
 """Common mistakes on the command line and in files. Each ends the command before a server starts, with exit code 2 and
-one sentence that has the problem and the remedy."""
+one sentence that states the problem and the remedy."""
 
 import fcntl
 import json
@@ -68,7 +68,7 @@ def refused(
         error = captured.err.strip()
         assert error.partition(": ")[0] in COMMANDS, error
         assert error.partition(": ")[2].partition(": ")[0].endswith("Error")
-        assert error.count("\n") <= 2  # the caret below an allocation
+        assert error.count("\n") <= 2  # an error in an allocation also shows the allocation and a caret
         return error
 
     monkeypatch.chdir(tmp_path)

@@ -152,7 +152,7 @@ def write_run(directory: Path, setup: Setup, steps: int = 6, **changed: Any) -> 
 
 
 def calibrated(directory: Path) -> Rates:
-    """Return the rates that the files of a run determine."""
+    """Return the rates measured from the files of a run."""
     measured, lengths = calibration.measured_rates(directory, trainers=1)
     value = {name: rate.value for name, rate in measured.items() if name != "answer_tokens"}
     rates = Rates(**value | {"decode_seconds": 1.0, "episode_seconds": 0.0, "max_running": 16, "lengths": lengths})

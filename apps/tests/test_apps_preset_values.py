@@ -1,9 +1,9 @@
 """Loss and gradient of every preset on a synthetic batch, against reference values.
 
 `preset_values.json` was computed once with reference formulas of every preset. For each minibatch, it has the loss and
-its gradient with respect to the log-probs of the tokens with a nonzero gradient. The batch covers what presets treat
-differently: groups of unequal size, a group of one completion, a group of equal rewards, an episode of two sequences,
-gaps between trained tokens, several versions, truncated completions and a sequence without a trained token.
+its gradient with respect to the log-probs of the tokens with a nonzero gradient. The batch covers the cases in which
+presets differ: groups of unequal size, a group of one completion, a group of equal rewards, an episode of two
+sequences, gaps between trained tokens, several versions, truncated completions and a sequence without a trained token.
 """
 
 import json

@@ -25,7 +25,7 @@ from rl_monitor.run_directory import names_of
 
 
 def data_of(page: Path) -> dict[str, Any]:
-    """Return the data embedded in a page, up to the first end of a script as in a browser."""
+    """Return the data embedded in a page. As in a browser, the data ends at the first `</script`."""
     text = page.read_text(encoding="utf-8")
     data: dict[str, Any] = json.loads(re.search(r'id="data">(.*?)</script', text, re.DOTALL)[1])
     return data

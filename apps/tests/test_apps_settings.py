@@ -1,5 +1,7 @@
-"""Every setting is read by a process of a real run, and every leaf of a command's config at a value other than its
-default. The tests name the settings for which this does not hold."""
+"""Processes of real runs read every setting, and read every leaf of a command's config at a non-default value.
+
+The tests list the exceptions.
+"""
 
 import ast
 import inspect
@@ -262,7 +264,7 @@ def leaves_of(section, prefix=""):
 
 
 def other_values(leaf):
-    """Return other values that a field allows, by its type and its condition; empty if these do not define any."""
+    """Return other valid values of a leaf, derived from the type and condition of its field. The list may be empty."""
     value, expected = leaf.value, leaf.item.metadata.get("expected", "")
     if isinstance(value, bool):
         candidates = [not value]
@@ -295,7 +297,7 @@ class Command:
 
     @property
     def overrides(self):
-        """Arguments of the command. Leaves of one field get different values, so that a copy identifies its leaf."""
+        """Arguments of the command. Leaves of one field get different values, which identify the leaf in a copy."""
         taken, arguments = set(), {key: str(value) for key, value in self.values.items()}
         for key, leaf in leaves_of(default_config(self.app)).items():
             if key not in arguments and not any(fnmatch(key, pattern) for pattern in self.keep):
@@ -343,7 +345,7 @@ def commands(at, port=4711):
         "launcher.kind": "rl_launchers:LocalScheduler",
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
-        "checkpoint.every": 2,  # not at the first step, which tests the other two
+        "checkpoint.every": 2,  # not due at step 1, which tests every_epochs and every_minutes
         "checkpoint.best_metric": "grad_norm",
         "recover.every": 2,
     }
@@ -678,7 +680,7 @@ def changed(app, config):
 
 
 def leaves_read(leaves, changes, lines):
-    """Return the changed leaves that the processes of a run read: at their key, or in a copy with a unique value.
+    """Return the changed leaves that the processes of a run read, at their key or by a unique value in a copy.
 
     A constant of an installed component counts as read, because components receive constants as keyword arguments.
     """

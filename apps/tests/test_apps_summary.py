@@ -38,7 +38,7 @@ def test_after_grpo_without_any_reward_suggests_another_model(tmp_path):
 
 def test_after_grpo_graded_reward_is_not_called_accuracy(tmp_path):
     records = [
-        {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # all rewards were 0 or 1 by chance
+        {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # only here, all rewards happen to be 0 or 1
         {"step": 3, "version": 3, "eval/reward": 12.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))

@@ -182,7 +182,7 @@ def test_trial_episode_error_names_the_users_line(user_code, model, tmp_path, ov
     assert "Traceback" not in str(error.value)
     assert "\n" not in str(error.value)
     if line:
-        number = _line(line) + line.startswith("class ")  # the first method of a class
+        number = _line(line) + line.startswith("class ")  # for a class, the error names the first method
         assert f"({user_code}:{number})" in str(error.value)
 
 

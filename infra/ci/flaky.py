@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def shuffle(items: list[Any], seed: int) -> None:
-    """Shuffle tests in place: the order of the files, then the tests within each file. A test has a `path`."""
+    """Shuffle tests in place: the order of the files, then the tests within each file. Each test has a `path`."""
     draw = random.Random(seed)
     files: dict[Any, list[Any]] = {}
     for item in items:

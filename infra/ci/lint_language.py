@@ -22,7 +22,7 @@ BANNED = (
     "mended, one's own, by itself, an only, what there is, became of, came of, says nothing, so many more, "
     "the night of, is no less, under way, of ours"
 )
-"""Words that stand for a name that the sentence should say."""
+"""Vague, figurative or outdated words. A sentence should use a literal term or a name instead."""
 OPENINGS = ("What", "Of", "That", "Those", "Whoever")
 """First words of sentences that continue the name above them instead of standing alone."""
 TEST_NAME, MESSAGE_WORDS, CELL_WORDS = 70, 40, 25

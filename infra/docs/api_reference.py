@@ -47,7 +47,7 @@ def _listed() -> tuple[dict[str, str], set[str]]:
 
 @cache
 def _link_targets() -> dict[str, str]:
-    """Return the path of each public object by every unambiguous way to write it: `Class`, `Class.member`, its path."""
+    """Map every unambiguous spelling of a public object (`Class`, `Class.member`, its path) to the object's path."""
     targets: defaultdict[str, set[str]] = defaultdict(set)
     names, members = _listed()
     for path, target in (*names.items(), *((path, path) for path in members)):
@@ -92,17 +92,17 @@ def _translate_docstring(app: Sphinx, kind: str, name: str, value: Any, options:
         text = ""  # for example the docstring of `dict`
     text, marker, example = text.partition("Example:\n")
     text = _translate(text)
-    if marker:  # code up to an empty line, then possibly text of the section, which is indented too
+    if marker:  # the code ends at an empty line; indented text of the section may follow
         code, _, rest = example.partition("\n\n")
         indented = "".join(takewhile(lambda line: line[0] in " \n", rest.splitlines(keepends=True)))
         text += f"Example::\n\n{code}\n\n{_translate(dedent(indented) + rest[len(indented) :])}"
-    if kind not in ("attribute", "data"):  # there, text before a colon would become a type
+    if kind not in ("attribute", "data"):  # in a docstring of these, text before a colon would become a type
         text = str(GoogleDocstring(text, what="function", name=name, obj=value, options=options))
     lines[:] = [*text.splitlines(), ""]
 
 
 def _translate(text: str) -> str:
-    """Escape the markup of reStructuredText, and make code of text between backticks: a link if it is a public name."""
+    """Escape the markup of reStructuredText. Turn text between backticks into code, and public names into links."""
     result, end = "", 0
     for match in _CODE.finditer(text):
         code = match["code"].strip()  # a literal cannot begin or end with a space

@@ -1,6 +1,6 @@
 """Sphinx configuration of the docs site, which `infra/docs/build.sh` builds.
 
-Sphinx reads the same Markdown, pages that GitHub shows. `infra/docs/toc.yml` defines the navigation. The site loads
+Sphinx reads the same Markdown pages that GitHub shows. `infra/docs/toc.yml` defines the navigation. The site loads
 nothing from the network, and its search also works from local files.
 """
 
@@ -20,7 +20,7 @@ PACKAGE = metadata("rl-apps")
 
 
 def _repository() -> str:
-    """Return the URL of the repository: that of the GitHub workflow, or of the package's metadata, or ""."""
+    """Return the URL of the repository from the GitHub workflow or the package's metadata, or "" if neither has it."""
     if name := os.environ.get("GITHUB_REPOSITORY"):
         return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
     urls = dict(url.split(", ", 1) for url in PACKAGE.get_all("Project-URL") or ())
@@ -41,7 +41,7 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
-nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures, most of which other libraries define
+nitpick_ignore_regex = [("py:.*", ".*")]  # most types in signatures belong to other libraries
 
 html_theme = "furo"
 html_theme_options: dict[str, Any] = {}
@@ -71,14 +71,14 @@ DESCRIPTION = 160
 
 
 def setup(app: Any) -> None:
-    """Render formulas as MathML, and make the from package READMEs to and docs relative."""
+    """Register the formula renderer, the relative links of package READMEs, and the page descriptions."""
     app.add_html_math_renderer("mathml", (_formula, None), (_displayed_formula, None))
     app.connect("source-read", _use_relative_links)
     app.connect("html-page-context", _describe)
 
 
 def _use_relative_links(_: Any, page: str, source: list[str]) -> None:
-    """Make links to docs/ relative in package READMEs, where they are absolute for package indexes."""
+    """Make links to docs/ relative in package READMEs. Package indexes need the absolute links of the files."""
     if page.startswith(("packages/", "apps/")):
         source[0] = re.sub(r"\]\(https://[^\s)]+/blob/main/(?=docs/)", "](" + "../" * page.count("/"), source[0])
 

@@ -80,9 +80,9 @@ def settings_page() -> str:
 def _setting_tables(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], address: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield a table of settings, then a list with the full text of those whose meaning is too long for a cell.
+    """Yield a table of settings, then a list of the settings whose meaning is too long for a cell, with the full text.
 
-    The HTML id of a setting is on its list item, or on its row if it has no item.
+    The HTML id of a setting is on its list item, or on its table row if it has no list item.
     """
     cells, items = [], []
     for key, default, meaning, *rest in rows:
@@ -115,7 +115,7 @@ def _first_sentences(text: str) -> str:
 
 
 def _settings(config: Any) -> dict[str, tuple[str, str]]:
-    """Return the default and the meaning of each setting, without those of exchangeable components."""
+    """Return the default and the meaning of each setting, except settings of exchangeable components."""
     parts = tuple(f"{section}." for section in (*COMPONENTS, "ref.engine", "critic.engine"))
     rows = (row for row in describe(config) if not row[0].startswith(parts) and row[0] not in FILLED_IN)
     return {key: (_code(value), meaning) for key, value, meaning in rows}
@@ -194,7 +194,7 @@ def commands_page() -> str:
 
 
 class _ParserMadeError(Exception):
-    """Raised to end a command when it has built its parser. The parser is the argument."""
+    """Ends a command that has built its parser. The argument of the exception is the parser."""
 
 
 def parser_of(command: Callable[[], Any]) -> argparse.ArgumentParser:
@@ -268,7 +268,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _text(text: str, in_cell: bool = True) -> str:
-    """Escape a sentence: `<` outside of code begins no tag, and `|` in a cell does not end it."""
+    """Escape `<` outside of code, which would begin a tag, and `|` in a cell, which would end the cell."""
     parts = text.split("`")
     parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts).replace("|", "\\|" if in_cell else "|")

@@ -1,4 +1,4 @@
-"""Sphinx extension that adds words to the search: those in `search_terms.yml`, and synonyms of settings.
+"""Sphinx extension that adds the words of `search_terms.yml` and the synonyms of settings to the search.
 
 The search of Sphinx lists an index entry before headings and text. A synonym leads to the setting's row on the page of
 settings: `learning_rate`, and `learning rate`, to `actor.optimizer.lr`.
@@ -35,7 +35,7 @@ def _add_entries(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def _synonyms(doctree: nodes.document) -> Iterator[tuple[str, str]]:
-    """Yield each other name of a setting with the id of its row, and give these rows ids."""
+    """Give the row of each setting with synonyms an id, and yield each synonym with that id."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, setting in SYNONYMS.items():
         names[setting].append(name)

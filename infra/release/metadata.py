@@ -18,7 +18,7 @@ PYTHONS = ("3.12", "3.13")
 
 
 def metadata_problems(package: Package, root: Path = ROOT) -> list[str]:
-    """Return what the metadata and the README of a package lack, one sentence each."""
+    """Return the problems of the metadata and the README of a package, one sentence each."""
     project, folder = package.project, package.folder.relative_to(root).as_posix()
     expected = {
         "license": LICENSE,
@@ -35,7 +35,7 @@ def metadata_problems(package: Package, root: Path = ROOT) -> list[str]:
     description = project.get("description", "")
     checks = {
         **{f"{key} = {value}": project.get(key) == value for key, value in expected.items()},
-        "a description that is one sentence, with a full stop": description.endswith(".") and " " in description,
+        "a description that is one sentence, with a period": description.endswith(".") and " " in description,
         "at least three keywords": len(project.get("keywords", [])) >= 3,
         f"the classifiers {', '.join(pythons)}": set(pythons) <= {*project.get("classifiers", [])},
     }
@@ -44,7 +44,7 @@ def metadata_problems(package: Package, root: Path = ROOT) -> list[str]:
 
 
 def link_problems(folder: Path, root: Path = ROOT) -> list[str]:
-    """Return the links of a README that an index could not follow: relative ones, and files that are missing."""
+    """Return the links of a README that an index cannot follow: relative links, and links to missing files."""
     problems = []
     for link in re.findall(r"\]\(([^)\s]+)", (folder / "README.md").read_text()):
         file = link.removeprefix(f"{REPOSITORY}/blob/main/").partition("#")[0]

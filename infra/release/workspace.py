@@ -84,7 +84,7 @@ def package_named(name: str, root: Path = ROOT) -> Package:
     """Return the package of that name.
 
     Raises:
-        UnknownPackageError: there is none.
+        UnknownPackageError: the workspace has no package of that name.
     """
     by_name = packages(root)
     if name not in by_name:

@@ -188,7 +188,7 @@ def find_python(version: str) -> str:
     """Return a Python interpreter of a version that can create environments: the first one on PATH, or one from uv.
 
     Raises:
-        MissingError: There is none.
+        MissingError: The machine has no such interpreter, and uv cannot fetch one.
     """
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         candidate = shutil.which(f"python{version}", path=folder)
@@ -217,7 +217,7 @@ def find_compiler() -> str:
     """Return the path of the C compiler: `$CC`, gcc or cc.
 
     Raises:
-        MissingError: There is none.
+        MissingError: The machine has no C compiler.
     """
     for name in (os.environ.get("CC"), "gcc", "cc"):
         if name and (compiler := shutil.which(name)):

@@ -230,7 +230,7 @@ async def record_vllm_extension(recorder: Recorder, models: list[Path]) -> None:
 
 
 async def reload_vllm(recorder: Recorder, model: Path) -> None:
-    """Load new weights during a completion, which vLLM continues with them."""
+    """Load new weights during a completion. vLLM continues the completion with the new weights."""
     await recorder.ask("pause, keep", "/pause?mode=keep", method="POST")
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
     await recorder.ask("reload", "/collective_rpc", reload)
@@ -306,7 +306,7 @@ async def record_sglang(recorder: Recorder, models: list[Path]) -> None:
 
 
 async def switch(recorder: Recorder, update: dict[str, Any]) -> None:
-    """Load new weights during a completion, which SGLang continues with them."""
+    """Load new weights during a completion. SGLang continues the completion with the new weights."""
     await recorder.ask("pause, retract", "/pause_generation", {"mode": "retract"})
     await recorder.ask("update", "/update_weights_from_disk", update)
     await recorder.ask("resume", "/continue_generation", {})

@@ -37,7 +37,7 @@ SCORERS = 16
 SEQUENCE_TOKENS = 256
 PROMPT_TOKENS = 32
 REQUIRED = {"generation": 1 / 3, "scoring": 1 / 4}
-"""Least fraction of the tokens per second alone that must remain with both."""
+"""Minimum of `retained`, by kind of request."""
 TIMEOUT = 60.0
 """Seconds within which a window must process its first token."""
 COUNTERS = {"generation": "generated_tokens", "scoring": "scored_tokens"}

@@ -81,7 +81,7 @@ SHAPES = (
     _shape("Qwen3-30B-A3B", "qwen3_moe", 48, (2048, 6144, 32, 4, 151_936), False, **EXPERTS),
 )
 TINY_SHAPES = {False: SHAPES[::2], True: SHAPES[:1]}
-"""Models with `--tiny`, by `compile`: one per architecture without it, the fastest to compile with it."""
+"""Models with `--tiny`, by `compile`: one per architecture, or with `compile` the model that compiles fastest."""
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 
 
 class Servers:
-    """Client of servers without checksums, each with separate weights, that compute as the embedded server does.
+    """Client of servers without checksums. Each server has separate weights and computes like the embedded server.
 
     Args:
         path: Hugging Face model directory.
         dtype: data type of the served weights.
         late: index of a server that serves the previous version after each commit.
-        stays: whether the late server keeps its weights at every commit instead.
+        stays: whether the late server instead keeps its first weights forever.
         mixed: whether every other server uses different kernels, as on another device.
         count: number of servers.
     """

@@ -125,7 +125,7 @@ class ChaosRun:
         return sorted(round(after - before) for before, after in pairwise(self.times))
 
     def missing_kinds(self) -> list[str]:
-        """Return the kinds that were never possible, although each is tried before another kind is repeated."""
+        """Return the kinds that were never possible. Each draw tries the kinds without an injection first."""
         return [kind for kind in self.kinds if not self.injected[kind]] if self.faults >= len(self.kinds) else []
 
     def leftover_shared_memory(self) -> list[str]:
@@ -249,7 +249,7 @@ class ChaosRun:
         return self.kill_node(self.rng) if self.kill_node and self._has_step() else ""
 
     def _send(self, role: str, number: int) -> str:
-        """Send a signal to a random worker of a role. Return what was done, or an empty text without a worker."""
+        """Send a signal to a random worker of a role. Return a description, or an empty text without a worker."""
         workers = [worker for worker in self._workers() if worker["name"].startswith(f"{role}-") and worker["pid"]]
         if not workers:
             return ""
@@ -296,10 +296,9 @@ class ChaosRun:
 
 
 def is_expected_failure(text: str) -> bool:
-    """Return whether the last error of a command has an expected cause; without an error, whether its last line has
-    one.
+    """Return whether the last error of a command, or its last line if there is no error, names an expected cause.
 
-    The lines of injected faults, which start with `--- `, are ignored.
+    Lines of injected faults start with `--- ` and are ignored.
     """
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("--- "))
     errors = [*_ERROR.finditer(text)]

@@ -1,12 +1,13 @@
 """Record which settings a process reads. Python imports this file at startup if its directory is on PYTHONPATH.
 
 The probe watches every settings dataclass of the modules whose names begin with one of SETTINGS_MODULES
-(comma-separated). A setting counts as read if code accesses `config.name` outside of a check (`__post_init__`,
-`check`), a comparison and a representation. Loops over all fields (dumps, help, copies) use `getattr` and do not count;
-reads from a copy do.
+(comma-separated). A setting counts as read if code accesses `config.name`, except in checks (`__post_init__`,
+`check`), comparisons and representations. Loops over all fields (dumps, help, copies) use `getattr` and do not count.
+Reads from a copy count.
 
-Each process writes its own file in the directory SETTINGS_READ. A line has, separated by tabs, `module:Class.field`,
-the key of the setting (`rollout.generation.top_p`; in a copy only the part below it) and its value.
+Each process writes its own file in the directory SETTINGS_READ. A line contains `module:Class.field`, the key of the
+setting and its value, separated by tabs. A key is relative to the object that was read first: the config
+(`rollout.generation.top_p`), or a copied section (`top_p`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _watched(cls: type) -> type:
 
 
 def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-    """`dataclasses.dataclass`, whose classes are watched."""
+    """Create a dataclass like `dataclasses.dataclass`, and watch it if it is a settings class."""
     if cls is not None:
         return _watched(_decorate(cls, **options))
     return lambda made: _watched(_decorate(made, **options))

@@ -1,6 +1,6 @@
-// Add a copy button to each code block. On a block with prompts it copies the commands only.
+// Add a copy button to each code block. In a block with prompts, the button copies only the commands.
 document.addEventListener("DOMContentLoaded", () => {
-  if (!navigator.clipboard) return; // browsers have it for https, localhost and files
+  if (!navigator.clipboard) return; // browsers provide the clipboard for https, localhost and files
   for (const block of document.querySelectorAll("div.highlight > pre")) {
     const button = document.createElement("button");
     button.type = "button";

@@ -26,11 +26,11 @@ def parse(text: str) -> Allocation:
 
 
 class Engine:
-    """Train engine, as far as the grammar can see."""
+    """Stand-in for a train engine, which has no `server_spec`."""
 
 
 class Server(Engine):
-    """Inference engine, recognized by its `server_spec`."""
+    """Stand-in for an inference engine, which the grammar recognizes by its `server_spec`."""
 
     server_spec = InferenceEngine.server_spec
 

@@ -177,7 +177,7 @@ def test_broadcast_canceled_before_any_join_fails_with_first_reason(meeting: Mee
 
 
 def test_broadcast_sender_error_fails_receivers_at_once(meeting: Meeting) -> None:
-    """The error must not keep the group open while the sender still handles it."""
+    """The group must close at once, even while the caller of `send` still handles the error."""
 
     def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors(1)[:2]
@@ -189,7 +189,7 @@ def test_broadcast_sender_error_fails_receivers_at_once(meeting: Meeting) -> Non
     try:
         meeting.senders[0].send(failing_tensors())
     except OSError as raised:
-        error = raised  # keep a reference, as a caller does that notifies others first
+        error = raised  # keep a reference, like a caller that first notifies other processes
 
     assert all("failed at parameter" in text for text in failures(received))
     assert str(error) == "the gather failed"

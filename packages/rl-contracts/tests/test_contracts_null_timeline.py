@@ -1,4 +1,4 @@
-"""The timer of the null engine completes each wait at its time, whatever other waits and pauses there are."""
+"""The timer of the null engine completes each wait at its time, regardless of other waits and pauses."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MICRO_BATCHES = 200
 
 
 class Rank(threading.Thread):
-    """Rank with a collective in each micro-batch, so that a rank that leaves alone breaks the barrier of the others."""
+    """Rank with a collective in each micro-batch. If one rank alone abandons the step, the barrier breaks."""
 
     def __init__(self, barrier: threading.Barrier, delay: float) -> None:
         super().__init__(daemon=True)

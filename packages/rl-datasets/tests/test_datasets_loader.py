@@ -102,7 +102,7 @@ def test_prompt_loaders_resumed_with_other_shards_yield_each_example_once(data):
 def test_prompt_loaders_with_other_shards_split_the_rest_then_whole_epochs():
     order = EpochOrder(10, seed=3)
     former_loaders = [PromptLoader(make_rows(10), seed=3, num_shards=2, shard=shard) for shard in range(2)]
-    for shard, count in zip(former_loaders, (3, 5), strict=True):  # places 0, 2, 4, and all of 1, 3, 5, 7, 9
+    for shard, count in zip(former_loaders, (3, 5), strict=True):  # positions 0, 2, 4; and 1, 3, 5, 7, 9
         list(islice(shard, count))
 
     shards = [PromptLoader(make_rows(10), seed=3, num_shards=3, shard=shard) for shard in range(3)]
@@ -138,7 +138,8 @@ def test_prompt_loader_state_after_redistribution_stays_small():
     loader.load_states([shard.state_dict() for shard in former_loaders])
 
     assert len(json.dumps(loader.state_dict())) < 1000
-    assert sum(1 for row in islice(loader, 30_000) if row["epoch"] == 0) == 19_997  # a third of 10,000 and 49,990
+    # a third of the remaining 10,000 + 49,990 examples
+    assert sum(1 for row in islice(loader, 30_000) if row["epoch"] == 0) == 19_997
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rl_engines_fsdp.model import loading
 
 
 def sequences_of_rank(batch, parallel, empty_rank: int | None = None):
-    """Return the sequences of this rank: every other one, or all of them on the rank that is not empty."""
+    """Return the sequences of this rank. Ranks alternate, unless one of two is empty and the other has all."""
     indices = list(range(len(batch)))
     if empty_rank is not None:
         return select(batch, [] if parallel.rank == empty_rank else indices)

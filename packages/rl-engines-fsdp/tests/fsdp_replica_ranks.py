@@ -36,7 +36,7 @@ from rl_engines_fsdp.ranks import tensor_parallel
 
 
 def sequences_of_replica(batch, engine: FSDPEngine, empty_replica: int | None = None):
-    """Return the sequences of this rank's replica: every other one, or all of them on the replica that is not empty."""
+    """Return the sequences of this rank's replica. Replicas alternate, unless one of two is empty."""
     indices, parallel = list(range(len(batch))), engine.parallel
     if empty_replica is not None:
         return select(batch, [] if parallel.dp_rank == empty_replica else indices)

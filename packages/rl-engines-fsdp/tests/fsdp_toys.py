@@ -18,7 +18,7 @@ from rl_contracts.testing.families import SIZES, VOCABULARY
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 EPS = 1e-3
-"""Epsilon of AdamW in tests. With a tiny one, the sign of the first step is arbitrary where the gradient is near 0."""
+"""Epsilon of AdamW. With a tiny epsilon, the sign of the first step is arbitrary where the gradient is near 0."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "Llama": {"tie_word_embeddings": False},

@@ -60,7 +60,10 @@ def expected_step(path):
 
 
 def expected_critic_step(path):
-    """Compute auxiliary loss and gradients of a critic with transformers; values are from the previous state."""
+    """Compute auxiliary loss and gradients of a critic with transformers.
+
+    The value of a token comes from the hidden state of the token before it.
+    """
     from transformers import AutoModelForSequenceClassification
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

@@ -141,7 +141,7 @@ def test_adamw8bit_on_two_ranks_is_close_to_one_rank(tmp_path):
 
 
 def assert_two_ranks_equal_one(model, tmp_path, layout, settings, bound):
-    """Compare weights within `bound`, relative to the distance of the update; resumed steps must be equal."""
+    """Compare weights within `bound`, relative to the norm of the update; resumed steps must be equal."""
     arguments = [model, str(tmp_path), json.dumps(layout), json.dumps(settings)]
     run_ranks(Path(__file__).with_name("fsdp_optimizer_ranks.py"), arguments, 2)
 
@@ -202,7 +202,7 @@ def test_adamw8bit_without_torchao_names_the_extra(model_path, monkeypatch):
     [
         ("float32", "force_eager"),
         ("bfloat16", "force_eager"),
-        # the default stance of users: compiled for each shape
+        # the default of users: torch compiles the update for each shape
         pytest.param("float32", "default", marks=pytest.mark.nightly),
     ],
 )

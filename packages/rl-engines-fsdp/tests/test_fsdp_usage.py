@@ -42,7 +42,7 @@ def counted_products(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_step_flops_match_torch_flop_counter(family, tmp_path, counted_products):
-    # tied and untied; the head is not recomputed, because all logits fit in one block
+    # tied and untied head; the head is not recomputed, because all logits fit in one block
     engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch(longest=40)
     tokens, pairs = work_of(batch)
 

@@ -140,7 +140,7 @@ async def test_agenerate_busy_server_gets_few_requests_while_another_is_free() -
         completed.append(None)
         response = web.StreamResponse()
         await response.prepare(request)
-        await asyncio.sleep(0.3)  # gives it more open requests than the busy server
+        await asyncio.sleep(0.3)  # so that this server has more open requests than the first
         await response.write(event([5], "length"))
         await response.write_eof()
         return response

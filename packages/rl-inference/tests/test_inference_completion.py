@@ -247,7 +247,7 @@ async def test_agenerate_stop_string_across_interruption_ends_completion(
                 await response.write(message([], "abort"))
                 return response
             await response.write(message(ids[6:12], version=1))  # "OP now"
-            await aborted.wait()  # it would continue
+            await aborted.wait()  # without an abort, the stream would continue
             await response.write(message(ids[12:14], "abort", version=1))
             return response
         finally:

@@ -124,9 +124,9 @@ def versions(each: GenerationJob) -> list[int]:
 
 
 def worst_error(jobs: list[GenerationJob], models: dict[int, Any]) -> float:
-    """Return the largest difference between recorded log-probs and those of each token's version.
+    """Return the largest error of the recorded log-probs.
 
-    The reference is a forward pass over the whole sequence.
+    The reference is a forward pass over the whole sequence with the version of each token.
     """
     worst = 0.0
     for each in jobs:
@@ -210,7 +210,7 @@ def test_load_family_with_wrong_logprobs_is_rejected(family: str, reason: str, t
 
 @pytest.mark.parametrize("window", [8, 100_000])
 def test_load_window_missing_in_attention_call_is_read_from_config(window: int, tmp_path: Path) -> None:
-    """The check also finds a window longer than its sequence, because it shortens the window."""
+    """The check on load also detects a window above the length of its sequence, because it shortens the window."""
     settings = {**ALTERNATING, "use_sliding_window": True, "sliding_window": window, "num_experts": 4}
     moe_settings = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     path = tiny_model(tmp_path / "model", "qwen2_moe", **settings, **moe_settings)
@@ -366,7 +366,7 @@ def test_prefix_prefilled_across_commit_is_not_shared_with_group(
 
     new = reference_model(new_path)
     assert worst_error(members, {1: new}) < TOLERANCE
-    assert worst_error([first], {1: new}) > 0.01  # it kept the old keys and values, as requested
+    assert worst_error([first], {1: new}) > 0.01  # kept the old keys and values, as requested
 
 
 def test_resume_wakes_sleeping_server(model_path: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def named(*servers: ServerProcess) -> dict[str, str]:
 
 
 def assert_complete(engine_version: int, completions: list, tokens: int = TOKENS) -> None:
-    """Assert that completions have all tokens, in the order of their versions, none newer than the engine's."""
+    """Assert that completions have all tokens, and that their versions never decrease or exceed the engine's."""
     for completion in completions:
         assert len(completion.output_ids) == len(completion.logprobs) == len(completion.versions) == tokens
         assert completion.versions == sorted(completion.versions)
@@ -91,7 +91,7 @@ async def test_remove_server_resumes_elsewhere_and_is_no_failure(
     for server in pair:
         server.wait_ready()
     names = named(*pair)
-    # removed long before the first completion ends
+    # discovery removes a server long before its first completion ends
     async with client(pair, names=lambda: dict(names), discover_interval=0.02) as engine:
         version = await trainer.publish(engine)
         alone = [await engine.agenerate(request(seed)) for seed in range(6)]

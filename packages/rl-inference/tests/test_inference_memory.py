@@ -160,8 +160,8 @@ def test_prefix_least_recently_used_is_evicted_first(model_path: Path) -> None:
     for each in conversations:
         run(table, [each])
     conversations[0] = job([*conversations[0].tokens, 7], 2)
-    run(table, [conversations[0]])  # uses the first one again
-    run(table, [job(ids(40, 13), 2)])  # takes the slot of the second
+    run(table, [conversations[0]])  # uses the first prefix again
+    run(table, [job(ids(40, 13), 2)])  # takes the slot of the second prefix
 
     reused = []
     for each in (conversations[0], conversations[2], conversations[1]):

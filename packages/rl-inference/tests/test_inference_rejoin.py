@@ -82,7 +82,7 @@ async def test_stage_server_killed_is_evicted_and_rejoins_at_new_version(
 ) -> None:
     async with client(servers, progress_timeout=20.0) as engine:
         await trainer.publish(engine)
-        servers[0].signal(signal.SIGSTOP)  # guarantees that it is killed between the request and its response
+        servers[0].signal(signal.SIGSTOP)  # so that the kill comes between the request and its response
         staging = asyncio.create_task(trainer.stage(engine))
         await until(lambda: bool(engine._router.servers[0].tasks))
 
@@ -104,7 +104,7 @@ async def test_commit_server_killed_after_stage_rejoins_at_committed_version(
         await trainer.publish(engine)
         meta = await trainer.stage(engine)
         servers[0].stop()
-        servers[0].start().wait_ready()  # at version 1, before the client noticed its loss
+        servers[0].start().wait_ready()  # serves version 1 before the client notices the loss
 
         await trainer.commit(engine, meta)
         assert engine.version == 2
@@ -171,7 +171,7 @@ async def test_stage_late_response_evicts_server_and_is_ignored(servers: list[Se
         meta = await trainer.stage(engine)
         assert "no response within 4 s" in str(engine._router.servers[0].evicted)
 
-        servers[0].signal(signal.SIGCONT)  # it stages now; the client ignores the response
+        servers[0].signal(signal.SIGCONT)  # the server stages now; the client ignores its response
         await trainer.commit(engine, meta)
         await until_live(engine, 2)
 

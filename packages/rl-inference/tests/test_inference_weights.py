@@ -152,7 +152,7 @@ async def test_commit_keep_uses_old_cache_with_new_weights(
 
 @torch.no_grad()
 def kept_logprobs(old: Any, new: Any, output: list[int], at: int) -> list[float]:
-    """Return the log-probs of `keep`: `old` reads up to the last token before position `at`, `new` continues."""
+    """Return the log-probs under `keep`: `old` reads the tokens before `output[at - 1]`, `new` reads the rest."""
     ids, first = torch.tensor([PROMPT + output]), len(PROMPT) + at - 1
     before = old(input_ids=ids[:, :first], use_cache=True)
     after = new(input_ids=ids[:, first:-1], past_key_values=before.past_key_values)

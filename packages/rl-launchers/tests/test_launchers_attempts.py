@@ -43,7 +43,8 @@ while True:
 """
 """Trainer that takes six steps and writes the last one to a file.
 
-Its first starts end at the step and in the way that the plan lists, `<step>:kill` or `<step>:<exit code>`."""
+The plan has an entry for each of the first starts. `<step>:kill` kills the trainer after this step, and
+`<step>:<exit code>` ends it with this exit code."""
 
 HANGS = """
 import os, pathlib, signal, sys

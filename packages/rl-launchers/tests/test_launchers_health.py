@@ -15,7 +15,7 @@ from rl_launchers.supervise.server_health import RestartConfig, ServerHealth
 @pytest.mark.nightly
 @pytest.mark.parametrize("was_ready", [True, False])
 def test_restarted_server_hang_after_ready_is_found_by_health_timeout(monkeypatch, was_ready):
-    """A restarted server that has not been ready yet has the role's `ready_timeout` instead."""
+    """Until a restarted server is ready, the role's `ready_timeout` applies instead."""
     result, restarts = {"now": "status 503"}, []
     monkeypatch.setattr(server_health, "probe", lambda *_: result["now"])
     scheduler = SimpleNamespace(restart_worker=lambda worker, note: restarts.append(note))

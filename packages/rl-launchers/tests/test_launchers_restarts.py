@@ -28,7 +28,7 @@ while True:
         pass
     time.sleep(0.02)
 """
-"""Trainer that ends once a server has responded after a number of starts, which it counts in the server's log."""
+"""Trainer that counts the starts in a server's log, and ends once the server responds after enough starts."""
 
 FAILING_CLIENT = """
 import pathlib, sys, time

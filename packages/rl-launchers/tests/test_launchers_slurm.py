@@ -283,7 +283,7 @@ def test_submit_by_two_concurrent_commands_creates_one_job(outside, tmp_path):
             if command[0] == "sbatch":
                 first_runs.set()
                 assert second_started.wait(10)
-                time.sleep(0.3)  # by then the other one waits for the lock, or, with the bug, calls sbatch
+                time.sleep(0.3)  # the other submission now waits for the lock; without a lock it calls sbatch
             return super().output(*command, env=env)
 
     first_runs, second_started = threading.Event(), threading.Event()

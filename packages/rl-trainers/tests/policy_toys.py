@@ -78,7 +78,7 @@ def objective(batch, config, splits, theta=None):
 
 
 def total(loss, batch, splits, divisor, theta=None):
-    """Return the same as `objective` for any loss function; `theta` is a leaf tensor, [B, T]."""
+    """Return the results of `objective` for any loss function; `theta` is a leaf tensor, [B, T]."""
     theta = batch["theta"].clone().requires_grad_() if theta is None else theta
     loss_sum, merged = torch.zeros((), dtype=torch.float64), {}
     for rows in splits:

@@ -23,7 +23,7 @@ FILES = 20
 
 
 class CountingEngine:
-    """Engine, and also the only other component of the run, whose state is the number of steps."""
+    """Engine whose state is the number of steps. It is also the only other component of the run."""
 
     def __init__(self, parallel: ParallelContext) -> None:
         self.parallel, self.steps = parallel, 0

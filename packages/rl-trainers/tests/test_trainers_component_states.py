@@ -17,7 +17,7 @@ from rl_trainers.recovery.component_states import ComponentState, SavedStates, r
 
 
 class Component:
-    """Component that returns the state that it was created with or restored from."""
+    """Component whose state changes only when `load_state_dict` replaces it."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         self.state = state or {}

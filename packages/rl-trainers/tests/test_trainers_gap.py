@@ -118,7 +118,7 @@ def _loss(outputs, packed):
 
 @contextlib.contextmanager
 def _rounded(model):
-    """Stand in for `TrainEngine.as_served` of the reference engine's model, served in bfloat16."""
+    """Round the weights to bfloat16 inside the context, as `TrainEngine.as_served` does."""
     saved = copy.deepcopy(model.state_dict())
     model.to(torch.bfloat16).to(torch.float32)
     yield
@@ -143,7 +143,7 @@ def _gate(fleet, loop, served="float32", **settings):
 
 
 def _run_until_error(gate, fleet, comparisons):
-    """Run steps until the gate stops the run and return the message; allow `comparisons` of each server."""
+    """Run steps until the gate stops the run, at most `comparisons` per server, and return the message."""
     with pytest.raises(WeightUpdateError) as caught:
         _run_steps(gate, fleet, comparisons * len(fleet.servers))
     return str(caught.value)
@@ -255,7 +255,7 @@ def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_sample_sequences_replicas_choose_different_groups(replicas, seed):
-    """Sequences of a group are spread over the replicas, which do not know each other's sequences."""
+    """Sequences of a group are spread over the replicas. No replica knows the sequences of the others."""
     batch = make_batch(64, seed, lengths=(4, 100))
     groups = []
     for rank in range(replicas):
@@ -477,7 +477,7 @@ def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, ca
         for _ in range(2):
             stats = _run_step(gate, fleet)
             assert stats["gap/mean_abs"] is None
-            assert stats["gap/empty"] == 2, "no token of the current version either"
+            assert stats["gap/empty"] == 2, "neither recorded log-probs nor scores could be compared"
         fleet.failure = None
         assert _run_step(gate, fleet)["gap/empty"] == 1
     assert "(1 in a row, gap.patience=3): the single server is gone" in caplog.text

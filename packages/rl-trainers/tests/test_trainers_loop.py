@@ -115,7 +115,8 @@ def test_train_error_writes_failed_prompts(engine, tmp_path):
     with pytest.raises(RewardError, match="too many"):
         train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=9)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 2, "prompt_id": 5, "outcome": "failed", "reason": "reward"}]  # no step learned from 4
+    # no step trained on prompt 4
+    assert lines == [{"step": 2, "prompt_id": 5, "outcome": "failed", "reason": "reward"}]
 
 
 def test_train_error_is_raised_even_if_outcomes_cannot_be_written(engine, tmp_path):

@@ -88,7 +88,7 @@ def test_objective_untrained_tokens_may_have_any_value(name):
     batch = prepared_batch(config)
     loss, gradient, stats = objective(batch, config, WHOLE)
     untrained = ~batch["loss_mask"]
-    # the entropy in these tests is computed from theta, so a NaN there would make it NaN
+    # these tests compute the entropy from theta, so a NaN in theta would make the entropy NaN
     extreme_values = (800.0 if config.entropy_coef else math.nan, math.inf, -math.inf, math.nan)
     for value, key in zip(extreme_values, ("theta", "prox_logprobs", "ref_logprobs", "advantages"), strict=True):
         batch[key][untrained] = value

@@ -292,14 +292,14 @@ def test_finished_groups_create_no_reference_cycles():
 @pytest.mark.slow
 def test_end_step_frees_tensors_in_reference_cycles(monkeypatch):
     monkeypatch.setattr("rl_workflows.rollout.runtime.FULL_COLLECTION_EVERY", 4)
-    monkeypatch.setattr("rl_workflows.rollout.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these
+    monkeypatch.setattr("rl_workflows.rollout.runtime.COLLECTION_FRACTION", 1e9)  # collect at the end of each step
     thresholds, rollout = gc.get_threshold(), _rollout()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         tensor_refs, retained = [], []
         for step in range(1, 9):
             rollout.next_batch()
-            for container in (None, retained):  # one is dropped in its step, the other in the next step
+            for container in (None, retained):  # drops one cycle in its step, and the other in the next step
                 cycle = Cycle(torch.zeros(1000))
                 tensor_refs.append(weakref.ref(cycle.tensor))
                 if container is not None:

@@ -16,7 +16,7 @@ advantages = normalize(rewards, groups, groups)
 # the first group has a mean of 0.5 and a sample deviation of 1 / sqrt(3); all rewards of the second are equal
 torch.testing.assert_close(advantages, torch.tensor([1, -1, -1, 1, 0, 0]) * 3**0.5 / 2, rtol=1e-5, atol=0)
 
-# two completions of two tokens, the last token is not sampled; ratios 1.5, 0.9, 0.5 with advantages 1, 1, -1
+# two completions of two tokens; the last token is not trained; ratios 1.5, 0.9, 0.5 with advantages 1, 1, -1
 mask = torch.tensor([[True, True], [True, False]])
 ratio = torch.tensor([1.5, 0.9, 0.5, 1.0])
 old = torch.full((4,), -1.0)

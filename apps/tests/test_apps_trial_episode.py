@@ -232,7 +232,7 @@ def right(terms, *, clip_high, slope=0.1):
     return -terms.ratio.clamp(max=1 + clip_high) * terms.advantages, {"clip/high": terms.ratio > 1 + clip_high}
 
 def misspelt(terms):
-    return -terms.ratio * terms.advantage, {}  # misspelt: advantages
+    return -terms.ratio * terms.advantage, {}  # misspelled: advantages
 
 def summed(terms):
     return -(terms.ratio * terms.advantages).mean(), {}

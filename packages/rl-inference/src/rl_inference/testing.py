@@ -168,7 +168,7 @@ class ServerProcess:
         """Return when `/health` replies 200.
 
         Raises:
-            InferenceError: the server ended, or was not ready in time; includes its log.
+            InferenceError: the server ended, or was not ready in time. The message includes its log.
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

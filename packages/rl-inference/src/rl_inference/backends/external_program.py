@@ -25,7 +25,7 @@ def check_program(kind: str, config: Any, spec: ServeSpec, reserved: Sequence[st
         reserved: options that other settings set, or that the run relies on.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: a setting is not supported; the message names it.
     """
     split = spec.strategy
     require(

@@ -96,8 +96,8 @@ class AllServers:
         Args:
             server: server that does the work.
             work: coroutine to await.
-            patience: maximum seconds between two polls that show the same number of generated tokens.
-            error: error to raise after that.
+            patience: seconds between two polls of the number of generated tokens.
+            error: error to raise if two consecutive polls show the same number.
         """
         task, last_tokens = asyncio.create_task(work), -1.0
         try:
@@ -115,6 +115,6 @@ class AllServers:
 
     def _drain_error(self, server: Server) -> ServerLostError:
         return ServerLostError(
-            f"{server.address}: no progress while waiting for running completions before a pause, for "
-            f"{self.config.progress_timeout:g} s (client.progress_timeout)"
+            f"{server.address}: no progress of running completions for {self.config.progress_timeout:g} s "
+            "(client.progress_timeout) while the client waited for a pause"
         )

@@ -28,7 +28,7 @@ class PartialCompletion:
     rid: str
     """Id of the request."""
     stops: StopStrings | None = None
-    """Detector of stop strings, or None if the servers detect them across interruptions."""
+    """Detector of stop strings, or None if the client need not detect any."""
     output_ids: list[int] = field(default_factory=list)
     """Tokens received so far."""
     logprobs: list[float] = field(default_factory=list)
@@ -137,18 +137,19 @@ def reject_unsupported(generation: GenerationConfig, capabilities: Capabilities)
         capabilities: optional features of the servers.
 
     Raises:
-        InferenceError: the message names the settings and a remedy.
+        InferenceError: the servers do not support some settings; the message names them and a remedy.
     """
     if capabilities.truncated_logprobs and (generation.truncates or generation.penalizes):
         raise InferenceError(
-            "generation: expected top_p=1, top_k=0, min_p=0 and no penalties, which change the log-probs of these "
-            f"servers; found {_changed_settings(generation)}. Remove them, or use servers that support them "
-            "(allocation=embedded:...)."
+            "generation: expected top_p=1, top_k=0, min_p=0 and no penalties, because other values change the "
+            f"log-probs of these servers; found {_changed_settings(generation)}. Remove these settings, or use servers "
+            "that support them (allocation=embedded:...)."
         )
     if generation.penalizes and not capabilities.resumes_completions:
         raise InferenceError(
-            "generation: expected no penalties, because these servers lose their state in an interruption; found "
-            f"{_changed_settings(generation)}. Remove them, or use servers that support them (allocation=embedded:...)."
+            "generation: expected no penalties, because these servers lose the penalty state at an interruption; found "
+            f"{_changed_settings(generation)}. Remove these settings, or use servers that support them "
+            "(allocation=embedded:...)."
         )
 
 
@@ -156,7 +157,7 @@ def reject_schema(able: Capabilities) -> None:
     """Reject a request with a JSON schema if the servers do not support schemas.
 
     Raises:
-        InferenceError: the message names servers that support them.
+        InferenceError: the servers do not support schemas; the message names servers that do.
     """
     if not able.schemas:
         raise InferenceError(

@@ -80,7 +80,7 @@ class Discovery:
         self._last_problem = problem
 
     def apply(self, addresses: dict[str, str]) -> bool:
-        """Update the router's servers from one reading, addresses by name, and return whether servers were added."""
+        """Update the router's servers from one reading (addresses by name). Return whether servers were added."""
         if not addresses:
             return False
         router, names, moved = self._router, {address: name for name, address in addresses.items()}, set[str]()
@@ -90,7 +90,7 @@ class Discovery:
                 self._missed.pop(server.address, None)
             elif server.name in addresses:
                 moved.add(server.name)
-                logger.warning("server %s is now at %s: %s", server.name, addresses[server.name], server.address)
+                logger.warning("server %s moved to %s from %s", server.name, addresses[server.name], server.address)
                 self._missed.pop(server.address, None)
                 router.remove(server, f"is now at {addresses[server.name]}")
             else:
@@ -98,7 +98,7 @@ class Discovery:
         for server in list(router.servers):
             listed_servers = (candidate for candidate in router.live if candidate.address in names)
             if self._missed.get(server.address, 0) >= _MIN_READINGS and (not server.is_live or any(listed_servers)):
-                logger.info("server %s is removed: it is no longer listed", server.address)
+                logger.info("server %s is removed: the source no longer lists it", server.address)
                 self._missed.pop(server.address)
                 router.remove(server, "was removed", _REMOVAL_SECONDS)
         current_addresses = {server.address for server in router.servers}

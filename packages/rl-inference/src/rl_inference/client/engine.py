@@ -38,7 +38,7 @@ from rl_inference.client.weight_update import WeightUpdates
 _MAX_RETRY_SECONDS = 5.0
 _COUNTERS = ("generated_tokens", "busy_seconds")
 _PROBES = 3
-"""Number of probes of a silent server per progress timeout. After as many failures in a row it counts as lost."""
+"""Number of probes of a silent server per progress timeout. After this many failures in a row, it counts as lost."""
 
 
 class HttpEngine(InferenceEngine):
@@ -153,8 +153,8 @@ class HttpEngine(InferenceEngine):
             the server that finished it.
 
         Raises:
-            InferenceError: the request was rejected, or all live servers failed since the last token and the deadline
-                has passed.
+            InferenceError: a server rejected the request, no server became live in time, or all live servers failed
+                and no token arrived within the progress timeout.
         """
         last_progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
         while True:
@@ -197,7 +197,7 @@ class HttpEngine(InferenceEngine):
     ) -> None:
         """Record that a server ended, or reported a failure, while it worked on a request.
 
-        A server that returns its unfinished completions before it ends, and one that was removed, do not count.
+        Removed servers, and servers that return their unfinished completions before they end, do not count.
 
         Args:
             request: name of the request for messages.
@@ -266,7 +266,7 @@ class HttpEngine(InferenceEngine):
         )
 
     async def _run_request[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
-        """Run a request on a server until the server is evicted, and handle a failure of the server."""
+        """Run a request on a server, cancel it if the server is evicted, and handle a failure of the server."""
         server.open += 1
         try:
             return await server.run(work)
@@ -340,7 +340,8 @@ class HttpEngine(InferenceEngine):
     def _add_chunk(self, server: Server, completion: PartialCompletion, chunk: GenerationChunk, committed: int) -> None:
         """Append a chunk to the completion, unless its versions are older than the versions of earlier tokens.
 
-        Such a server missed an update of another client. It is evicted until it serves the committed version.
+        A server that sends older versions missed an update of another client. It is evicted until it serves the
+        committed version.
 
         Args:
             server: server that sent the chunk.
@@ -370,7 +371,7 @@ class HttpEngine(InferenceEngine):
         return await self._score(lambda: self._protocol.score(input_ids, temperature), server)
 
     async def score_previous_weights(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Return the same as `score` at the weights that were served before the last commit."""
+        """Return the log-prob of each input token at the weights that were served before the last commit."""
         if not self.capabilities.scores_previous_weights:
             return await super().score_previous_weights(input_ids, temperature)
         return await self._score(lambda: self._protocol.score(input_ids, temperature, before=True))
@@ -399,7 +400,7 @@ class HttpEngine(InferenceEngine):
         raise InferenceError(f"no live server could score: {self._router.reasons}")
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
-        """Return checksums of the tensors that each server serves now, under all of their names."""
+        """Return checksums of the tensors that each server serves now; a tied tensor appears under all its names."""
         if not self.capabilities.checksums:
             return await super().live_receipts(server)
         servers = self._router.live if server is None else [self._router.named(server)]
@@ -496,7 +497,7 @@ class HttpEngine(InferenceEngine):
         return stats_by_server
 
     async def _learn_version(self, stats_by_server: dict[Server, Stats]) -> None:
-        """Set `version` to the oldest version of all live servers, because that is committed.
+        """Set `version` to the oldest version of all live servers, because every live server has committed it.
 
         A server that stays behind the others missed an update of another client. It is evicted until it serves the
         committed version.

@@ -9,15 +9,15 @@ import resource
 from rl_contracts.errors import InferenceError
 
 NO_FILE_LEFT = (errno.EMFILE, errno.ENFILE)
-"""Numbers of an OSError at the limit of open files: of this process, and of the machine."""
+"""Error numbers of an OSError at the limit of open files of this process, and at the limit of the machine."""
 
 
 class TooManyFilesError(InferenceError):
     """Connection that failed because this process reached its limit of open files. The server may be healthy.
 
-    A trainer process needs about 200 files, one for each concurrent request of evaluation (`rollout.eval_concurrent`),
-    and one for each episode in progress: `group_size` for each of its groups. Its groups are `rollout.max_concurrent`
-    (null: (max_staleness + 1) * batch size) divided by the number of replicas.
+    A trainer process needs about 200 files, plus one per concurrent evaluation request (`rollout.eval_concurrent`),
+    plus one per episode in progress (`group_size` per group). Its number of groups is `rollout.max_concurrent` divided
+    by the number of replicas. If `max_concurrent` is null, (max_staleness + 1) * batch size takes its place.
     """
 
     def __init__(self, where: str, error: OSError) -> None:

@@ -143,7 +143,7 @@ class ServerMonitor:
             self._router.evict(server, f"no longer responds: {error}")
 
     async def _readmit(self, server: Server, state: tuple[str, int | None, int]) -> None:
-        """Try to readmit a server. After a `WeightUpdateError` the next attempt follows only when its state changed."""
+        """Try to readmit a server. After a `WeightUpdateError`, the next attempt requires a new server state."""
         try:
             await self._updates.rejoin(server)
         except WeightUpdateError as error:

@@ -271,7 +271,7 @@ def expand(spans: list[dict[str, Any]], initial: int) -> list[int]:
 
     Args:
         spans: spans in the order of the tokens.
-        initial: version of the weights that the server was started with, which the name `default` stands for.
+        initial: version of the weights that the server was started with. Spans call this version `default`.
     """
     numbered = [(initial if span["version"] == "default" else int(span["version"]), span) for span in spans]
     return [version for version, span in numbered for _ in range(span["start"], span["end"])]

@@ -107,7 +107,7 @@ class Router:
         self._unblocked.set()
 
     async def wait_open(self) -> bool:
-        """Wait until requests are not held back or the monitor ended, and return whether that took time."""
+        """Wait until requests are released or the monitor ended, and return whether they were held back."""
         if self._unblocked.is_set():
             return False
         return await self._unblocked.wait()
@@ -141,7 +141,7 @@ class Router:
             self._no_server_since = self.clock.now()
 
     def readmit(self, server: Server, version: int) -> None:
-        """Start to use an evicted or new server, without its past failures. Do nothing if it was removed meanwhile."""
+        """Start to use an evicted or new server, and reset its failures. Do nothing if it was removed meanwhile."""
         if server.is_removed:
             return
         logger.log(*_JOINED[server.served_before], server.address, version)

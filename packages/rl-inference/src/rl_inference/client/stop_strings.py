@@ -44,7 +44,7 @@ def completed(strings: Sequence[str], ids: Sequence[int], tokenizer: Any) -> str
 
 
 def longest_stop_length(strings: Sequence[str]) -> int:
-    """Return the number of last tokens of a completion to decode to detect any of the strings."""
+    """Return how many tokens at the end of a completion must be decoded to detect any of the strings."""
     return max(len(text.encode()) for text in strings) + _MARGIN
 
 

@@ -32,7 +32,7 @@ class ServerGoneError(ServerLostError):
 
 
 class ServerRestartedError(ServerGoneError):
-    """Server whose address now belongs to a new process, whose weights must be checked before it is used."""
+    """Server whose address now belongs to a new process. Its weights must be checked before use."""
 
 
 class ServerBusyError(InferenceError):
@@ -42,7 +42,7 @@ class ServerBusyError(InferenceError):
 class ServerEndedError(ServerGoneError):
     """Server that ended during a request.
 
-    The connection broke, and afterwards no process or a new one listened at the address.
+    The connection broke. Afterwards no process, or a new process, listened at the address.
     """
 
 

@@ -27,9 +27,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 class StagedLoad:
-    """Stage by loading next to the served weights, which returns a receipt, and commit by a swap.
+    """Load a version next to the served weights when it is staged, and swap the weights at the commit.
 
-    If receipts have no checksums, the servers complete the canary after the swap, while requests are held back.
+    If the commit has a canary, the servers complete it after the swap, while requests are held back.
 
     Args:
         fleet: all servers.
@@ -93,11 +93,11 @@ class StagedLoad:
         self.fleet.router.open()
 
     def is_complete(self, server: Server) -> bool:
-        """Return whether a server that returned holds the complete version that it reports, as far as known."""
+        """Return False if the weights of a server may be incomplete after a failed load."""
         return True
 
     async def load_committed(self, server: Server, committed: CommittedWeights) -> None:
-        """Load the committed version on a server that returned with another one."""
+        """Load the committed version on a server that returned with another version."""
         receipt = await self.stage(server, committed.meta)
         if self.fleet.protocol.capabilities.checksums:
             verify_receipt(committed.receipt, receipt, committed.meta.route)
@@ -117,7 +117,7 @@ class StagedLoad:
             await self._canary.judge(committed.version, [await self._run_canary(server, self._canary)])
 
     async def _check_receipt(self, server: Server, committed: CommittedWeights) -> None:
-        """Compare checksums. If a server cannot report any for its initial weights, load the committed ones again."""
+        """Compare checksums. If the server has none for its initial weights, load the committed weights again."""
         fleet = self.fleet
         try:
             receipt = await fleet.transport.call_until_evicted(
@@ -170,7 +170,8 @@ class StagedLoad:
 
 
 class InPlaceLoad(StagedLoad):
-    """Stage by preparing a directory that servers can load, and commit by loading it over the served weights.
+    """Prepare a directory that servers can load when a version is staged, and load it over the served weights at the
+    commit.
 
     A server whose load failed has incomplete weights. It is evicted and must load the committed version to rejoin.
     """
@@ -233,7 +234,7 @@ def model_directory(meta: WeightUpdateMeta, model_path: str) -> WeightUpdateMeta
         `meta` with that directory as its only part.
 
     Raises:
-        WeightUpdateError: the route stores no files, or they are missing or contain other parameters.
+        WeightUpdateError: the route stores no files, or the files are missing or contain other parameters.
     """
     from rl_contracts.weights.stored import FILE, check_files
 

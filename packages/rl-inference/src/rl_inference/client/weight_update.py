@@ -179,7 +179,9 @@ class WeightUpdates:
         if committed is not None:
             await self._loading.check(server, committed)
         elif version != self._spec.version:
-            raise InferenceError(f"{server.address}: cannot check version {version}: it has no commit record yet.")
+            raise InferenceError(
+                f"{server.address}: cannot check version {version}: its commit record does not exist yet."
+            )
         protocol = self._transport.protocol
         if self._controls_servers:  # otherwise the client that paused the server, perhaps for an update, must resume it
             exchange = protocol.pause("keep", self._all_servers.lease) if self._is_paused else protocol.resume()
@@ -239,13 +241,13 @@ class WeightUpdates:
                 raise
 
     async def wake(self) -> None:
-        """Wake the servers after `sleep`, unless a commit did."""
+        """Wake the servers after `sleep`, unless a commit already woke them."""
         async with self._lock:
             if self._is_sleeping:
                 await self._wake_and_resume()
 
     async def _wake_and_resume(self) -> None:
-        """Wake all servers and resume those that `pause` does not hold paused. Servers that do not wake are evicted."""
+        """Wake all servers, evict those that do not wake, and resume generation unless `pause` was called."""
         all_servers = self._all_servers
         try:
             await self._wake_all()
@@ -380,8 +382,8 @@ class WeightUpdates:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.exception() if task.done() else None for task in tasks]
             if any(errors) and not any(isinstance(error, ServerLostError) for error in errors):
-                # The trainer canceled the transfer and sent the reason to all servers; one that does not report it is
-                # lost.
+                # The trainer canceled the transfer and sent the reason to all servers. A server that does not report it
+                # counts as lost.
                 await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
                 errors = [task.exception() if task.done() else ServerLostError("no response") for task in tasks]
             if not any(errors):
@@ -426,7 +428,7 @@ class WeightUpdates:
         """Resume all live servers, unless `pause` holds them paused.
 
         Args:
-            stay_paused: whether to leave them paused; None if `pause` holds them paused.
+            stay_paused: whether to leave them paused; None to leave them paused only after a call of `pause`.
 
         Returns:
             duration of each server's pause in seconds, or None if not reported.

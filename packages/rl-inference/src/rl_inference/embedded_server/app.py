@@ -281,7 +281,7 @@ class ServerApp:
         return job.to_reply(start, self.loop.model.tokenizer, self.loop.weights.version, with_logprobs)
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """End a request or a batch (`rid`), or all (`abort_all`). They return the tokens generated so far."""
+        """End a request or a batch (`rid`), or all requests (`abort_all`). Each returns the tokens generated so far."""
         body = await self._read(request, Abort)
         expect(body.abort_all or body.rid is not None, "rid", "a string, or `abort_all: true`", None)
         count = self.loop.abort(lambda job: body.abort_all or body.rid in (job.rid, job.batch), "aborted by request")

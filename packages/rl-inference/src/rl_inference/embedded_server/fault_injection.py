@@ -1,7 +1,7 @@
 """Embedded server with fault injection, for tests and demonstrations.
 
-The environment variable FAULT_FILE names a file that holds the name of the active fault. It may change while the
-server runs.
+The environment variable FAULT_FILE names a file that holds the name of the active fault. The file may change while
+the server runs.
 
 FAULT_FILE=path python -m rl_inference.embedded_server.fault_injection --model DIR --port N ...
 """

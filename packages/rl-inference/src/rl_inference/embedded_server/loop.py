@@ -32,7 +32,7 @@ _SHUTDOWN = {"type": "abort", "message": "the server is shutting down"}
 class DecodeLoop:
     """Decode thread, the owner of model, KV cache and weights while it runs.
 
-    Other threads put callables into one inbox, which the decode thread runs between two passes. Therefore nothing here
+    Other threads put callables into one inbox. The decode thread runs them between two passes. Therefore nothing here
     needs a lock, and a version can change only between two passes. If both completions and scores are requested, each
     gets half of the thread's time.
 

@@ -160,7 +160,7 @@ def expect(condition: bool, name: str, expected: str, value: object) -> None:
     """Reject a request unless `condition` holds.
 
     Raises:
-        InferenceError: names the field, the expected value and the value found.
+        InferenceError: `condition` is false. The message names the field, the expected value and the value found.
     """
     if not condition:
         raise InferenceError(f"{name}: expected {expected}, found {shown(value)}.")
@@ -216,7 +216,7 @@ def check_ids(ids: Any, model: SlotModel) -> list[int]:
     """Return `ids` if the model can read them.
 
     Raises:
-        InferenceError: the list is empty or too long, or an entry is no integer or outside the vocabulary.
+        InferenceError: the list is empty or too long, or an entry is not an integer or is outside the vocabulary.
     """
     are_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
     expect(are_ids, "input_ids", "a list of token ids or a list of such lists", ids)

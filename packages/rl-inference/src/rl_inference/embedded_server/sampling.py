@@ -140,7 +140,7 @@ class SamplingBatch:
     seeds: torch.Tensor
     """int64 [rows]."""
     greedy: torch.Tensor | None
-    """True if each row is greedy, bool [rows]; None if no row is."""
+    """Whether each row is greedy, bool [rows]; None if no row is greedy."""
     any_random: bool
     """True if at least one row is not greedy."""
     tempered: bool

@@ -25,18 +25,18 @@ class ScoreJob:
     before: bool = False
     """Score with the weights served before the last commit. Nothing may be staged meanwhile."""
     done: Future[tuple[list[float], int]] = field(default_factory=Future)
-    """Future of the log-probs, of which entry 0 is 0, and of the version served at that time."""
+    """Future of the log-probs (entry 0 is 0) and of the version whose weights computed them."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probs computed so far."""
     version: int = -1
-    """Version of the weights at the time of these log-probs."""
+    """Version of the weights that computed `logprobs`."""
 
 
 class ScoreQueue:
     """Sequences that wait to be scored, first come first served. Belongs to the decode thread.
 
-    A sequence goes through the model in one pass. A sequence longer than `part` takes several passes and stores its
-    keys and values in pages of the cache.
+    A sequence of up to `part` tokens takes one pass. A longer sequence takes several passes, and stores its keys and
+    values in pages of the cache.
 
     Args:
         part: maximum number of tokens per pass; 0: no limit.
@@ -61,7 +61,7 @@ class ScoreQueue:
                     return
         except Exception as error:  # noqa: BLE001 - passed to the caller
             failure = error
-        self.waiting.popleft()  # before the result is set: then the stats no longer count a job that a client has
+        self.waiting.popleft()  # before the result is set, so that the stats count no job with a delivered result
         self._model.cache.pages.assign(self._model.cache.slots, [])
         if not job.done.set_running_or_notify_cancel():
             return

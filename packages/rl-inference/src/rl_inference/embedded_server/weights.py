@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 
     @property
     def where(self) -> tuple[object, ...]:
-        """Key that is equal for two names of the same location, as tied parameters have."""
+        """Key of the location, equal for all names of a tied parameter."""
         return (self.key, *self.part[1:])
 
 
@@ -314,7 +314,7 @@ class ServedWeights:
                     plan.derived[name] = place.part.slice_of(self._staging_tensor(place.key, plan.spare))
 
     def _staging_tensor(self, key: str, spare: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the staging tensor of a served one; reuse the tensor of the last version but one if it exists."""
+        """Return the staging tensor for a served tensor. Reuse the tensor of the previous version if it exists."""
         if key not in spare:
             previous, live = self._spare.get(key), self._live[key]
             layout = torch.contiguous_format
@@ -353,8 +353,8 @@ def restore(weights: ServedWeights, directory: str) -> None:
     weights differ from it, that is an error.
 
     Raises:
-        WeightUpdateError: the version in the last record cannot be read, or differs from the committed one; names
-            the parameter.
+        WeightUpdateError: the version in the last record cannot be read, or differs from the committed version. The
+            message then names the parameter.
     """
     deadline = time.monotonic() + OVERTAKEN_SECONDS
     record = read_committed(directory) if directory else None

@@ -33,7 +33,7 @@ class EmbeddedEngineConfig(ServerConfig):
     `cache_gib`."""
     cache_gib: float = bounded(0.0, "0 (by the free memory) or more", lambda size: size >= 0)
     """Maximum size of the KV cache in GiB. 0: a quarter of the free memory after the model is loaded, or half of it on
-    a GPU. Servers of a run that share the memory get equal parts of that. Sequences use as much as they need, and
+    a GPU. Servers of a run that share the memory divide this size equally. Sequences use as much as they need, and
     requests that do not fit wait. The size also limits the context length."""
     prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
     """Maximum number of prompt or score tokens per forward pass, in addition to one token of each running completion.
@@ -56,7 +56,7 @@ class EmbeddedEngineConfig(ServerConfig):
     """Seconds that a server may take from its start until it is ready."""
 
     def program(self) -> ServerProgram | None:
-        """Return this package as a requirement of the servers' interpreter, or None if that is the command's."""
+        """Return this package as a requirement of the interpreter `python`, or None if `python` is empty."""
         if not self.python:
             return None
         remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."

@@ -60,7 +60,7 @@ class Receiver:
             raise RejectedError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
 
     def reject(self, part: dict[str, Any], reason: str) -> None:
-        """Cancel the update for all waiting participants, because this server cannot take part, with the reason."""
+        """Cancel the update, and send all waiting participants the reason why this server cannot take part."""
         try:
             address = Address(part["location"])
             self._connect(address)

@@ -323,7 +323,7 @@ class Guard(ABC):
         """Clear further caches of values that were computed with the previous weights."""
 
     async def _resume(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
-        """Resume generation, after a running commit, and return the duration of the pause in seconds."""
+        """Wait for a running commit, resume generation, and return the duration of the pause in seconds."""
         async with self._commit_lock:
             return await self._resume_generation(engine)
 

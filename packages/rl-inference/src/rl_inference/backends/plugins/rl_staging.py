@@ -110,7 +110,7 @@ class Attempt:
         """Return the checksums as text, because a JSON number does not represent 64 bits reliably.
 
         Raises:
-            RejectedError: names the first parameter that is not finite.
+            RejectedError: a parameter is not finite; the message names the first one.
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

@@ -185,7 +185,7 @@ def _read_safetensors(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_files(meta: dict[str, Any], area: str) -> list[dict[str, Any]]:
-    """Create files in a staging area for a version, which other ranks of this server can open.
+    """Create the files of a version in a staging area, where other ranks of this server can open them.
 
     Returns:
         for each part, its parameters by name, as views of the file.

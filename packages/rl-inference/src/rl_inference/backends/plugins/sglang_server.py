@@ -46,7 +46,7 @@ logger = logging.getLogger("rl.sglang")
 STAGE = "RL_STAGE_DIR"
 """Environment variable with the directory through which the HTTP process passes weights to the scheduler processes."""
 FAILED = "failed"
-"""File with the error of a failed load; an exception in a scheduler would end SGLang before it could be reported."""
+"""File with the error of a failed load; an exception in a scheduler would end SGLang before the report."""
 LOADER = "sglang_server.load_staged"
 """Import path of the custom weight loader."""
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -178,7 +178,10 @@ class Engine:
         self._idle.clear() if self._requests else self._idle.set()
 
     async def check_health(self) -> None:
-        """Do nothing, because SGLang ends if a process of it ends or its scheduler hangs (`--watchdog-timeout`)."""
+        """Do nothing.
+
+        SGLang ends if one of its processes ends or its scheduler hangs (`--watchdog-timeout`).
+        """
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         """Retract running requests, so that their KV cache is recomputed; with `wait`, let them finish first."""
@@ -281,9 +284,9 @@ class Engine:
 
 
 def load_staged(model: Any, named_tensors: Any) -> None:
-    """Load the version that the HTTP process staged; SGLang's custom weight loader on each rank.
+    """Load the version that the HTTP process staged. SGLang calls this custom weight loader on each rank.
 
-    Errors, also a difference between the model's tensors and the staged ones, are written to the file `FAILED`.
+    Errors are written to the file `FAILED`, also if the model's tensors differ from the staged tensors.
     """
     directory = Path(os.environ[STAGE])
     try:
@@ -303,7 +306,7 @@ def compare(model: Any, staged: dict[str, Any]) -> None:
     checkpoint are not compared.
 
     Raises:
-        RuntimeError: names the first parameter that differs.
+        RuntimeError: a tensor differs; the message names the first such parameter.
     """
     import torch
 
@@ -319,7 +322,7 @@ def compare(model: Any, staged: dict[str, Any]) -> None:
 
 
 def served(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name in the checkpoint and tensor of the parameters that this rank has completely."""
+    """Yield the checkpoint name and the tensor of each parameter that this rank holds completely."""
     for prefix, module in model.named_modules():
         group = getattr(module, "tp_group", None)
         ranks = max(getattr(module, "tp_size", 1), getattr(group, "world_size", 1))
@@ -343,7 +346,7 @@ def cores_by_rank(nodes: list[str], allowed: list[int], ranks: int) -> str:
 
     Args:
         nodes: physical cores of each NUMA node that this process may use, in SGLang's format: `0,1`.
-        allowed: all logical cores that it may use; used if there are fewer physical cores than ranks.
+        allowed: all logical cores that this process may use; used if there are fewer physical cores than ranks.
         ranks: number of tensor-parallel ranks.
 
     Returns:

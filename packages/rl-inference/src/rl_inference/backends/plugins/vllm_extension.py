@@ -96,7 +96,10 @@ class Guard(rl_guard.Guard):
         return send_counted
 
     async def _is_warm(self, engine: Any) -> bool:
-        """Return whether the first tokens were generated, without waiting; the first call starts the warm-up."""
+        """Return whether the first tokens were generated, after at most `REPLY_SECONDS`.
+
+        The first call starts the warm-up.
+        """
         if self._warm_up_task is None:
             self._warm_up_task = asyncio.create_task(_warm_up(engine))
         await asyncio.wait({self._warm_up_task}, timeout=rl_guard.REPLY_SECONDS)
@@ -156,7 +159,7 @@ class Guard(rl_guard.Guard):
             shutil.rmtree(area, ignore_errors=True)
 
     async def _sleep(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
-        """Free the device's memory until `wake`. Requests wait, and no lease ends this."""
+        """Free the device's memory until `wake`. Requests wait, and no lease ends the sleep."""
         self._cancel_lease()
         self._running.clear()
         await engine.sleep(level=1, mode="keep")
@@ -180,7 +183,7 @@ async def _warm_up(engine: Any) -> None:
 def _salted(body: bytes, version: int) -> bytes | None:
     """Return a request's JSON with the version as cache salt, or None if it is not a JSON object.
 
-    The salt comes last, so that it overrides one in the request.
+    The salt comes last, so that it overrides a salt in the request.
     """
     body = body.strip()
     if not body:
@@ -207,8 +210,8 @@ def _replay(body: bytes, receive: Any) -> Any:
 class WeightStage:
     """Methods added to vLLM's worker class; `collective_rpc` calls them on all ranks.
 
-    Rank 0 fetches a version into host memory, in a thread, while the worker computes. The other ranks open it there,
-    and all ranks load from it.
+    Rank 0 fetches a version into host memory, in a thread, while the worker computes. The other ranks open the
+    fetched tensors, and all ranks load them.
     """
 
     def rl_stage(self, meta: dict[str, Any]) -> None:
@@ -279,7 +282,7 @@ def compare(model: Any, staged: dict[str, Any]) -> None:
     Parameters that are split over ranks, quantized, or named differently from the checkpoint are not compared.
 
     Raises:
-        RuntimeError: names the first parameter that differs.
+        RuntimeError: a tensor differs; the message names the first such parameter.
     """
     import torch
 
@@ -303,10 +306,10 @@ def _is_whole(model: Any) -> bool:
 
 
 def served(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name in the checkpoint, tensor and column indices (None for all columns) of a vLLM model's parameters.
+    """Yield checkpoint name, tensor and column indices (None for all columns) of each parameter of a vLLM model.
 
-    Of a matrix that is packed for a CPU, some columns are computed by multiplication with unit vectors. They suffice
-    to detect a wrong matrix.
+    For a matrix that is packed for a CPU, the tensor has random columns, computed by multiplication with unit vectors.
+    These columns suffice to detect a wrong matrix.
     """
     packed_together = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules():

@@ -41,8 +41,8 @@ class SGLangEngineConfig(ServerConfig):
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
     """Dtype of the served weights: `float32` (on CPUs only), `bfloat16` (recommended on GPUs) or `float16`."""
     quantization: str = choice("", ("", "fp8"))
-    """Quantization of the weights: empty for none, or `fp8` when they are loaded. `fp8` requires GPUs, and servers
-    whose weights are never updated."""
+    """Quantization of the weights: empty for none, or `fp8`, applied when they are loaded. `fp8` requires GPUs, and
+    servers whose weights are never updated."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
     """Maximum number of tokens of prompt and completion together. 0: the model's maximum."""
     max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
@@ -88,7 +88,7 @@ class SGLangEngineConfig(ServerConfig):
         require(
             not (self.quantization and spec.weights_dir),
             "server.quantization",
-            "none if weights are updated, because SGLang cannot load other weights after it has quantized the first",
+            "none if weights are updated, because SGLang cannot load new weights after quantization",
             self.quantization,
         )
         require(

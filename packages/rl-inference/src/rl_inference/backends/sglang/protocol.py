@@ -137,8 +137,8 @@ def sampling_params(generation: GenerationConfig) -> dict[str, Any]:
 
     With `ignore_eos`, SGLang also ignores stop tokens. A request that has both is sent without `ignore_eos`, and
     `Stream` makes the client continue after an end token. A minimum length removes end tokens from the distribution
-    whose log-probs SGLang returns. It is therefore left out if no end token can end the completion, and rejected
-    otherwise.
+    whose log-probs SGLang returns. A minimum length is therefore omitted if no end token can end the completion, and
+    rejected otherwise.
 
     Raises:
         InferenceError: an end token could end the completion before the minimum length.
@@ -172,7 +172,7 @@ class Stream:
     max_tokens: int
     """Number of requested tokens."""
     stop_tokens: frozenset[int] | None = None
-    """Stop tokens of a completion that continues after any other end token. None: the server decides when it ends."""
+    """Stop tokens of a completion that continues after any other end token. None: the server ends the completion."""
     received: int = 0
     """Number of tokens returned so far."""
 

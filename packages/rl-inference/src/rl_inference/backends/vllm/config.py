@@ -52,8 +52,8 @@ class VLLMEngineConfig(ServerConfig):
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
     """Dtype of the served weights: `float32`, `bfloat16` (recommended on GPUs) or `float16`."""
     quantization: str = choice("", ("", "fp8"))
-    """Quantization of the weights: empty for none, or `fp8` when they are loaded, on GPUs. The log-probs then differ
-    from the trainer's, so the loss needs an importance correction (`algorithm.correction`)."""
+    """Quantization of the weights: empty for none, or `fp8`, applied when they are loaded; requires GPUs. The log-probs
+    then differ from the trainer's, so the loss needs an importance correction (`algorithm.correction`)."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
     """Maximum number of tokens of prompt and completion together. 0: the model's maximum."""
     max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
@@ -131,7 +131,7 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
         "max-num-seqs": config.max_sequences,
         "gpu-memory-utilization": config.memory_share,
         "stream-interval": config.stream_interval,
-        # of the distribution that vLLM samples from; its default is that at temperature 1
+        # log-probs of the distribution that vLLM samples from; by default vLLM reports them at temperature 1
         "logprobs-mode": "processed_logprobs",
         # ignore the defaults of the model's authors (top-p and others)
         "generation-config": "vllm",

@@ -89,7 +89,7 @@ class VLLMProtocol(ControlProtocol):
         return Call(_GENERATE, _Stream(self._version).read, body)
 
     def abort(self, rid: str) -> Exchange[None]:
-        # vLLM's internal id of the request, not the one in the request
+        # vLLM's internal id, not the `request_id` that the client sent
         yield Call("/inference/v1/abort_requests", ignored, {"request_ids": [f"generate-tokens-{rid}"]})
 
     def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:

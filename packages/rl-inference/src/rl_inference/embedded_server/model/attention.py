@@ -39,7 +39,7 @@ class TokenPass:
     positions: torch.Tensor
     """Position of each token in its sequence, int64 [tokens]."""
     longest: int
-    """Upper bound that exceeds every position."""
+    """Exclusive upper bound of the positions."""
     singles: int
     """Number of leading tokens that are the only token of their sequence."""
     segments: tuple[Segment, ...] = ()
@@ -93,7 +93,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring:
 
 
 def visible(query_positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-    """Return the mask of visible positions: none later and, with a window, none `window` or more before.
+    """Return the mask of visible positions: those up to the query and, with a window, only the last `window` of them.
 
     Args:
         query_positions: int64 [..., 1].
@@ -145,7 +145,7 @@ def _explicit(
     scoring: Scoring,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute the same without fused kernels, which do not support soft caps and sinks.
+    """Compute the attention of `masked` without fused kernels, which do not support soft caps and sinks.
 
     The softmax is in float32, as in the models of transformers.
     """

@@ -1,4 +1,4 @@
-"""KV cache in pages, which the sequences in the slots get as they grow.
+"""KV cache in pages. The sequences in the slots get pages as they grow.
 
 A layer has one of two layouts: `TorchLayer` works on all devices, `KernelLayer` is faster on a CPU in float32.
 """
@@ -19,7 +19,7 @@ _CHECK_POSITIONS = 4 * PAGE
 
 
 def padded_length(tokens: int) -> int:
-    """Return `tokens` rounded up to whole blocks, which gives few shapes and alignment for fused kernels."""
+    """Return `tokens` rounded up to whole blocks. Fused kernels then get aligned tensors of few shapes."""
     return -(-tokens // BLOCK) * BLOCK
 
 

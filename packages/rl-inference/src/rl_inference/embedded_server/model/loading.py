@@ -71,7 +71,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     _check_architecture(path, model)
     longest = _usable_positions(path, hf_config.get_text_config(), config.context_length)
     model.eval().requires_grad_(False)
-    if not spec.deterministic:  # a trainer that reproduces the bits uses torch's default product
+    if not spec.deterministic:  # in deterministic runs, the trainer uses torch's default matrix product
         use_faster_matmul(model)
     if config.compile:
         compile_pass(model)
@@ -102,7 +102,9 @@ def _usable_positions(path: Path, config: Any, requested: int) -> int:
     if requested > usable:
         raise ModelError(f"context_length={requested} is too long: {path} has {usable} positions{reason}; lower it.")
     if reason and not requested:
-        logger.warning("%s: the context length is limited to %d tokens, its positions%s", path, usable, reason)
+        logger.warning(
+            "%s: the context length is limited to %d tokens, the number of positions%s", path, usable, reason
+        )
     return usable
 
 
@@ -155,7 +157,7 @@ def compile_pass(model: Any) -> None:
     """Compile the layers of a transformers model in place; compilation happens in its first passes.
 
     Raises:
-        ModelError: there is no C++ compiler, on a CPU.
+        ModelError: the device is a CPU, and there is no C++ compiler.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -210,7 +212,7 @@ def _compare_logprobs(model: SlotModel, name: str, ids: torch.Tensor) -> None:
 
 
 def _slot_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return log-probs [tokens, vocab], read in chunks into slot 0."""
+    """Return log-probs [tokens, vocab] of tokens that the model reads in chunks into slot 0."""
     logits, start = [], 0
     for count in _CHECK_CHUNKS:
         count = min(count, len(ids) - start)

@@ -26,7 +26,7 @@ _CACHE_FRACTIONS = {"cpu": 0.25, "cuda": 0.5}
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, or of the machine and of the control groups of this process."""
+    """Return the free bytes of a GPU, or of the machine within the limits of this process's control groups."""
     if device.type == "cuda":
         import torch
 
@@ -88,8 +88,8 @@ def fit_cache(model: SlotModel, cache_gib: float, context_length: int, staged: b
         cache_gib: maximum size of keys and values; 0: a quarter of the free memory, or half of a GPU's.
         context_length: requested context length; 0: the longest that fits.
         staged: whether to leave room for a second set of weights.
-        sharing: number of servers that share the memory; each takes an equal part. The other servers may not have
-            allocated theirs yet, so that it still looks free.
+        sharing: number of servers that share the memory; each takes an equal part. Memory that the other servers have
+            not allocated yet still looks free.
 
     Raises:
         ModelError: the memory is too small for the request.

@@ -221,7 +221,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def score_part(self, input_ids: list[int], start: int, count: int, temperature: float) -> list[float]:
-        """Return log-probs of `count` tokens of a long sequence, those after position `start`.
+        """Return log-probs of the `count` tokens after position `start` of a long sequence.
 
         Keys and values of earlier tokens are in the slot of scores, which has room for this chunk.
         """

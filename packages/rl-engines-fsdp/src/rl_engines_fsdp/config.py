@@ -81,7 +81,7 @@ class FSDPEngineConfig(TrainEngineConfig):
 
         Raises:
             ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1; settings
-                conflict with the layout, the run or each other; or the attention heads do not divide over the ranks
+                conflict with the layout, the run or each other; or the attention heads are not divisible by t * c
                 (checked only if the model directory exists).
         """
         if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
@@ -142,15 +142,16 @@ class FSDPEngineConfig(TrainEngineConfig):
     ) -> None:
         """Reject a step whose parameters, gradients and optimizer state exceed the device memory.
 
-        Log a warning if only the estimates exceed it: activations, logits, gathered parameters, and the state of an
-        unknown optimizer.
+        If they fit, log a warning if their sum with the estimated uses exceeds the device memory. Activations, logits,
+        gathered parameters and the state of an unknown optimizer are estimates.
 
         Args:
             strategy, spec, sizes, micro_batches: see `memory`.
             available: device memory in bytes.
 
         Raises:
-            ConfigError: the message has required and available memory, and the setting to change.
+            ConfigError: the step does not fit. The message states required and available memory, and the setting to
+                change.
         """
 
         estimated = {"activations", "logits", "gathered parameters"}
@@ -159,7 +160,7 @@ class FSDPEngineConfig(TrainEngineConfig):
 
         def required_bytes(**changes: Any) -> tuple[float, float]:
             bytes_by_use = replace(self, **changes).memory(strategy, spec, sizes, micro_batches)
-            # reduced gradients are created as the unreduced ones are freed, so both never exist in full
+            # each unreduced gradient is freed when the reduced one exists, so count only the larger of the two
             bytes_by_use["gradients"] = max(
                 bytes_by_use["gradients"] - bytes_by_use.get("gradients before their reduction", 0.0), 0.0
             )
@@ -185,8 +186,8 @@ class FSDPEngineConfig(TrainEngineConfig):
         if ":" not in name and name not in registry.available(optimizer.group):
             raise ConfigError(registry.unknown_name_error(name, optimizer.group))
         for affected, is_conflict, reason in (
-            ("muon", self.offload, "offload=true (it gathers whole matrices on the GPU)"),
-            ("adamw8bit", self.offload, "offload=true (its kernels run on the GPU)"),
+            ("muon", self.offload, "offload=true (muon gathers whole matrices on the GPU)"),
+            ("adamw8bit", self.offload, "offload=true (adamw8bit kernels run on the GPU)"),
             ("adamw8bit", spec.deterministic, "deterministic=true (compiled code sums in a different order)"),
         ):
             if name == affected and is_conflict:
@@ -199,13 +200,13 @@ class FSDPEngineConfig(TrainEngineConfig):
 
 
 def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:
-    """Check that the attention heads of a model divide over tensor and context ranks.
+    """Check that the attention heads of a model are divisible by the tensor and context ranks.
 
     Args:
-        sizes: model sizes by their names in `config.json`; missing ones are not checked.
+        sizes: model sizes by their names in `config.json`; missing sizes are not checked.
 
     Raises:
-        ConfigError: the heads or key/value heads do not divide.
+        ConfigError: the attention heads are not divisible by t * c, or the key/value heads not by t.
     """
     heads = sizes.get("num_attention_heads")
     key_heads = sizes.get("num_key_value_heads") or heads
@@ -213,7 +214,7 @@ def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:
     if isinstance(heads, int) and heads % ranks:
         raise ConfigError(
             f"allocation fsdp:{strategy}: the {heads} attention heads of the model must be divisible by "
-            f"t * c = {ranks}. Choose t and c so that they are."
+            f"t * c = {ranks}. Choose t and c whose product divides {heads}."
         )
     if isinstance(key_heads, int) and key_heads % strategy.tensor:
         raise ConfigError(
@@ -227,5 +228,8 @@ def _read_json(model_path: str) -> dict[str, object]:
     try:
         config = json.loads((Path(model_path) / "config.json").read_text())
         return dict(config.get("text_config") or config)
-    except (OSError, ValueError):  # not created or downloaded yet, or broken: reported when the engine loads it
+    except (
+        OSError,
+        ValueError,
+    ):  # the file may not exist yet; the engine reports a broken file when it loads the model
         return {}

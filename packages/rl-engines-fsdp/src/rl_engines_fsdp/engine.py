@@ -328,7 +328,7 @@ class FSDPEngine(TrainEngine):
         return ParamSpec(hub_slice.name, hub_slice.shape, self.config.serve_dtype or self._spec.dtype)
 
     def _hub_tensors(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint that a whole parameter consists of, on rank 0."""
+        """Split a whole parameter into the tensors that the checkpoint stores; yield them on rank 0 only."""
         for hub_slice in self._hub_slices[name] if self.parallel.is_main else ():
             yield (
                 hub_slice.name,

@@ -16,14 +16,17 @@ SAVE_MEMORY = ("gradient_checkpointing", "sync_every_micro_batch", "offload")
 """Settings that reduce memory, cheapest in time first."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "muon": 4.0, "sgd": 0.0}
-"""Bytes of optimizer state per trained parameter. `muon` and `sgd` have the value of most parameters. Other optimizers
-are assumed to store two float32 moments."""
+"""Bytes of optimizer state per trained parameter. `muon` has the value of matrices, and `sgd` the value without
+momentum. Other optimizers are assumed to store two float32 moments."""
 LOGITS_ON_GPU = 1 << 26
 """Entries of a block of logits on a GPU if `max_logits` is 0."""
 
 
 def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
-    """Return the parameters of the rank that stores most; `fully_shard` divides the first dimension and rounds up."""
+    """Return the number of parameters on the rank that stores most.
+
+    `fully_shard` splits the first dimension of each parameter and rounds up.
+    """
 
     def shard_size(name: str, shape: tuple[int, ...]) -> float:
         in_layer = layer_of(name) is not None
@@ -35,7 +38,12 @@ def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
 
 
 def adapter_parameters(rank: int, modules: Sequence[str], strategy: ParallelStrategy, sizes: ModelSizes) -> float:
-    """Return the adapter parameters of a rank for `modules`, or for all decoder matrices if `modules` is empty."""
+    """Return the number of adapter parameters that each process stores.
+
+    Args:
+        rank: rank of the adapter matrices.
+        modules: name suffixes of the adapted layers; empty: all decoder matrices.
+    """
     suffixes = tuple(f"{name}.weight" for name in modules)
     adapted = (
         shape
@@ -49,7 +57,7 @@ def activation_bytes(sizes: ModelSizes, compute: int, checkpointing: bool) -> fl
     """Return the activation bytes stored per token for backward.
 
     These are the inputs of norms, projections, attention and MLP of each layer. With gradient checkpointing they are
-    the input of each layer, plus all of these for a single layer.
+    the input of each layer, plus all activations of a single layer.
 
     Args:
         compute: bytes per element of the compute dtype.

@@ -19,9 +19,9 @@ from rl_engines_fsdp.ranks.sharding import decoder_layers, local, mesh_of
 def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Create the optimizer that the settings name, for all trained parameters.
 
-    Its constructor gets parameter groups, and each of `lr`, `betas`, `eps`, `weight_decay`, `momentum` and `options`
-    that it has a parameter for. Vectors (biases and norms) have no weight decay. The matrices of the decoder layers are
-    in groups with `matrices: True`.
+    The constructor of the optimizer gets parameter groups, and `lr`, `betas`, `eps` and `weight_decay` if it has these
+    parameters. It must have a parameter for each entry of `options`, and for `momentum` if set. Vectors (biases and
+    norms) have no weight decay. The matrices of the decoder layers are in groups with `matrices: True`.
 
     Raises:
         ConfigError: no optimizer of that name is installed, or it does not accept one of the options.

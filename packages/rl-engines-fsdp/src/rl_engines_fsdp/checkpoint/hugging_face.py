@@ -54,7 +54,8 @@ def copy_hugging_face(
     if model.head != "lm":
         pad_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
         config.get_text_config().pad_token_id = pad_id
-    # without memory, only to write the tensors; created here, because transformers sets torch's default dtype meanwhile
+    # model on the meta device, whose `save_pretrained` writes the tensors. Create it here, not in `write`: transformers
+    # changes torch's default dtype while it creates a model, and `write` may run during training
     shell: Any = empty_model(config, model.head).to(torch_dtype)
     shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # tensor names as in the source directory
 

@@ -37,7 +37,7 @@ class Shard:
 
 
 class HostCopies:
-    """Copies in host memory that the next copies reuse, because allocating a page costs more than copying into it."""
+    """Host memory for copies of shards. Each copy reuses it, because allocating memory takes longer than copying."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
@@ -187,7 +187,7 @@ class _Piece:
         return True
 
     def copy_to(self, target: Shard) -> int:
-        """Copy the elements in the intersection with a local shard, as plain numbers, and return their number.
+        """Copy the saved elements that lie in a local shard, dequantized, and return how many were copied.
 
         Raises:
             ValueError: the elements cannot be computed from the saved inner tensors.

@@ -255,7 +255,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> 
         query [1, heads / R, R * n, D], and key and value with this rank's heads.
 
     Raises:
-        ModelError: the heads do not divide over the ranks.
+        ModelError: the query heads are not divisible by R.
     """
     ranks = dist.get_world_size(group)
     repeats = key_repeats(query.shape[1], key.shape[1], ranks)
@@ -285,7 +285,7 @@ def key_repeats(heads: int, key_heads: int, ranks: int) -> int:
     """Return how often to repeat each key head, so that each rank gets the key heads that its query heads attend to.
 
     Raises:
-        ModelError: the query heads do not divide over the ranks.
+        ModelError: the query heads are not divisible by `ranks`.
     """
     if heads % ranks:
         raise ModelError(

@@ -15,8 +15,8 @@ class RouterBalance:
     """Load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6) per sequence.
 
     The loss of a sequence is E sum_e f_e P_e with E experts. f_e is the fraction of its routing choices, over all
-    tokens and layers, that selected expert e. P_e is the mean router probability of e. transformers computes the same
-    for that sequence alone.
+    tokens and layers, that selected expert e. P_e is the mean router probability of e. transformers computes the
+    same value for a batch of this one sequence.
 
     The loss of a batch is the mean over its tokens. Because it is computed per sequence, as in DeepSeek-V3
     (arXiv:2412.19437, equations 17 to 20), it does not depend on the split into micro-batches and ranks.

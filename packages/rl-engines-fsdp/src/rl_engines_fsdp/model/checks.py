@@ -1,7 +1,7 @@
 """Checks that reject a model which would silently train on wrong values.
 
-They compare the packed forward with the plain forward of transformers, and the forward on several ranks with that on
-one rank.
+They compare the packed forward with the plain forward of transformers, and the forward on several ranks with the
+forward on one rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rl_engines_fsdp.ranks.sharding import reshard
 TOLERANCE = 5e-4
 """Largest difference between the packed and the plain forward, in float32.
 
-For hidden states it is relative to the largest; for log-probs it is in nats, or relative to their range if that is
-below one nat.
+For hidden states it is relative to the largest absolute value. For log-probs it is in nats, or relative to their range
+if the range is below one nat.
 """
 LEAK = 1e-4
 """Largest change of a sequence when another sequence changes, relative to the change of the other sequence."""
@@ -50,7 +50,8 @@ def verify(wrapped: PackedModel) -> None:
     test sequences exceed them.
 
     Raises:
-        ModelError: the results differ, one sequence affects the other, a pass is random, or the packed forward fails.
+        ModelError: the results differ, one sequence affects the other, the forward is random, or the packed forward
+            fails.
     """
     model: Any = wrapped.model
     name = type(model).__name__
@@ -95,8 +96,8 @@ def verify(wrapped: PackedModel) -> None:
         if not difference <= TOLERANCE * magnitude:
             raise ModelError(
                 f"{name}: {quantity} of packed sequences differ by {difference:.3g} from the same sequences run alone "
-                f"(allowed {TOLERANCE * magnitude:.2g}): this engine does not support how the model computes its "
-                "layers or logits. This engine cannot train the model."
+                f"(allowed {TOLERANCE * magnitude:.2g}): the engine computes the layers or logits of this "
+                "model differently from transformers. This engine cannot train the model."
             )
 
 
@@ -170,7 +171,7 @@ def verify_split(
     """
     name, host = type(model.model).__name__, torch.device("cpu")
     expected = torch.zeros(sum(LENGTHS), device=device)
-    # before the other ranks wait for rank 0 in the model's collectives
+    # agree here, because the other ranks would wait for a failed rank 0 in the model's collectives
     with parallel.agree_on_errors("running the model on one rank"):
         if source is not None:
             expected = _outputs_of(source, host).to(device)

@@ -62,7 +62,7 @@ def _check_attention(path: str, config: Any, head: str) -> None:
     """Check that the layers of a model support packed sequences, before the model is loaded.
 
     Raises:
-        ModelError: they do not.
+        ModelError: a layer does not support packed sequences.
     """
     model_class: Any = _factory(head)._model_mapping.get(type(config), None)
     name = config.model_type if model_class is None else model_class.__name__

@@ -95,7 +95,9 @@ class ModelMaker:
         model.eval()
         if config.lora is not None:
             lora.adapt(model, config.lora, spec.head)
-        if not spec.deterministic:  # for bitwise equality, the server multiplies with torch's default kernels
+        if (
+            not spec.deterministic
+        ):  # deterministic runs use torch's default kernels, as the server does, for bitwise equality
             use_faster_matmul(model)
         if spec.head != "lm":
             return PackedScalarModel(model, spec.head)

@@ -200,7 +200,7 @@ def shifted(values: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Return the logit transform (scale, soft cap) of a configuration, from the setting names of the model families."""
+    """Read the logit transform (scale, soft cap) from a configuration, whose setting names depend on the family."""
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)

@@ -1,8 +1,8 @@
 """Rotary embeddings with length-dependent frequencies, for packed sequences.
 
 For longrope and dynamic NTK, transformers selects frequencies by the largest position in its input. For packed
-sequences that is the length of the longest, so log-probs of a sequence would depend on its neighbors. Here each
-sequence gets the frequencies that it would have alone.
+sequences this is the length of the longest sequence, so log-probs of a sequence would depend on its neighbors. Here
+each sequence gets the frequencies that it would have alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ KEPT = 1024
 
 
 class RowFrequencies:
-    """Wrapper of the rotary embeddings whose frequencies depend on the length, in place; false if there are none.
+    """Frequencies per sequence, for rotary embeddings that depend on the sequence length.
 
-    Call `rows` before each forward. Without sequence lengths, transformers selects the frequencies.
+    The constructor replaces the forward of these modules in place. The object is false if the model has none. Call
+    `rows` before each forward. Without sequence lengths, transformers selects the frequencies.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -33,9 +33,9 @@ def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
 
 
 def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's R-th part of a tensor [n, ...] that is equal on all ranks; n is a multiple of R.
+    """Return this rank's chunk [n / R, ...] of a tensor [n, ...] that is equal on all R ranks; n is a multiple of R.
 
-    The gradient is gathered from all ranks and divided by R, because the gradients of the parts are R times too large
+    The gradient is gathered from all ranks and divided by R, because the gradients of the chunks are R times too large
     (see `rl_engines_fsdp.ranks.layout`).
     """
     ranks = dist.get_world_size(group)
@@ -55,12 +55,12 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over ranks, which all ranks use alike, so the gradient is unchanged. Modifies `x` in place."""
+    """Sum `x` over ranks in place. All ranks use the sum in the same way, so the gradient passes unchanged."""
     return _Linear.apply(x, lambda local: _all_reduce(local, group), lambda grad: grad)
 
 
 def own_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's R-th part of a tensor [n, ...], as a view; n is a multiple of R."""
+    """Return this rank's chunk [n / R, ...] of a tensor [n, ...], as a view; n is a multiple of R."""
     size = x.shape[0] // dist.get_world_size(group)
     return x.narrow(0, dist.get_rank(group) * size, size)
 

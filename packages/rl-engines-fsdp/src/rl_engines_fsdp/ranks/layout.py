@@ -8,10 +8,10 @@ only a part of each matrix. The vocabulary projection is not split over tensor r
 for a part of the tokens of its context rank. So at the head, every rank of a replica has different tokens, in the order
 of ranks. The log-probs are then gathered from all ranks, so that losses get whole sequences.
 
-Parameters outside the decoder layers are sharded over tensor ranks too, and their gradients are averaged over them (see
-`sharding.shard`). At the head, a tensor rank only has the gradient of the tokens assigned to it. Therefore gradients
-there are scaled by the tensor size T: the mean of T times the parts is their sum. Below the head,
-`collectives.take_part` divides by T again.
+Parameters outside the decoder layers are sharded over tensor ranks too, and their gradients are averaged over tensor
+ranks (see `sharding.shard`). At the head, a tensor rank only has the gradient of the tokens assigned to it. Each of the
+T tensor ranks therefore multiplies this gradient by T, so that the mean over tensor ranks is the sum over all tokens.
+Below the head, `collectives.take_part` divides by T again.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class TokenSplit:
         return self.part(input_ids), self.part(position_ids), packed
 
     def part(self, values: Tensor) -> Tensor:
-        """Select the values of this rank's tokens from one value per padded token: [N] to [n]."""
+        """Select the values of this rank's tokens from the values of all tokens, including padding: [N] to [n]."""
         return values if self.context is None else own_part(values, self.context)
 
     def each(self, hidden: Tensor) -> Tensor:
-        """Select the hidden states for this rank's head, [m, H], from its decoder's hidden states, [n, H]."""
+        """Select the states for which this rank runs the head, [m, H], from its decoder's hidden states, [n, H]."""
         return hidden if self.tensor is None else take_part(hidden, self.tensor)
 
     def before_next(self, hidden: Tensor) -> Tensor:
-        """Select the hidden states that predict a next token; the last state of all may be left out."""
+        """Select the states that predict a next token. Without a split, omit the last state of the micro-batch."""
         return hidden[:-1] if self.replica is None else self.each(hidden)
 
     def next_of(self, values: Tensor, fill: float = 0) -> Tensor:

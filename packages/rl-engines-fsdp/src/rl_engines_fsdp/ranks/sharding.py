@@ -56,8 +56,8 @@ def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a forward without backward.
 
-    Until then the model has gathered parameters in place of the sharded ones that the optimizer updates. This affects
-    the root always, and the layers without `reshard_after_forward`.
+    After such a forward, the root still has gathered parameters instead of the shards that the optimizer updates. So do
+    the layers if `reshard_after_forward` is false.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

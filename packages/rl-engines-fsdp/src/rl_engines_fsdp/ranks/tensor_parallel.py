@@ -49,7 +49,8 @@ def split_matrices(model: Any, mesh: DeviceMesh) -> list[str]:
         names of the parameters whose gradients must be summed over tensor ranks.
 
     Raises:
-        ModelError: there is no plan, it has an unsupported style, or a parameter does not divide over the ranks.
+        ModelError: there is no plan, it has an unsupported style, or a dimension to split is not divisible by the
+            number of tensor ranks.
     """
     group: Any = mesh.get_group()
     partial_gradients: list[str] = []

@@ -27,8 +27,8 @@ class MegatronEngineConfig(TrainEngineConfig):
     """Model chunks on each pipeline rank. With more chunks the pipeline stages wait less for each other. More than 1
     requires pipeline parallelism: `p` above 1."""
     stage_layers: list[int] = field(default_factory=list)
-    """Number of layers of each stage in model order: p times `interleaved` numbers, as the chunks of a rank are not
-    adjacent. Empty: the same number for all stages."""
+    """Number of layers of each stage in model order. Each model chunk is a stage, so p * `interleaved` numbers
+    are required. Empty: the same number for all stages."""
     distributed_optimizer: bool = True
     """Split the optimizer state of `adamw` over data and context ranks. A state saved with one value of this setting
     cannot be loaded with the other."""

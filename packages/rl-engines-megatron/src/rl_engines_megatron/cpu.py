@@ -63,7 +63,7 @@ def _tensor_to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 def _padding_all_gather(all_gather_equal: Any) -> Any:
     """Return an `all_gather` that also supports different numbers of rows per rank.
 
-    Ranks with different experts have different numbers of tokens. NCCL accepts that, gloo does not.
+    Ranks with different experts have different numbers of tokens. NCCL accepts different shapes, gloo does not.
     """
 
     def all_gather(outputs: list[Tensor], local: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -214,7 +214,8 @@ class MegatronEngine(TrainEngine):
 
         divisor = self.strategy.tensor if self.config.sequence_parallel else 1
         packed_batches = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
-        longest = 1  # stages exchange the length of each micro-batch; this would deadlock with interleaved stages
+        longest = 1  # stages exchange the length of each micro-batch
+        # with interleaved stages, this exchange would deadlock, so all micro-batches get the same length
         if self.config.interleaved > 1:
             longest = max(sum(padded_lengths(packed, divisor)) for packed in packed_batches)
         inputs = [(packed, make_packed_sequences(packed, divisor, self._device, longest)) for packed in packed_batches]

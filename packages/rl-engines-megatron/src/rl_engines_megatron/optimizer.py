@@ -35,11 +35,11 @@ def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
 
 
 def _include_padding(buffer: Any) -> None:
-    """Count the padding of a gradient buffer as parameters, so that its optimizer state keeps its offsets.
+    """Count the padding of a gradient buffer as parameters, so that saved optimizer state keeps its offsets.
 
-    megatron-core (0.19) omits the padding of buckets when it saves their optimizer state, but counts it when it loads
-    the state. All state behind the first padded bucket would be misplaced. Copies of tied embeddings have a bucket of
-    their own.
+    megatron-core (0.19) saves optimizer state without the padding of buckets, but loads it as if the padding were
+    included. All state behind the first padded bucket would be misplaced. Copies of tied embeddings have a separate
+    bucket.
     """
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
@@ -54,7 +54,7 @@ class Stepper:
         settings: optimizer settings.
         dtype: dtype in which the model computes.
         distributed: as for `wrap`.
-        offload: whether the moments stay in host memory except while they are needed.
+        offload: whether the moments stay in host memory except inside `resident`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Stepper:
     def _create_state(self) -> None:
         """Create the optimizer state of each parameter, into which a saved state is loaded.
 
-        torch would create it in the first step.
+        torch would create it only in the first step.
         """
         adam = self.settings.name == "adamw"
         names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(self.settings.momentum)
@@ -150,7 +150,7 @@ class Stepper:
         """Take an optimizer step (collective).
 
         Args:
-            norm: gradient norm; gradients above `settings.max_grad_norm` are scaled down to it.
+            norm: gradient norm. If it exceeds `settings.max_grad_norm`, the gradients are scaled to this maximum.
             rate: learning rate.
         """
         limit = self.settings.max_grad_norm

@@ -49,7 +49,7 @@ def make_groups(
     if _users and _layout != layout:
         raise ConfigError(
             f"allocation megatron:{strategy}, interleaved={interleaved}: another engine of this process has the layout "
-            f"megatron:{_layout[0]}, interleaved={_layout[1]}, and megatron-core supports one per process. "
+            f"megatron:{_layout[0]}, interleaved={_layout[1]}, and megatron-core supports one layout per process. "
             "Use the same layout for models that share devices, or give each its own devices."
         )
     if not _users:

@@ -68,7 +68,7 @@ class Architecture:
 
         Raises:
             ModelError: an unsupported family, a missing attribute, or a variant that this engine would compute
-                differently.
+                differently from transformers.
         """
         model_type = _read(config, "model_type")
         family = family_of(model_type)

@@ -30,8 +30,8 @@ class Segments(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence.
 
-    Context ranks hold two pieces of each sequence, pieces r and 2R-1-r of 2R, so that all ranks do equal work. Keys and
-    values are gathered from all ranks; queries stay local.
+    Each sequence has 2R pieces. Context rank r of R holds pieces r and 2R-1-r, so that all ranks do equal work. Keys
+    and values are gathered from all ranks; queries stay local.
 
     Args:
         config: config of megatron-core.
@@ -75,7 +75,7 @@ class PackedAttention(MegatronModule):
         return outputs
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
-        """Return the outputs of consecutive queries of one sequence, of which the first is token number `first`.
+        """Return the outputs of consecutive queries of one sequence; the first query is token number `first`.
 
         Keys and values cover the whole sequence. With a window, queries are processed in blocks of its length,
         so that no mask spans more than two windows.

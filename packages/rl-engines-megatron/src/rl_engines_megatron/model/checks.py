@@ -47,7 +47,7 @@ def _stored_weight_names(directory: Path) -> list[str]:
 def partition_from_settings(
     hf_config: Any, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int], head: str
 ) -> Partition:
-    """Return the partition of a model that the settings of these names select.
+    """Return the partition of a model for a layout and the settings `interleaved` and `stage_layers`.
 
     Raises:
         ModelError, ConfigError: see `Architecture.from_hugging_face` and `Partition`.
@@ -58,7 +58,7 @@ def partition_from_settings(
 
 
 def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int]) -> None:
-    """Reject a model of an unsupported family, one that does not fit the layout, and unreadable weights.
+    """Reject a model of an unsupported family, a model that does not fit the layout, and unreadable weights.
 
     Files that do not exist yet are not checked.
 

@@ -2,7 +2,7 @@
 
 The auxiliary loss of the routers is the same as in the FSDP engine, computed for each sequence separately. With E
 experts and L MoE layers it is E sum_e f_e P_e. f_e is the fraction of the sequence's choices, over all its tokens and
-layers, that selected expert e. P_e is the mean of the router probabilities. (arXiv:2101.03961, equations 4 to 6; by
+layers, that selected expert e. P_e is the mean router probability of expert e. (arXiv:2101.03961, equations 4 to 6; by
 sequence as in arXiv:2412.19437, equations 17 to 20.)
 
 So, unlike megatron-core's own loss, it does not depend on how sequences are split into micro-batches and ranks.
@@ -108,7 +108,8 @@ class Routing:
             chosen: choices, [n, E].
 
         Returns:
-            The weights. With an auxiliary loss, their backward also adds its gradient to the router probabilities.
+            The weights. With an auxiliary loss, their backward also adds the gradient of this loss to the router
+            probabilities.
         """
         probabilities = logits.float().softmax(-1) if self.moe.balance else None
         if layer not in self._seen:
@@ -127,7 +128,7 @@ class Routing:
     def _auxiliary_gradient(self) -> Tensor:
         """Return the gradient of the auxiliary loss with respect to the probabilities of a layer, [n, E].
 
-        Correct only after all layers have chosen.
+        The result is correct only after all layers have routed the micro-batch.
         """
         assert self._rows is not None
         fractions = self._choices[:-1] / self._rows.sizes[:, None]

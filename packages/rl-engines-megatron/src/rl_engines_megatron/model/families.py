@@ -41,10 +41,10 @@ class Family:
     capped_scores: bool = False
     """True if attention scores are capped to `attn_logit_softcapping`."""
     one_window: bool = False
-    """True if all layers use `sliding_window`; otherwise the layers that `layer_types` lists."""
+    """True if all layers use `sliding_window`; otherwise only the `sliding_attention` layers of `layer_types` do."""
     layer_parameters: Callable[..., Iterator[Any]] | None = None
-    """Function that yields the parameters of a dense layer, with the arguments of `naming.layer_parameters`; None:
-    that function."""
+    """Function that yields the parameters of a dense layer, with the arguments of `naming.layer_parameters`. None uses
+    `naming.layer_parameters`."""
 
 
 _GEMMA3 = Family(qk_norm=True, post_norms=True, unit_norms=True, scaled_embeddings=True, activation="gelu_pytorch_tanh")

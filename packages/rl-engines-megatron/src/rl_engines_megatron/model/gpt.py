@@ -58,7 +58,7 @@ class PackedGPT(GPTModel):
 
         Args:
             rows: the micro-batch.
-            model: this model chunk with its wrapper, which is called.
+            model: the wrapper of this model chunk, or the chunk itself if it has no wrapper; `run` calls it.
         """
         if self.routing is not None:
             self.routing.begin(rows)

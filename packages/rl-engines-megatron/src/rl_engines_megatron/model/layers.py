@@ -42,7 +42,7 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch that supports sequence parallelism, and norms that multiply by 1 + weight in float32.
+    """RMSNorm of torch with sequence parallelism and, for some families, the factor 1 + weight in float32.
 
     With sequence parallelism, the gradient of the weight is summed over tensor ranks.
     """
@@ -118,7 +118,7 @@ class RopedAttention(SelfAttention):
 
 
 def block_spec(config: TransformerConfig, architecture: Architecture, layers: range) -> TransformerBlockSubmodules:
-    """Return the layer specs of some layers of a decoder."""
+    """Return the layer specs of the given layers of a decoder."""
     specs = [_layer(config, architecture, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

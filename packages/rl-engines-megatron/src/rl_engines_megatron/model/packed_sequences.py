@@ -19,8 +19,9 @@ from rl_engines_megatron.model.attention import Segments
 class PackedSequences:
     """Packed tokens of one context rank, the same on all its tensor ranks and pipeline stages.
 
-    Sequences are padded at their end if their lengths must be divisible. Causal attention keeps padding from affecting
-    other tokens. N is the number of tokens of the micro-batch, n the number of tokens on this rank with padding.
+    With R > 1 context ranks, each sequence is padded at its end to a multiple of 2R tokens. Causal attention keeps
+    padding from affecting other tokens. N is the number of tokens of the micro-batch, and n the number of tokens on
+    this rank with padding.
     """
 
     ids: Tensor
@@ -62,7 +63,7 @@ def make_packed_sequences(packed: PackedBatch, divisor: int, device: torch.devic
         packed: the whole micro-batch, on `device`.
         divisor: number that must divide the tokens of each context rank.
         device: device of the result.
-        least: minimum number of tokens with padding, filled up with padding.
+        least: minimum number of tokens; padding is added to shorter micro-batches.
     """
     ranks = parallel_state.get_context_parallel_world_size()
     lengths = padded_lengths(packed, divisor)
@@ -89,9 +90,9 @@ def make_packed_sequences(packed: PackedBatch, divisor: int, device: torch.devic
 
 
 def padded_lengths(packed: PackedBatch, divisor: int) -> list[int]:
-    """Return the tokens of each sequence of a micro-batch with padding, over all context ranks.
+    """Return the padded length of each sequence of a micro-batch, in tokens over all context ranks.
 
-    A last entry of pure padding is added if the sum is not divisible by `divisor`.
+    If the tokens per context rank are not divisible by `divisor`, a last entry of pure padding is added.
     """
     ranks = parallel_state.get_context_parallel_world_size()
     multiple = 2 * ranks if ranks > 1 else 1

@@ -92,7 +92,7 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
         The counters.
 
     Raises:
-        ModelError, EngineError: the directory is not such a state, or it belongs to another model.
+        ModelError, EngineError: the directory has no state of this engine, or the state of another model.
     """
     with parallel.agree_on_errors(f"loading {path}"):
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
@@ -102,7 +102,7 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
             )
         with _resident(stepper):
             state_to_load = _state(parts, stepper, {}, loading=True)
-            # without collectives: the other ranks would wait for a rank that cannot read its files
+            # no check over all ranks: the other ranks would wait in it for a rank that cannot read its files
             state = dist_checkpointing.load(state_to_load, path, validate_access_integrity=False)
             for index, part in enumerate(parts):
                 part.load_state_dict(state[f"model{index}"], strict=False)

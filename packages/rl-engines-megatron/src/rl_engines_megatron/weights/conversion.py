@@ -55,7 +55,7 @@ def to_megatron(
 
     Raises:
         ModelError: an unknown, missing or misshaped parameter, tied embeddings that differ, or an unsupported model.
-        ConfigError: sizes that do not divide, or a rank that does not exist.
+        ConfigError: a number of ranks that the model cannot be split over, or a rank that does not exist.
     """
     architecture = Architecture.from_hugging_face(hf_config)
     partition = Partition(architecture, tp_size, pp_size, vocab_multiple, ep_size=ep_size, etp_size=etp_size)
@@ -103,7 +103,7 @@ def from_megatron(
     Raises:
         ModelError: an unknown, missing or misshaped parameter (with its rank), or copies of one parameter that differ
             between ranks.
-        ConfigError: a wrong number of shards, or sizes that do not divide.
+        ConfigError: a wrong number of shards, or a number of ranks that the model cannot be split over.
     """
     architecture = Architecture.from_hugging_face(hf_config)
     partition = Partition(architecture, tp_size, pp_size, vocab_multiple, ep_size=ep_size, etp_size=etp_size)

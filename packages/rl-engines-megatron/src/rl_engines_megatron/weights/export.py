@@ -32,7 +32,7 @@ def save_hugging_face(
     """Write a directory that transformers can load (collective).
 
     Args:
-        parameters: this rank's whole parameters, gathered lazily; memory holds those for one file at once.
+        parameters: this rank's whole parameters, gathered lazily; memory holds the parameters of at most one file.
         config: config of the model.
         source: directory from which the model was loaded.
         meta: options of the save.

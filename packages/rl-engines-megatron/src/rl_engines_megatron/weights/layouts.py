@@ -39,7 +39,7 @@ class Split:
     """Layout of one or several matrices of one shape, each split evenly along a dimension.
 
     A rank concatenates its slices of the matrices. With gate and up projections, a rank thus multiplies matching slices
-    of both. The fused matrix is therefore not the concatenation of gate and up projection.
+    of both. The concatenated shards of all ranks are therefore not the gate projection followed by the up projection.
     """
 
     shape: Shape

@@ -107,9 +107,9 @@ class _Shards:
 
 
 def own_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[PackedGPT, Parameter]]:
-    """Yield the parameters that this rank publishes, as the first of the ranks that hold a copy.
+    """Yield the parameters that this rank publishes.
 
-    These are all parameters of its stages, except copies of tied embeddings.
+    For each parameter this is rank 0 of its first replica. No rank publishes the copy of tied embeddings.
     """
     for part, parameter in _gathered_parameters(parts):
         if _Shards.of(parameter).rank == 0:

@@ -55,6 +55,6 @@ if __name__ == "__main__":
         print(f"step {record['step']}: reward {record['reward/mean']:.2f}, staleness {record['staleness/mean']:.1f}")
 
     # 5. The completions.
-    # `rollouts/` contains every finished completion with its outcome. This command shows the two of the last step with
-    # the lowest rewards.
+    # `rollouts/` contains every finished completion with its outcome. This command shows the two completions of the
+    # last step with the lowest rewards.
     rl(["show", str(run), "--worst", "-n", "2"])

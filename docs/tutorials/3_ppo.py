@@ -1,8 +1,8 @@
 """PPO: a policy with a critic
 
-`algorithm=ppo` combines the same components differently. Its advantages come from GAE (generalized advantage
-estimation) and a critic, a second model that learns to predict the return. Every algorithm is selected like this, and
-settings change its components.
+`algorithm=ppo` selects other components than `grpo`. Its advantages come from GAE (generalized advantage estimation)
+and a critic, a second model that learns to predict the return. Every algorithm is selected like this, and settings
+change its components.
 """
 
 import json

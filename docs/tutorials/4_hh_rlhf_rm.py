@@ -22,7 +22,7 @@ if code or "--dry-run" in settings:
     sys.exit(code)
 
 # 2. The model.
-# The directory of a checkpoint contains the model and its tokenizer. This loads the last one.
+# The directory of a checkpoint contains the model and its tokenizer. This loads the last checkpoint.
 checkpoint = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)

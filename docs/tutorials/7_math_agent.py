@@ -67,7 +67,7 @@ if __name__ == "__main__":
         sys.exit(code)
 
     # 4. The result.
-    # Every other metric that the agent returns with its reward is in `metrics.jsonl`, as `agent/NAME`.
+    # Each metric that the agent returns together with the reward is in `metrics.jsonl`, as `agent/NAME`.
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record.get("agent/calls") is not None]
     for record in (steps[0], steps[-1]):

@@ -46,8 +46,8 @@ class Chat(Rows[dict[str, Any]]):
     `tool_calls` become an entry of the example. All other columns that JSON can represent are kept, and a reward gets
     them as keyword arguments.
 
-    SFT form: `{"prompt_id": index, "messages": all messages}`. If they end with a question, the record's `answer` is
-    appended: a text, messages, or, in a record with tools, a list of calls `{"name", "arguments"}`.
+    SFT form: `{"prompt_id": index, "messages": all messages}`. If the messages end with a question, the record's
+    `answer` is appended: a text, messages, or, in a record with tools, a list of calls `{"name", "arguments"}`.
 
     Both forms include `tools` if the record has tools; see `rl_datasets.tools.read_tools`.
     """

@@ -36,8 +36,7 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
             (`reward_model.ground_truth`).
 
     Raises:
-        DataError: a record lacks such a column, or already has a question column of the expected name, which would be
-            lost.
+        DataError: a record lacks a column of the map, or renaming would overwrite a question column of the record.
     """
     sources = {name for source in columns.values() for name in (source, source.partition(".")[0])}
     for where, row in records:
@@ -72,7 +71,7 @@ def require_known(name: str, columns: Mapping[str, str] | None, expected: tuple[
 
 
 def missing(where: str, row: Mapping[str, Any], column: str) -> DataError:
-    """Return the error for a missing column: its name, the columns of the record, and the setting that maps one."""
+    """Return the error for a missing column. It lists the columns of the record and the setting that selects one."""
     likely = [name for name in USUAL.get(column, ()) if _lookup(row, name)[0]]
     return DataError(
         f"{where}: expected a column {column!r}, found {_names(row)}; select it with "

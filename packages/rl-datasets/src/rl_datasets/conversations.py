@@ -38,7 +38,8 @@ _NOT_READ = re.compile(
     r"(image|audio|video|document)s?|functions|function_calls|tools|is_target|no_grad"
     r"|(.*_)?(weight|train|learn|loss|mask|supervis|ignore).*"
 )
-"""Entries of a message that no chat template renders, and unsupported names for whether a turn is learned."""
+"""Entries of a message that are rejected: no chat template renders them, or they may state whether a turn is learned
+under a name that is not in `_SWITCHES`."""
 
 
 def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
@@ -46,8 +47,8 @@ def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
 
     Args:
         where: location of the record, for errors.
-        value: a list of messages, one message, one of these as JSON text, or another text. A text that begins with
-            `Human:` or `Assistant:` is a dialogue (see `parse_dialogue`), any other is one message.
+        value: a list of messages, one message, one of these as JSON text, or a plain text. A plain text that begins
+            with `Human:` or `Assistant:` is a dialogue (see `parse_dialogue`); any other plain text is one message.
         role: role of a text that is not a dialogue.
 
     Returns:
@@ -158,8 +159,8 @@ def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
             )
         if value and (role != "assistant" or not all(switches.values())):
             raise DataError(
-                f"{where}: expected {key}={value!r} in an assistant turn without other such entries, found a "
-                f"{role} message with {switches}; only assistant turns are learned, so remove it"
+                f"{where}: expected {key}={value!r} only in an assistant turn without contradicting entries, found a "
+                f"{role} message with {switches}; remove the entries that do not apply"
             )
     return {"weight": 0} if role == "assistant" and switches and not any(switches.values()) else {}
 
@@ -211,12 +212,12 @@ def _call(where: str, value: Any) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the non-null entries of an object, because Parquet gives every object all keys; else an empty dict."""
+    """Return the non-null entries of an object, or an empty dict for other values. Parquet adds null entries."""
     return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, Mapping) else {}
 
 
 def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Remove the entries with these names, and return a non-empty value if there is one, else an empty one or None."""
+    """Remove the entries with these names. Return their non-empty value, or an empty value or None if all are empty."""
     values = [entries.pop(name) for name in names if name in entries]
     filled = [value for value in values if value not in _EMPTY]
     if any(value != filled[0] for value in filled):

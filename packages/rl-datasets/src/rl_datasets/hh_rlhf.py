@@ -168,7 +168,7 @@ def _reject_repeated_text(where: str, row: Mapping[str, Any]) -> None:
     if all(side.startswith(prompt) for side in sides):
         raise DataError(
             f"{where}: expected answers without the prompt, found that chosen and rejected both begin with the text of "
-            f"the prompt {prompt!r:.60}; remove it from them"
+            f"the prompt {prompt!r:.60}; remove the prompt from both"
         )
 
 

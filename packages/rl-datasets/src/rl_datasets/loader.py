@@ -240,8 +240,8 @@ class BatchLoader(ResumableLoader[list[Row]]):
 
     The permutation of an epoch is cut into batches of `batch_size`; a shard takes examples shard, shard + num_shards,
     ... of each batch. So the batches, and therefore the gradients, do not depend on the number of processes. A state
-    can be resumed with another number of processes. The remaining examples at the end of an epoch are dropped (each
-    epoch drops others), or form a short batch with `drop_last=False`.
+    can be resumed with another number of processes. The remaining examples at the end of an epoch are dropped
+    (different examples in each epoch), or form a short batch with `drop_last=False`.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def with_system(record: Record, messages: list[Message]) -> list[Message]:
         elif _normalize_spaces(messages[0]["content"]) != _normalize_spaces(text):
             raise DataError(
                 f"{where}: expected one system message, found {text!r:.60} in the column {name!r} and "
-                f"{messages[0]['content']!r:.60} before it; keep one of them"
+                f"{messages[0]['content']!r:.60} in the messages; keep one of them"
             )
     return messages
 
@@ -99,7 +99,8 @@ def reject_unread(record: Record, column: str, messages: list[Message]) -> None:
         if name.lower() in _NOT_READ or any(_normalize_spaces(text) not in question_text for text in _texts(value)):
             raise DataError(
                 f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
-                f"messages without it; add it to them, or exclude it by data.columns.{UNUSED}{name}={name}"
+                f"messages without it; add the text of the column to the messages, or exclude the column by "
+                f"data.columns.{UNUSED}{name}={name}"
             )
 
 

@@ -13,7 +13,7 @@ from rl_contracts.errors import ConfigError
 class Rows[T](Sequence[dict[str, Any]]):
     """Sequence of examples with indexing and slicing.
 
-    `_row` builds an example from an item. It builds a new one on each access, so callers may change it.
+    `_row` builds a new example from an item on each access, so callers may change the example.
     """
 
     reads_files: ClassVar[bool] = False

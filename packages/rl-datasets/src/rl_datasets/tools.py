@@ -21,7 +21,7 @@ def read_tools(record: Record) -> dict[str, list[dict[str, Any]]]:
             its JSON text. A schema without the outer `{"type": "function"}` gets it.
 
     Raises:
-        DataError: a column is not such a list, or two of them differ.
+        DataError: a column is not a list of schemas, or two columns differ.
     """
     where, row = record
     tools: list[dict[str, Any]] = []
@@ -51,7 +51,10 @@ def is_tools(name: str) -> bool:
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of Parquet or Arrow, whose structs have all keys, without nulls in its messages and tools."""
+    """Return a record of Parquet or Arrow without the null entries of its messages and tools.
+
+    Arrow adds these entries, because all structs of a column have the same keys.
+    """
     return {
         name: _without_nulls(value) if is_tools(name) or has_messages(value) else value for name, value in row.items()
     }

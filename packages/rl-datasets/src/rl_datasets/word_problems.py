@@ -37,7 +37,7 @@ MAX_LEVEL = 3
 MAX_AMOUNT = 4
 """Maximum amount that a step adds or subtracts; the minimum is 1."""
 _STARTS = 5
-"""Number of possible start values of a level; the smallest stays at or above zero if all steps subtract."""
+"""Number of possible start values of a level. Even if all steps subtract, no start value leads below zero."""
 
 MISTAKES = ("operation", "result", "unfinished")
 """Kinds of mistakes in a rejected answer.

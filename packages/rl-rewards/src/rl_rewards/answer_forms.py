@@ -53,7 +53,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def hashed_lines(text: str) -> list[str]:
-    """Return the first two lines after the last `####` that have more than a label, without their labels."""
+    """Return the first two lines after the last `####` that have text besides a label. Their labels are removed."""
     _, hashes, after = text.rpartition("####")
     lines = [line[:MAX_CHARS] for line in after[: 2 * MAX_CHARS].split("\n")] if hashes else []
     slots = [_EMPHASIS.sub("", line[max([0, *(m.end() for m in _STATEMENT.finditer(line))]) :]) for line in lines]
@@ -71,7 +71,7 @@ def leading_number(text: str) -> str:
 
 
 def stated_answers(text: str) -> list[str]:
-    """Return the answers in statements, the last one first, or a short text without statements as a whole."""
+    """Return the answers in statements, the last one first. Without statements, return a short text as a whole."""
     text = text[-_SEARCHED:]
     slots = [line_after(text, match.end()) for match in _STATEMENT.finditer(text)]
     answers = [_EMPHASIS.sub("", _SENTENCE_END.split(slot, maxsplit=1)[0]) for slot in reversed(slots)]

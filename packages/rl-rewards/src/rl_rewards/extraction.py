@@ -34,10 +34,10 @@ _HASHES = re.compile(r"#{4,}:?")
 _BOX = re.compile(r"\\{1,2}(?:boxed|f(?:rame)?box)\s{0,2}(?:\{|(?P<bare>-?[0-9][0-9.,]{0,30}))|\\.|[{}]", re.DOTALL)
 _BLANK = re.compile(r"\s*\}")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
-# Two boxes form one answer if "and" or "or" directly precedes the second one, ...
+# Two boxes form one answer if "and" or "or" directly precedes the second box, ...
 _LISTS = re.compile(r"\b(?:and|or)\W*$")
-# ... or if none of these is between them, apart from "and", "or" and names such as `x_2 =`: words, equals signs,
-# arrows, and commands other than for spaces.
+# ... or if the text between the boxes has no words, equals signs, arrows or commands. Before this check, "and", "or",
+# names such as `x_2 =` and spacing commands are removed.
 _SEPARATES = re.compile(r"[^\W\d_]{2}|[=\u2190-\u21ff]|\\[A-Za-z]")
 _CONNECTS = re.compile(
     r"\b(?:and|or)\b|(?:\\[A-Za-z]{1,12}|\b[A-Za-z]{1,2}[0-9]?)(?:_\{?\w{1,3}\}?)?\s{0,3}(?:&\s{0,3})?="
@@ -194,7 +194,7 @@ def _sentence(text: str, start: int) -> str:
 
 
 def _join_sign(slot: str) -> str:
-    """Return a slot that begins with `- 5` with `-5` instead; the dash cannot be a bullet there."""
+    """Replace `- 5` at the start of a slot by `-5`. The dash is a sign, because a slot does not begin with a bullet."""
     return _LOOSE_SIGN.sub("-", slot)
 
 

@@ -184,7 +184,7 @@ def _parse(text: str) -> list[Any]:
     # Importing sympy takes most of a second, and other rewards do not need it.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    # It warns once per process that its time limit is off, which is intended here.
+    # math_verify warns once per process that its time limit is off, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     return list(parse(text, config, fallback_mode="no_fallback", parsing_timeout=None))

@@ -420,7 +420,7 @@ async def test_stream_of_slow_completion_sends_comments(monkeypatch: pytest.Monk
     async with served(engine) as session, aiohttp.ClientSession() as http:
         status, text = await Agent(session, http).chat(stream=True)
         assert status == 200
-        assert text.startswith(": the answer is not there yet\n\n")
+        assert text.startswith(": the completion is not finished yet\n\n")
         assert text.endswith("data: [DONE]\n\n")
         engine.faults.generate = lambda request: InferenceError("injected failure")
         status, text = await Agent(session, http).chat(stream=True)

@@ -188,7 +188,7 @@ async def test_max_length_without_room_for_completion_raises_data_error(tokenize
     settings, group = await _group(tokenizer, 48, prompt="x" * 29)
     assert settings == []
     assert isinstance(group.error, DataError)
-    assert "48 tokens, but a sequence may have 48" in str(group.error)
+    assert "48 tokens, but prompt and completion together may have at most 48" in str(group.error)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class AgentEpisodeWorkflow(RolloutWorkflow):
     Args:
         agent: the agent, shared by all episodes.
         endpoint: HTTP server that receives the agent's calls.
-        generation: sampling settings of its completions.
+        generation: sampling settings of the agent's completions.
         max_length: maximum number of tokens of a prompt and its completion. None leaves the limit to the server.
         per: unit of a conversation that becomes one sequence.
         deadline: time limit of an episode, in seconds.

@@ -30,11 +30,11 @@ class AgentCommand(AgentWorkflow):
     """Agent that runs a command for its episodes. Subclass it and define `command`.
 
     The process reads one line from stdin: a JSON object with `data` (the example), `base_url` and `api_key`. It writes
-    its result to stdout as one line of JSON: a value that `run` may return, or an object with a text `answer`, which
-    the run's reward scores, and other metrics. It must log to stderr.
+    its result to stdout as one line of JSON, and logs to stderr. The result is a value that `AgentWorkflow.run` may
+    return, or an object with a text `answer` and other metrics. The run's reward function scores the `answer`.
 
-    A process for a single episode also gets URL and key in the environment variables of the clients of OpenAI and
-    Anthropic. It is stopped after its result.
+    A process for a single episode also gets URL and key in the environment variables that the OpenAI and Anthropic
+    clients read. It is stopped after its result.
 
     Each process runs in a separate directory. Landlock prevents it from writing elsewhere. Stopping a process also
     stops all processes that it started.

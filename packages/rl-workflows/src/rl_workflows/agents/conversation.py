@@ -4,12 +4,12 @@ An agent sends messages and a server samples tokens. A call may continue an earl
 of the tokens of that completion's prompt, the sampled tokens, and the encoded text of the new messages. Sampled tokens
 are never encoded again. A call continues a completion under two conditions:
 
-- It repeats the messages of the earlier call and of the completion, and then adds messages. Omitted reasoning,
-  surrounding whitespace, the order of arguments and the ids of tool calls may differ, because agents rarely send them
-  back unchanged.
-- The chat template renders all of them as before. Some templates drop the reasoning of earlier turns, move the tools,
-  or omit tool calls. The call then continues an earlier completion that is rendered as before, or starts a new tree.
-  Rewritten text is part of its prompt, which is not trained.
+- The call repeats the messages of the earlier call and its completion, and then adds messages. Agents rarely send
+  messages back unchanged, so some differences are ignored: omitted reasoning, surrounding whitespace, the order of
+  arguments, and ids of tool calls.
+- The chat template renders the repeated messages as before. Some templates drop the reasoning of earlier turns, move
+  the tools, or omit tool calls. The call then continues an older completion that is rendered as before, or starts a new
+  tree. The rewritten text becomes part of the call's prompt and is not trained.
 
 Every call therefore gets exactly the prompt that the template renders. Retries, parallel calls, sub-agents and
 rewritten histories are branches. `Conversation.trajectories` builds trajectories from them.
@@ -74,10 +74,11 @@ class Turn:
     tools: Sequence[Any] | None = None
     """Tools listed in the prompt, or None."""
     prompt_prefix: tuple[int, bytes] | None = None
-    """Length and digest of the prompt's text, without the generation prompt. None if no call can continue this turn."""
+    """Length and digest of the prompt's text, without the generation prompt. None if no call with messages can continue
+    this turn."""
     rendered_prefix: tuple[int, bytes] | None = _NOT_COMPUTED
-    """Length and digest of the rendered conversation up to this completion, without the end of the turn. None if the
-    template renders it differently from how it was sampled."""
+    """Length and digest of the conversation up to and including this completion, as the template renders it, without
+    the end-of-turn token. None if the template cannot render the completion in full."""
 
     def path(self) -> list[Turn]:
         """Return the turns from the first to this one."""
@@ -96,7 +97,7 @@ class Prompt:
     added: int
     """Number of tokens after the parent's completion."""
     parent: Turn | None = None
-    """Turn that this one continues, or None."""
+    """Turn that the call continues, or None."""
     text: str = ""
     """Text rendered by the chat template; empty for a prompt without messages."""
     messages: Sequence[Message] = ()
@@ -132,7 +133,7 @@ class Conversation:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, max_characters: float = float("inf")
     ) -> Prompt:
-        """Return the prompt of a call, which continues the latest possible completion.
+        """Return the prompt of a call. The call continues the latest completion that it can, or starts a new tree.
 
         Args:
             messages: messages of the call, at least one.
@@ -168,9 +169,9 @@ class Conversation:
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a call without messages.
 
-        It continues the turn whose prompt and completion form its longest prefix. A text continues only a completion
-        that the model did not end. Without a parent, a text begins with the tokenizer's beginning-of-text token, if the
-        tokenizer adds one.
+        The call continues the turn whose prompt and completion are the longest prefix of `prompt`. A text cannot
+        continue a completion that ends with a stop token. If no turn matches, a text prompt begins with the
+        beginning-of-text token, if the tokenizer adds one.
 
         Args:
             prompt: text or tokens of the prompt.
@@ -258,9 +259,9 @@ class Conversation:
         self._by_key.setdefault(blake2b(content, digest_size=16).digest(), []).append(turn)
 
     def _completion_end(self, turn: Turn, text: str) -> int | None:
-        """Return the position in a rendered conversation at which the completion of a turn ends.
+        """Return the position in the rendered conversation `text` at which the completion of a turn ends.
 
-        Return None if the text differs from the call's prompt or completion.
+        Return None if the text does not begin with the turn's prompt and completion.
         """
         if turn.prompt_prefix is None:
             return None
@@ -285,8 +286,8 @@ class Conversation:
     def _rendered_prefix(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
         """Return length and digest of the rendered conversation up to a completion that the template reformats.
 
-        Return None if the template rejects the messages, changes the text before the completion, or omits a part of its
-        message.
+        Return None if the template rejects the messages, changes the text before the completion, or omits a part of the
+        completion's message.
         """
         renderer, message = self.renderer, turn.message
         messages = [entry for earlier in turn.path() for entry in (*earlier.new_messages, earlier.message)]
@@ -310,7 +311,7 @@ class Conversation:
         """Return all sampled completions as trajectories.
 
         With `credit="turn"`, the return of a turn is its reward plus `discount` times the return of the next turn of
-        its sequence. Without a next turn, it is its reward plus `reward`.
+        its sequence. The return of the last turn is its reward plus `reward`.
 
         Args:
             reward: reward of the episode.
@@ -320,8 +321,8 @@ class Conversation:
             credit: use of the rewards of turns. `episode`: the reward of every sequence is the sum of the rewards of
                 all turns and `reward`. Each turn reward is multiplied by `discount` once per earlier turn on its
                 branch, and `reward` once per earlier turn on the longest branch. `turn`: the reward of every sequence
-                is `reward`, and `token_rewards` are on the last tokens of turns. Their sum from a turn to the end, plus
-                `reward`, is the turn's return.
+                is `reward`. `token_rewards` are nonzero only on the last token of each turn. The return of a turn is
+                the sum of the `token_rewards` from this turn onward, plus `reward`.
             discount: factor per turn, in (0, 1].
 
         Returns:
@@ -378,7 +379,7 @@ def token_ids_until(turn: Turn) -> list[int]:
 
 
 def _trajectory(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[Turn, float]) -> Trajectory:
-    """Return the sequence of a path of turns, of which `trained` are trained."""
+    """Return the sequence of a path of turns. Only the completions of `trained` are in its loss mask."""
     import numpy as np
 
     from rl_contracts.batch.trajectory import Trajectory
@@ -437,7 +438,7 @@ def _digest(text: str) -> bytes:
 
 
 def _extend_key(key: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation with one more message, from the content that agents send back unchanged."""
+    """Return the digest of a conversation with one more message. It covers only content that agents do not change."""
     if message.get("role") == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in _calls(message)]
         content: Any = ["assistant", (message.get("content") or "").strip(), calls]
@@ -454,7 +455,7 @@ def _matching_turn(turns: Sequence[Turn], message: Message) -> Turn | None:
     """Return the latest turn that a message repeats, preferably one with the same ids of tool calls.
 
     Args:
-        turns: turns whose conversations have the digest of the message's conversation.
+        turns: turns with the same digest of the conversation up to and including their completion.
         message: assistant message. If it has reasoning, the reasoning must be equal too.
     """
     reasoning = (message.get("reasoning_content") or "").strip()

@@ -112,7 +112,10 @@ def _as_dict(message: Any) -> dict[str, Any]:
 
 
 def _unwrap_error(listing: Future[list[Any]], connection: Future[None]) -> None:
-    """Pass the error that ended a connection to the caller that waits for the tools: the first error of a group."""
+    """Fail `listing` with the error that ended the connection, unless the tools were listed already.
+
+    An exception group is replaced by its first error.
+    """
     error = None if connection.cancelled() else connection.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,8 @@
 """Parse the tokens of a completion into an assistant message: text, reasoning and tool calls.
 
 Each model family writes tool calls in its own format. `transformers` parses them if the tokenizer has a
-`response_template`. Otherwise a function of `rl_workflows.agents.tool_calls` does. It is selected by rendering a sample
-call with the chat template. A malformed call stays in the text, so that the agent sees it.
+`response_template`. Otherwise `rl_workflows.agents.tool_calls` parses them. It detects the format from a sample call
+that the chat template renders. A malformed call stays in the text, so that the agent sees it.
 """
 
 from __future__ import annotations

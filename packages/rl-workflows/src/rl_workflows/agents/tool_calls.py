@@ -168,11 +168,11 @@ _TOOL = {
     },
 }
 _END = re.compile(r"<\|\w+\|>\s*$")
-"""Token that ends a turn with a call. Some templates use another token there than after a text."""
+"""Token that ends a turn with a call. Some templates end a turn with text by a different token."""
 
 
 def detect_format(tokenizer: Any, split: Callable[[str], str]) -> str:
-    """Return the format of a chat template's tool calls: the one whose parser extracts a rendered sample call.
+    """Return the format whose parser extracts a sample call from the text that the chat template renders.
 
     Args:
         tokenizer: a Hugging Face tokenizer, with or without a chat template.
@@ -264,8 +264,8 @@ _PYTHON = {"True": True, "False": False, "None": None}
 def _parse_value(text: str, schema: Any) -> Any:
     """Return the value of an argument in a format without types.
 
-    This is the text itself if it is not JSON, or if the schema allows strings but not the type of the JSON value.
-    Otherwise it is the JSON value.
+    Return the text unchanged if it is not JSON, or if the schema allows strings but not the type of the JSON value.
+    Otherwise return the JSON value.
     """
     value = _PYTHON[text] if text in _PYTHON else _json(text)
     if value is None and text not in ("null", "None"):

@@ -92,7 +92,7 @@ def load_tools(sources: Iterable[Tool | Callable[..., Any] | str]) -> dict[str, 
             a function or of a subclass of `Tool`.
 
     Raises:
-        ConfigError: a string names nothing, two tools have the same name, or a tool cannot be created.
+        ConfigError: a string names no tool, two tools have the same name, or a tool cannot be created.
     """
     tools: dict[str, Tool] = {}
     for item in sources:

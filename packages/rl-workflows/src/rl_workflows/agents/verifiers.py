@@ -17,8 +17,8 @@ class VerifiersAgent(AgentCommand):
 
     Subclass it and define `python` and `config`.
 
-    An example has the number of its `task`; `verifiers_program.py CONFIG --tasks` writes such examples. The
-    environment computes the reward.
+    The field `task` of an example is the number of a task; `verifiers_program.py CONFIG --tasks` writes such examples.
+    The environment computes the reward.
 
     Raises:
         ConfigError: `config` names no taskset.

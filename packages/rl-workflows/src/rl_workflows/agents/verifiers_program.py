@@ -3,9 +3,10 @@
 The program imports `verifiers` and nothing of this project. Run it with `python -P`, which keeps the files in this
 folder out of the import path.
 
-The argument is the environment's configuration as JSON. Each line of stdin starts an episode: `data` with the number of
-a `task`, `base_url` and `api_key`. Each line of stdout is a result: reward and metrics of the task. The program ends
-when stdin is closed. With `--tasks` it writes one line per task instead; these are examples for `data.name=chat`.
+The argument is the environment's configuration as JSON. Each line of stdin starts an episode. It is a JSON object with
+`base_url`, `api_key`, and `data`, whose `task` is the number of a task. Each line of stdout is a result: reward and
+metrics of the task. The program ends when stdin is closed. With `--tasks` it writes one example per task instead, for
+`data.name=chat`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KEY = "VERIFIERS_EPISODE_KEY"
 
 
 def example_of_task(task: vf.Task[Any]) -> dict[str, Any]:
-    """Return the example of a task. Its prompt serves for length checks and readers; the agent uses only the number."""
+    """Return the example of a task. The agent uses only its number; the messages are for length checks and display."""
     messages = [{"role": "user", "content": task.data.prompt_text}]
     if task.data.system_prompt:
         messages.insert(0, {"role": "system", "content": task.data.system_prompt})
@@ -39,7 +40,7 @@ async def run_episode(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_k
     """
     os.environ[KEY] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)
-    async with env.serving():  # per episode: this caches the client, and each episode has another key
+    async with env.serving():  # per episode: `serving` caches the client, and each episode has a different key
         episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

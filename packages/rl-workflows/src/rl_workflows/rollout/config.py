@@ -30,8 +30,8 @@ class RuntimeConfig(Settings):
     error that names the stuck stage. The launcher restarts a run that has a recovery checkpoint."""
     trainer_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds between two calls of the runtime after which the trainer counts as stuck. Set it above the duration of
-    any training step, including saves. The process then ends with an error that shows the trainer's stack; it is
-    restarted as after `stall_timeout`."""
+    any training step, including saves. The process then ends with an error that shows the trainer's stack, and the
+    launcher restarts the run as after `stall_timeout`."""
     seed: int = 0
     """Seed from which each sampling seed is derived, together with prompt, epoch and sample."""
 
@@ -60,7 +60,7 @@ class RolloutConfig(RuntimeConfig):
     group_size: int = bounded(8, "at least 1", lambda episodes: episodes >= 1)
     """Episodes per prompt."""
     min_group: int | None = None
-    """Episodes that must succeed; the group is then used without the others. None: all episodes."""
+    """Episodes of a group that must succeed. The group is then used without its failed episodes. None: all episodes."""
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal and replace them with groups of other prompts."""
     max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
@@ -77,7 +77,7 @@ class RolloutConfig(RuntimeConfig):
         require(
             not self.dynamic_sampling or self.group_size >= 2,
             "rollout.dynamic_sampling",
-            "a group_size of at least 2, because a group of one has no different rewards",
+            "a group_size of at least 2, because it compares the rewards of a group",
             self.group_size,
         )
 
@@ -91,7 +91,7 @@ def groups_per_replica(total: int, replicas: int, field_name: str) -> int:
     """Return the number of groups per data-parallel replica, out of `total`.
 
     Raises:
-        ConfigError: `total` is not divisible by `replicas`; the message suggests the nearest numbers that are.
+        ConfigError: `total` is not divisible by `replicas`; the message suggests the nearest divisible numbers.
     """
     if total >= replicas and total % replicas == 0:
         return total // replicas

@@ -203,8 +203,8 @@ class EpisodeEngine(InferenceEngine):
         available = max_length - prompt_length
         if available < 1:
             raise DataError(
-                f"the prompt has {prompt_length} tokens, but a sequence may have {max_length} with its completion "
-                "(data.max_length, or the model's context). Raise that limit, or drop such examples "
+                f"the prompt has {prompt_length} tokens, but prompt and completion together may have at most "
+                f"{max_length} (data.max_length, or the model's context). Raise that limit, or drop such examples "
                 "(data.overlong=drop)."
             )
         return replace(generation, max_new_tokens=available, min_new_tokens=min(generation.min_new_tokens, available))

@@ -1,4 +1,4 @@
-"""Evaluation on held-out examples with the same servers, apart from all training counters."""
+"""Evaluation on held-out examples. It uses the servers of the training run, but none of its counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def evaluate_held_out(
     Args:
         episodes: episodes of this evaluation; its `generation` has the sampling settings.
         examples: examples of this data-parallel leader.
-        first: index of the first of them among the examples of all data-parallel leaders.
+        first: index of the leader's first example among the examples of all data-parallel leaders.
         n: completions per example.
         version: minimum version that the servers have committed.
         config: concurrency, failure budget and stall timeout.

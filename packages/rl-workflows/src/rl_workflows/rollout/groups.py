@@ -20,7 +20,7 @@ PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 """Fields of a trajectory that have one entry per token."""
 
 EPS = 1e-6
-"""Largest standard deviation of equal rewards, relative to their mean if the mean is above 1."""
+"""Largest standard deviation at which rewards count as equal; relative to their mean if the mean is above 1."""
 
 ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
 """Filter `(trajectories of one group) -> whether to train on it`. A rejected group is counted and replaced by another
@@ -106,10 +106,10 @@ async def run_group(
 ) -> FinishedGroup:
     """Run the episodes of one prompt and return the outcome of the group.
 
-    It ends as soon as the remaining episodes cannot change the outcome, and cancels those episodes.
+    If the remaining episodes cannot change the outcome, they are cancelled and the group ends at once.
 
     Args:
-        episodes: settings of the episodes; running ones are registered in its `running`.
+        episodes: settings of the episodes; its `running` lists the running episodes.
         prompt: the example; each episode gets a separate copy.
         ticket: the group's admission.
         size: number of episodes.
@@ -180,7 +180,7 @@ def prompt_id_of(prompt: dict[str, Any]) -> int:
     """Return the `prompt_id` of an example.
 
     Raises:
-        DataError: it is missing or not an integer.
+        DataError: `prompt_id` is missing or not an integer.
     """
     value = prompt.get("prompt_id")
     if isinstance(value, int) and not isinstance(value, bool):

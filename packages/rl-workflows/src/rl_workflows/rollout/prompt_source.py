@@ -1,4 +1,4 @@
-"""Source of prompts: first those that a stopped run had in flight, then an iterator of examples."""
+"""Source of prompts: first the prompts that a stopped run had in flight, then the examples of an iterator."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_DROPPED = 1_000_000
 class PromptSource:
     """Iterator that returns each example once and can be saved between any two examples.
 
-    An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other iterable must yield the
-    same examples in the same order in a new process, because restoring skips the examples drawn before. To resume
-    with another number of data-parallel leaders, the iterable needs `load_states`. It takes the states of the previous
-    leaders' iterables, in their order.
+    The methods `state_dict` and `load_state_dict` of an iterable save and restore it. An iterable without them must
+    yield the same examples in the same order in a new process, because restoring skips the examples drawn before. To
+    resume with another number of data-parallel leaders, the iterable needs `load_states(states)`: the argument is the
+    list of states of the previous leaders' iterables, in order.
 
     Args:
         rows: examples (dictionaries with an integer `prompt_id`), finite or endless.
@@ -64,7 +64,7 @@ class PromptSource:
         return remaining
 
     def requeue_first(self, rows: Iterable[Example]) -> None:
-        """Return these examples again, in this order, before all others."""
+        """Put examples at the front of the source, in this order."""
         self._requeued.extendleft(reversed(list(rows)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class PromptSource:
         self._requeued.extend(state["requeued"])
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue with this leader's shard of the remaining examples, out of the states of all previous leaders.
+        """Load this leader's shard of the remaining examples from the states of all previous leaders.
 
         Requeued examples of the previous leaders are not included.
 

@@ -338,7 +338,7 @@ def tune_garbage_collection() -> None:
     An outstanding episode has about twenty tracked objects (coroutines, a task, requests). They survive the young
     collections, and each full collection then visits them. With 100,000 episodes and Python's default thresholds, this
     nearly doubles the processor time of an episode. A young collection per 100,000 new objects still takes a quarter of
-    it.
+    the processor time.
 
     The runtime creates no cycles (verified by a test), so reference counts free all its objects. Cycles that workflows
     and libraries create are still freed, only later. Objects that exist at the call, mostly modules, are never visited

@@ -39,8 +39,8 @@ take longer than the rest of its processing."""
 
 OnCompletions = Callable[[int, Sequence["Trajectory"], str | None], None]
 """Callback `(step, trajectories, reason)`. For a batch, `step` trains on it and `reason` is None. For a rejected or
-failed group, `step` belongs to the next batch and `reason` states why the group is not trained on. It runs on the event
-loop and must be quick."""
+failed group, `step` belongs to the next batch and `reason` states why the group is not trained on. The callback
+runs on the event loop and must be quick."""
 
 
 class RolloutScheduler:
@@ -301,7 +301,7 @@ class RolloutScheduler:
         for group in groups:
             group.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # not gather: a caller with a timeout could not leave it
+            await asyncio.wait(tasks)  # not gather, which does not return when the caller's timeout passes
 
     def _admit_groups(self) -> None:
         """Admit groups while slots and prompts are available, a limited number per iteration of the event loop."""

@@ -2,36 +2,42 @@
 
 This module only counts groups, separately for each data-parallel leader. It uses no clock, event loop or tensors.
 
-With B groups per step, eta = `max_staleness` and the trainer's version v, a group that was admitted at version s is
-*due* at s + eta: no batch that is released later may contain it.
+Let B be the number of groups per step, eta = `max_staleness`, and v the trainer's version. A group that was admitted at
+version s is *due* at s + eta: a batch released at a later version must not contain it.
 
     outstanding = running + accepted + in the batch that is being trained on
     capacity    = min(max_concurrent - running, (eta + 1) * B - outstanding)
 
-Look-ahead: a batch is released only if, for every k >= 0, at most k * B of the remaining groups (running or accepted)
-are due by v + k. Otherwise the batch waits for groups that are due, instead of taking younger ones. Batches take the
-oldest start first.
+Look-ahead: a batch consists of the B oldest accepted groups. It is released only if, for every k >= 0, at most k * B of
+the other running and accepted groups are due by v + k. Otherwise the trainer waits until more of the due groups are
+accepted.
 
-**Why no consumed group is older than eta versions.** While no batch is in training, the invariant I(v) holds: for every
-k, at most (k + 1) * B outstanding groups are due by v + k. With k = 0, the look-ahead leaves no group behind that is
-due by v, so nothing is overdue at version v + 1. Each event preserves I:
+**Why no group in a batch is older than eta versions.** The invariant I(v) holds while no batch is in training: for
+every k >= 0, at most (k + 1) * B outstanding groups are due by v + k. The look-ahead with k = 0 leaves no group behind
+that is due by v, so no group is overdue at version v + 1. Each event preserves the invariant:
 
-- *Admission while no batch is in training.* The new group is due at v + eta, so it only counts for k >= eta. There, all
-  outstanding groups together are at most (eta + 1) * B.
-- *Admission while a batch is in training.* The batch keeps its slots, so at most eta * B groups are outside of it. The
-  new group is due at v + eta = (v + 1) + (eta - 1); for the next version, k = eta - 1 allows eta * B.
-- *The step ends at v + 1.* The look-ahead left at most k * B groups due by v + k, that is, (k + 1) * B due by (v + 1) +
-  k: I(v + 1). *The step is skipped, and v stays*: k * B is less than (k + 1) * B.
-- *A group is rejected or fails.* It is removed; its replacement is an admission.
-- *A run with n leaders and B / n groups per step each resumes with m leaders and B / m.* The accepted groups are
-  distributed round-robin by age. Over all leaders at most (k + 1) * B are due by v + k, so no new leader gets more than
-  (k + 1) * B / m of them. Running groups are admitted again.
+- *A group is admitted while no batch is in training.* The group is due at v + eta, so it counts only for k >= eta. For
+  these k, the capacity limits all outstanding groups to (eta + 1) * B.
+- *A group is admitted while a batch is in training.* The batch keeps its B slots, so at most eta * B other groups are
+  outstanding. The new group is due at v + eta = (v + 1) + (eta - 1). In I(v + 1) it counts only for k >= eta - 1, which
+  allows at least eta * B groups.
+- *The step ends at v + 1.* The look-ahead left at most (k + 1) * B groups due by v + k + 1 = (v + 1) + k, as I(v + 1)
+  requires.
+- *The step is skipped, and the version stays v.* The look-ahead left at most k * B groups due by v + k, and I(v) allows
+  (k + 1) * B.
+- *A group is rejected or fails.* Its removal lowers the counts. Its replacement is an admission.
+- *A run with n leaders resumes with m leaders.* Here B is the sum over all leaders. The accepted groups are distributed
+  round-robin by age. At most (k + 1) * B of all groups are due by v + k, so each new leader gets at most
+  (k + 1) * B / m of these. Running groups are admitted again.
 
-**Why it cannot deadlock.** Suppose the trainer waits for a batch. With fewer than B outstanding groups, capacity is
-positive unless `max_concurrent` groups run, and those end. With B or more, I(v) implies that the batch is released once
-the B oldest are accepted. Of the groups due by v + k, at most (k + 1) * B - B then stay behind. The batch only waits
-for running groups to end, and each does, because episodes have deadlines. (If all groups are rejected, the failure
-budget stops the run.) Groups admitted to freed slots are younger than all others, so they never precede the B oldest.
+**Why the trainer cannot wait forever.** Running groups end, because episodes have deadlines. Two cases remain:
+
+- *Fewer than B groups are outstanding.* The capacity is positive unless `max_concurrent` groups run, and these end.
+- *At least B groups are outstanding.* The batch is released once the B oldest groups are accepted. By I(v), at most
+  (k + 1) * B - B = k * B of the groups due by v + k stay behind, as the look-ahead requires.
+
+A rejected or failed group frees its slot for a younger group, which never precedes the B oldest. If all groups are
+rejected or fail, the failure budget stops the run.
 """
 
 from __future__ import annotations
@@ -56,7 +62,7 @@ class Ticket(NamedTuple):
 class StalenessManager:
     """Counter of groups, from their admission to the end of the step that trains on them.
 
-    Each event costs at most O(log n); a look-ahead check costs O(eta).
+    With n accepted groups, an admission or outcome costs at most O(log n). A look-ahead check costs O(eta log eta).
 
     Args:
         batch_size: groups per step of this leader, B; at least 1.
@@ -131,7 +137,7 @@ class StalenessManager:
         return ticket
 
     def accept(self, ticket: Ticket) -> None:
-        """Add a running group to those that wait for a batch.
+        """Move a running group to the accepted groups, which wait for a batch.
 
         Raises:
             RLError: the group is not running.
@@ -160,7 +166,7 @@ class StalenessManager:
         """Return whether a batch may be released now.
 
         Args:
-            closed: no further group will be admitted, so the batch may be smaller than B if no group runs.
+            closed: whether no further group will be admitted. The batch may then be smaller than B once no group runs.
         """
         if self._step_is_open:
             return False
@@ -218,7 +224,7 @@ class StalenessManager:
             version: the current version plus 1, or the current version if the step was skipped.
 
         Raises:
-            RLError: no batch is being trained on, or the version is neither of the two.
+            RLError: no batch is being trained on, or `version` is neither of these two values.
         """
         if not self._step_is_open:
             raise RLError("end_step: no batch is being trained on; call it once after each next_batch.")
@@ -263,7 +269,8 @@ class StalenessManager:
         """Restore the state of `state_dict` in a new manager.
 
         Returns:
-            accepted groups that are now too old, because B or `max_staleness` is smaller; they are not restored.
+            accepted groups that would be too old for their batch, because B or `max_staleness` decreased. They are not
+            restored.
 
         Raises:
             RLError: groups were admitted already.

@@ -36,8 +36,9 @@ FRAME_ATTRIBUTES = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag
 class Watchdog:
     """Task on the event loop that detects stalls.
 
-    While the trainer waits for episodes, there must be progress. Otherwise, the trainer must call the runtime again
-    within `trainer_timeout`. Admission limits the number of groups that accumulate meanwhile.
+    While the trainer waits for episodes, the watchdog requires progress of the episodes. At other times, it requires a
+    call from the trainer within `trainer_timeout`. It then requires no progress, because all admitted groups may have
+    ended.
 
     Args:
         episodes: running episodes, and the time of the last progress.
@@ -161,7 +162,7 @@ class Watchdog:
         return (
             f"nothing was generated, accepted, rejected or failed for {idle:.1f} s (rollout.stall_timeout="
             f"{self._stall_timeout:g}). {stuck}. {self._describe()}."
-        ) + ("" if task is None else f" Its stack:\n{stack_of_task(task)}")
+        ) + ("" if task is None else f" Stack of this episode:\n{stack_of_task(task)}")
 
     def _stuck_trainer_error(self, absent: float) -> StalledError:
         error = StalledError(
@@ -186,7 +187,7 @@ async def run_with_timeout[T](clock: Clock, seconds: float, coroutine: Coroutine
     """Return the result of the coroutine, within `seconds` of the clock.
 
     Raises:
-        TimeoutError: it did not finish in time; it is cancelled.
+        TimeoutError: the coroutine did not finish in time and was cancelled.
     """
     task = asyncio.ensure_future(coroutine)
     timer = asyncio.ensure_future(clock.sleep(seconds))

@@ -29,8 +29,8 @@ class EndpointConfig(Settings):
     template renders a call, or `none` if that format is unknown. With `none`, requests with tools are rejected."""
     credit: str = choice("episode", ("episode", "turn"))
     """Use of the rewards of single calls (`POST /v1/rewards`), per `episode` or per `turn`. `episode`: they are added
-    to the outcome, and the sum is the single reward of the episode; works with any estimator. `turn`: each completion
-    gets the sum of the rewards from it onward; requires an estimator that reads token rewards
+    to the reward of the episode, which all completions share; works with any estimator. `turn`: the return of a
+    completion is the sum of its reward and all later rewards; requires an estimator that reads token rewards
     (`algorithm.advantage.kind=return` or `gae`)."""
     discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
     """Discount factor of rewards per turn. With `credit=episode` a reward is multiplied by it once for each earlier
@@ -50,7 +50,8 @@ class EndpointConfig(Settings):
     """Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once.
     Further calls are rejected."""
     max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
-    """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages,
-    and tools that repeat the last call's, count once, except in stored responses (`store`)."""
+    """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages
+    count once, except in stored responses (`store`). Tools count only if they differ from the tools of the last
+    call."""
     max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
     """Maximum size of a request body in bytes."""

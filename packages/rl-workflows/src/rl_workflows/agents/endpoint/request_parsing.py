@@ -88,7 +88,7 @@ def reject_if(condition: object, name: str, why: str) -> None:
     """Reject the request if `condition` is true.
 
     Raises:
-        CallError: its message is the field `name` and the reason `why`.
+        CallError: `condition` is true. The message contains the field `name` and the reason `why`.
     """
     if condition:
         raise CallError(f"{name}: {why}")
@@ -149,7 +149,7 @@ def required_text(value: Any, where: str) -> str:
     """Return a value that must be a non-empty string.
 
     Raises:
-        CallError: it is not.
+        CallError: `value` is not a non-empty string.
     """
     reject_if(not isinstance(value, str) or not value, where, f"expected a non-empty string, found {value!r:.80}.")
     return str(value)

@@ -12,7 +12,7 @@ from rl_workflows.agents.endpoint import request_parsing
 from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""Values allowed in `include`. Reasoning is never encrypted, so the second one has no effect."""
+"""Values allowed in `include`. Reasoning is never encrypted, so `ENCRYPTED` has no effect."""
 
 
 class Responses(request_parsing.ApiRequest):

@@ -47,7 +47,7 @@ IDLE_SECONDS = 5.0
 MAX_METRICS = 64
 """Maximum number of metric names per episode."""
 PREPARING_THREADS = 2
-"""Number of threads that render and tokenize prompts. A session uses at most one, so it cannot delay the others."""
+"""Number of threads that render and tokenize prompts. A session uses at most one, so it cannot block all of them."""
 ROUTES: dict[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
@@ -272,7 +272,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         while not task.done():
-            await response.write(b": the answer is not there yet\n\n")
+            await response.write(b": the completion is not finished yet\n\n")
             await asyncio.wait({task}, timeout=IDLE_SECONDS)
         try:
             reply = await task
@@ -320,7 +320,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
 @contextmanager
 def _admit_and_count(session: Session) -> Iterator[None]:
-    """Admit a call before its body takes memory. Count it as running, and as refused if it is rejected."""
+    """Admit a call before its body takes memory. Count it as open, and also as rejected if a `CallError` ends it."""
     session.open_calls += 1
     try:
         session.admit()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rl_workflows.agents.message_parsing import MessageParser
 
 RENDERED_CHARACTERS = 1 << 16
-"""Number of characters up to which requests are always rendered. Such a request may fit although its text seems too
-long, because a template may omit parts of tools and messages."""
+"""Requests with at most this number of characters are always rendered. A template may omit parts of tools and messages,
+so such a request may fit although its text seems too long."""
 
 
 class CallError(AgentError):
@@ -99,7 +99,7 @@ class Prepared:
     """The call with all messages of its conversation."""
     prompt: Prompt
     memory: int
-    """Bytes that the session keeps for its messages and tools after the call."""
+    """Bytes of the call's messages and tools that the session keeps after the call."""
 
 
 @dataclass(frozen=True)

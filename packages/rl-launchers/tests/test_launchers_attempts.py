@@ -170,7 +170,7 @@ def test_repeated_failure_at_same_step_raises_with_all_errors_in_order(
     ]
     assert positions == sorted(positions)
     assert "exit code 9" in message
-    assert message.endswith("It did not get past step 3 in 3 starts.")
+    assert message.endswith("The run did not get past step 3 in 3 starts.")
 
 
 @pytest.mark.slow

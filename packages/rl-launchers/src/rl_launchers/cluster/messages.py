@@ -2,7 +2,8 @@
 
 Each end proves that it knows the secret with an HMAC of the other end's random challenge
 (`multiprocessing.connection`). The secret itself is never sent. Messages are JSON, so nothing is unpickled. Each
-message has a length prefix and at most `LARGEST` bytes. A connection fails if the peer pauses too long within one.
+message has a length prefix and at most `LARGEST` bytes. A connection fails if the peer pauses too long within a
+message.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def connect_to_launcher(host: str, port: int, secret: bytes, patience: float = M
         patience: seconds to wait for the launcher within a message; at most `MESSAGE_SECONDS`.
 
     Raises:
-        LaunchError: no process listens there, or it does not know the secret or answer within `CALL_SECONDS`.
+        LaunchError: no process listens there, or the process does not know the secret or does not answer within
+            `CALL_SECONDS`.
     """
     try:
         with socket.create_connection((host, port), CALL_SECONDS) as peer:

@@ -44,7 +44,10 @@ CALLERS = 256
 
 @dataclass(eq=False)
 class Machine:
-    """Machine on which an agent was started. A lost one stays lost: a new start of its agent creates a new object."""
+    """Machine on which an agent was started.
+
+    A lost machine stays lost: a new start of its agent creates a new object.
+    """
 
     node: Node
     started: float = field(default_factory=time.monotonic)
@@ -65,14 +68,14 @@ class NodeAgents:
 
     Args:
         provider: starts the agents.
-        machines: the latest start of each machine, by name, including lost ones. This object updates it.
+        machines: machines by name, including lost ones. `start` replaces the entries of the machines that it starts.
         log_dir: directory on a file system that the machines share. It has the logs, `agent-<node>.log`, and a file
             with the secrets that only the user can read. `close` deletes that file.
         hidden: environment variables of workers that are never sent over a connection.
         host: address on which the launcher listens; empty for `NodeProvider.address`.
         start_timeout: seconds within which a started agent must connect.
-        silence: seconds without a message after which a machine counts as lost. The agent uses the same time for the
-            launcher.
+        silence: seconds without a message after which a machine counts as lost. The agent applies the same limit to
+            the launcher.
 
     Raises:
         LaunchError: the launcher cannot listen on that address.
@@ -175,7 +178,7 @@ class NodeAgents:
         return result
 
     def check(self) -> None:
-        """Mark machines as lost whose agents have ended according to the provider."""
+        """Mark each machine as lost whose agent has ended, according to the provider."""
         for machine in self._machines.values():
             if machine.lost:
                 continue

@@ -53,7 +53,7 @@ class NodeProvider(ABC):
         """
 
     def agent_connected(self, node: Node) -> None:  # noqa: B027 - optional
-        """Handle that the agent of a machine has connected to the launcher. Called repeatedly."""
+        """React to a connected agent. Called repeatedly while the agent of the machine is connected to the launcher."""
 
     @abstractmethod
     def close(self) -> None:

@@ -96,7 +96,7 @@ class Ledger:
             self.release(spec, names)
             listing = ", ".join(f"{name} {gpus}" for name, gpus in free_gpus.items()) or "no machine"
             raise LaunchError(
-                f"role {spec.role!r}: {number} workers of {spec.gpus} GPUs do not fit, each on a single machine; "
+                f"role {spec.role!r}: {number} workers of {spec.gpus} GPUs do not fit (each needs a single machine); "
                 f"{sum(free_gpus.values())} GPUs are free ({listing}). Use a smaller allocation, or more machines."
             )
         positions = {name: -position for position, name in enumerate(reversed(names))}

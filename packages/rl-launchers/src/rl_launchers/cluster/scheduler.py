@@ -37,7 +37,7 @@ class ClusterSchedulerConfig(SchedulerConfig):
 
     host: str = ""
     """Address of the launcher's machine to which the node agents connect. Empty for the address that the cluster
-    reports, or in a Slurm job with one node for loopback, which servers and trainers then use, too."""
+    reports. In a Slurm job with one node, empty selects loopback for the agents, servers and trainers."""
     start_timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds within which a node agent must connect to the launcher after its start."""
     heartbeat_timeout: float = bounded(20.0, "at least 3 seconds", lambda seconds: seconds >= 3)
@@ -226,7 +226,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         return exit_report.informative_tail(worker.log, lines, start)
 
     def terminate_workers(self, role: str) -> None:
-        """See `Scheduler.terminate_workers`.
+        """Send SIGTERM to each worker of a role; see `Scheduler.terminate_workers`.
 
         Raises:
             LaunchError: a machine does not confirm the order. All other machines were sent the order, too.
@@ -292,7 +292,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
                 raise
 
     def _retry_lost_machines(self) -> None:
-        """Retry lost machines, which may work again, or else report them to the provider."""
+        """Retry lost machines, which may work again. If none does, report their loss to the provider."""
         lost = [name for name, machine in self._machines.items() if machine.lost]
         for name in lost:
             del self._machines[name]
@@ -307,7 +307,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         spec = role.spec
         shared = self._roles[spec.colocated_with].placements.values() if spec.colocated_with else ()
         if lost := [placement.worker.name for placement in shared if placement.machine.lost]:
-            raise LaunchError(f"role {spec.role!r}: it shares devices with {', '.join(lost)}, lost with the node.")
+            raise LaunchError(f"role {spec.role!r} shares devices with {', '.join(lost)}, whose node was lost.")
         shared_machines = [placement.machine.node.name for placement in shared]
         machine_names = self._allocate(spec, len(indices), shared_machines)
         machines = [self._machines[name] for name in machine_names]

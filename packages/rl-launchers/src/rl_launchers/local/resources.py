@@ -62,7 +62,7 @@ class PortReservation:
 
     The reservation is a bound socket with SO_REUSEADDR that never listens. On Linux a server that sets the same option
     (asyncio, uvicorn, torch's store and all common ones do) can listen on the reserved port. Meanwhile the kernel never
-    assigns the port to a process that binds to any free one. Other systems reject a second bind, so `hand_over`
+    assigns the port to a process that requests any free port. Other systems reject a second bind, so `hand_over`
     releases the port just before the worker starts.
 
     Args:

@@ -360,7 +360,12 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 def require_resizable(spec: JobSpec, count: int) -> None:
     """Raise a ConfigError if the number of workers of a role cannot become `count`."""
     require(not spec.spmd, f"resizing role {spec.role!r}", "no change, because its ranks form a process group", count)
-    require(not spec.colocated_with, f"resizing role {spec.role!r}", "a role with its own devices", spec.colocated_with)
+    require(
+        not spec.colocated_with,
+        f"resizing role {spec.role!r}",
+        "a role that shares no devices with another role",
+        spec.colocated_with,
+    )
     require(count >= 1, f"resizing role {spec.role!r}", "at least 1 worker", count)
 
 

@@ -1,10 +1,10 @@
 """Ray driver process of a run: holds a placement group, and an actor with the node agent on each of its nodes.
 
 The launcher itself is not a Ray driver. Ray takes over a driver's SIGTERM handler, packages its working directory under
-`uv run`, and ends it if the head of the cluster is gone. This process reads orders from standard input and writes
-states to standard output, both as lines of JSON. The first state describes the cluster. The following ones, twice a
-second, describe the placement group, the agents and the nodes. At the end of its input, the process and everything that
-it started end.
+`uv run`, and ends the driver if the head of the cluster is gone. This process reads orders from standard input and
+writes states to standard output, both as lines of JSON. The first state describes the cluster. The following ones,
+twice a second, describe the placement group, the agents and the nodes. At the end of its input, the process and
+everything that it started end.
 """
 
 from __future__ import annotations

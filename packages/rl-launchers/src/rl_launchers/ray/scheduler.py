@@ -77,7 +77,8 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     def planned(self) -> Resources:
         """Return the same as `resources`, or the resources in the settings.
 
-        The settings count if no cluster answers, or if they need several nodes and no cluster runs.
+        The settings are used if the cluster at the configured address does not answer, or if no cluster runs and
+        `nodes` is above 1.
         """
         try:
             live_nodes = living_nodes_at(self._configured_address())
@@ -376,7 +377,7 @@ class RayNodes(NodeProvider):
             listing = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(bundles[0]))
             raise LaunchError(
                 f"launcher.options.placement_timeout={seconds:g}: Ray could not place {len(bundles)} bundles "
-                f"({bundles}) in time; before, {listing} were free. Wait for other jobs to end, or lower "
+                f"({bundles}) in time; at the start, {listing} were free. Wait for other jobs to end, or lower "
                 "launcher.options.nodes, cores_per_node or gpus_per_node."
             )
 

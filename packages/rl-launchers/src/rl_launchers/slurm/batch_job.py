@@ -24,7 +24,8 @@ from rl_launchers.slurm.commands import Commands, Job, SlurmError, SlurmMissingE
 
 TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60
-"""Tolerance, in seconds, of the time at which Slurm signals that the time limit is near."""
+"""Seconds added to the grace period for the signal before the time limit, since Slurm times this signal only to the
+minute."""
 CONTACT_SECONDS = 600.0
 """Seconds without a reply from the controller after which following a job fails."""
 LOG_EVERY = 0.2
@@ -106,7 +107,7 @@ def _run_sbatch(directory: Path, submission: JobSubmission, script: str, command
     (directory / "job.sh").write_text(script, encoding="utf-8")
     (directory / "ended").unlink(missing_ok=True)
     env = dict(os.environ)
-    if key := env.pop(RUN_KEY_VARIABLE, ""):  # of attached servers; Slurm would store the environment with the job
+    if key := env.pop(RUN_KEY_VARIABLE, ""):  # Slurm would store the environment with the job
         (directory / "key").unlink(missing_ok=True)
         with open(os.open(directory / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)

@@ -52,7 +52,7 @@ class Step(Protocol):
     """Running `srun` process, with the job step that it started."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code of `srun`, or None while `srun` runs."""
 
     def send_signal(self, number: int) -> None:
         """Send a signal to `srun`."""
@@ -198,7 +198,7 @@ def node_resources(text: str, partition: str, constraint: str) -> list[Node]:
 
 
 def partitions(text: str) -> list[str]:
-    """Return the names of the partitions in the output of the same `sinfo` command."""
+    """Return the names of the partitions in the output of the `sinfo` command of `node_resources`."""
     return sorted({line.partition("|")[0].strip().rstrip("*") for line in text.splitlines() if line})
 
 

@@ -1,4 +1,4 @@
-"""Scheduler for a Slurm allocation. `srun` starts a node agent on each of its nodes."""
+"""Scheduler for a Slurm allocation. `srun` starts a node agent on each node of the allocation."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ COUNT = "SLURM_JOB_NUM_NODES"
 """Environment variable with the number of nodes at the start of the job, which Slurm sets."""
 AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
 END_SECONDS = 2.0
-"""Seconds to wait for `srun` to end its step. It never ends if the node is lost. A remaining agent ends on its own,
-because it gets no more messages from the launcher."""
+"""Seconds that `close` waits for `srun` processes to exit; with a lost node, `srun` never exits. An agent that still
+runs then exits when it gets no more messages from the launcher."""
 SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
 
 
 @dataclass
 class SlurmSchedulerConfig(ClusterSchedulerConfig):
-    """Settings of the Slurm job of a run, and of the use of its nodes.
+    """Settings of a run's Slurm job and of its nodes.
 
     Outside a Slurm job, the run is submitted with `sbatch` and followed. Inside a job of `salloc` or `sbatch`, the run
     uses the nodes of that job. Then only the settings `spare_nodes`, `server_nodes`, `max_requeues`, `poll_seconds`,
@@ -64,8 +64,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Number of nodes, without `server_nodes` and `spare_nodes`. 0 means `cluster.nodes` minus `server_nodes`, or 1 if
     `cluster.nodes` is not set."""
     spare_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Number of additional nodes, idle until a node is lost and its servers and trainers move there. With 0, the loss
-    of a node ends the job. With `requeue`, Slurm restarts the job once enough nodes are available."""
+    """Number of additional idle nodes. When a node is lost, its servers and trainers move to one of these nodes. With
+    0, the loss of a node ends the job. With `requeue`, Slurm then restarts the job once enough nodes are available."""
     server_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
     """Number of nodes for servers only, a separate component of a heterogeneous job. With 0, servers and trainers share
     `nodes`."""
@@ -93,11 +93,12 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     gpus_per_node: int = bounded(-1, "-1 (all), 0 or more", lambda gpus: gpus >= -1)
     """GPUs to use on each node; -1 for all that `sinfo` reports."""
     requeue: bool = True
-    """Restart the job after a preemption, the end of its time limit, or the loss of a node. It resumes from its last
-    recovery checkpoint; `recover` must save some. A run that finished, failed or was stopped is never requeued."""
+    """Restart the job after a preemption, the end of its time limit, or the loss of a node. The run resumes from its
+    last recovery checkpoint, or starts at the first step if there is none. A run that finished, failed or was stopped
+    is never requeued."""
     max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
-    """Number of restarts of the job after which the run requests no further one. Requeues by Slurm itself count, but
-    are not limited."""
+    """Maximum number of restarts of the job that the run requests. Restarts by Slurm itself count, too, but are not
+    limited."""
     setup: list[str] = field(default_factory=list)
     """Shell commands to run in the job before the launcher starts, for example `module load cuda`. No secrets."""
     sbatch_args: list[str] = field(default_factory=list)
@@ -118,8 +119,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     def resources(self) -> Resources | None:
         """Return the resources without spare nodes.
 
-        Inside a job, these are its nodes. Outside, these are `nodes` and `server_nodes` nodes of the partition. The
-        result is None without Slurm, unless `cores_per_node` is set.
+        Inside a job, count the nodes of the job. Outside, count `nodes` and `server_nodes` nodes of the partition.
+        Return None if Slurm is not installed and `cores_per_node` is not set.
 
         Raises:
             ConfigError: the partition does not exist or has too few nodes, or Slurm does not answer.
@@ -128,9 +129,9 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         return resources if all(node.cores for node in resources.nodes) else None
 
     def planned(self) -> Resources:
-        """Return the same as `resources`, or the nodes in the settings if Slurm does not answer.
+        """Return the same as `resources`, or the resources in the settings if Slurm does not answer.
 
-        The number of cores of such a node is 0 if `cores_per_node` is not set.
+        If the settings have no `cores_per_node`, each node counts as 0 cores.
         """
         return self._resources(SlurmError)
 
@@ -149,7 +150,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             expected = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
             require(main_nodes > 0, "cluster.nodes", expected, number)
             target = f"cluster.nodes={number} with server_nodes={self.server_nodes}"
-            matching = f"{main_nodes}, to match {target}; set only one of the two"
+            matching = f"{main_nodes}, to match {target}; set only one of nodes and cluster.nodes"
             require(self.nodes in (0, main_nodes), "launcher.options.nodes", matching, self.nodes)
             self.nodes = main_nodes
 
@@ -165,7 +166,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         """Return the batch script, or "" inside a job; see the contract."""
         if not self.submits():
             return ""
-        # a plan works without Slurm, and a run has already called `resources`
+        # ignore Slurm's errors: --dry-run needs no Slurm, and a run has already called `resources`, which raises them
         nodes_by_component = self._available_nodes(SlurmError)
         options = [
             self._options(component, nodes)
@@ -265,7 +266,7 @@ class _Component:
         require(is_known, f"{setting}partition", f"one of {', '.join(names)}", self.partition)
         usable = [node for node in node_resources(sinfo, self.partition, self.constraint) if node.name not in taken]
         where = " ".join(filter(None, ["partition", self.partition or "(default)", self.constraint]))
-        limit = f"at most {len(usable)} with spare nodes, the number of usable nodes of {where}"
+        limit = f"at most {len(usable)} including spare nodes, since {where} has {len(usable)} usable nodes"
         require(self.nodes + self.spares <= len(usable), f"{setting}nodes", limit, self.nodes + self.spares)
         return usable[: self.nodes]
 
@@ -321,7 +322,7 @@ class SlurmNodes(NodeProvider):
             raise LaunchError(f"cannot start srun: {error}") from error
 
     def agent_connected(self, node: Node) -> None:
-        """End `srun` without its step.
+        """Kill `srun`, but keep its step running.
 
         On a preemption, `srun` would kill the step immediately, before trainers have saved a recovery checkpoint. Slurm
         itself first waits for `KillWait`, or the partition's `GraceTime`.
@@ -337,7 +338,7 @@ class SlurmNodes(NodeProvider):
         return "" if code is None else f"{exit_report.describe_exit(code)}, according to srun"
 
     def close(self) -> None:
-        """End the remaining steps, with a signal to their `srun` or, if it has ended, with `scancel`."""
+        """End the remaining steps: signal each `srun` that still runs, and cancel all other steps with `scancel`."""
         for step in self._steps.values():
             if step.poll() is None:
                 step.send_signal(signal.SIGINT)
@@ -359,9 +360,9 @@ class SlurmNodes(NodeProvider):
                     )
 
     def on_nodes_lost(self, lost: Collection[str], why: str) -> None:
-        """Requeue the job if it allows that and `max_requeues` is not reached.
+        """Requeue the job if Slurm allows it and `max_requeues` is not reached.
 
-        Slurm itself requeues it only after it has detected the loss, which is too late for the run.
+        Slurm would requeue the job only after its controller has detected the loss, which is too late for the run.
         """
         if self._can_requeue and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
             logger.warning("%s; requeueing the job.", why)
@@ -371,8 +372,8 @@ class SlurmNodes(NodeProvider):
     def _requeue(self, job: str, remaining: Sequence[str]) -> None:
         """Remove the lost nodes from the job, then requeue it.
 
-        Otherwise the requeued job would wait until the controller has detected the loss. With `--exclusive`, Slurm
-        22.05 never restarts a job that was requeued with an unresponsive node (`BadConstraints`).
+        With lost nodes, the requeued job would wait until the controller has detected the loss. With `--exclusive`,
+        Slurm 22.05 never restarts a job that was requeued with an unresponsive node (`BadConstraints`).
         """
         command, count = f"scontrol requeue {job}", os.environ.get(COUNT)
         try:

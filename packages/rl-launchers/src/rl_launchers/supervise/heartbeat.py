@@ -24,7 +24,7 @@ def beat(names: NameService, worker: str, timeout: float) -> None:
     Args:
         names: name service of the run.
         worker: name of this process in the launcher, `<role>-<index>`.
-        timeout: seconds without a heartbeat after which this process counts as hung; 0 writes none.
+        timeout: seconds without a heartbeat after which this process counts as hung; 0 to write no heartbeats.
     """
 
     def run() -> None:
@@ -43,7 +43,7 @@ class Heartbeats:
     """Reader of the heartbeats in the launcher.
 
     A rank counts as hung if its number has not changed for `timeout` seconds, measured by the launcher's clock alone.
-    After a longer pause between two reads, the time starts again for all ranks.
+    If more than half of `timeout` passes between two reads, the time starts again for all ranks.
 
     Args:
         names: name service of the run.
@@ -77,7 +77,7 @@ class Heartbeats:
     def clear(self) -> None:
         """Delete the heartbeats of ranks that have ended, before others start."""
         self.forget()
-        with suppress(OSError):  # with an old number left, a new rank counts as hung only until it writes
+        with suppress(OSError):  # if an old number remains, a new rank counts as hung only until it writes
             for key in self._names.children("heartbeat"):
                 self._names.delete(key)
 

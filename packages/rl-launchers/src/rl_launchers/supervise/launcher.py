@@ -26,8 +26,8 @@ from rl_launchers.supervise.server_scaling import ServerScaler
 logger = get_logger("launcher")
 
 SETTLE_SECONDS = 0.5
-"""Seconds to wait after a worker ends, so that the error also names workers that end soon after it. They may be
-consequences, or the cause."""
+"""Seconds to wait after a worker ends, so that the error also names workers that end soon after it. A later end may be
+the consequence or the cause of the first."""
 
 USERS_FAULT = 2
 """Exit code of a trainer whose error would recur, so that a restart is useless."""
@@ -43,7 +43,7 @@ class LauncherConfig(RestartConfig):
     kind: str = "local"
     """Scheduler: a name in the entry-point group `rl.schedulers`, or a dotted path `package.module:Class`."""
     options: SchedulerConfig | None = None
-    """Settings of the scheduler, of its settings class; None for the defaults."""
+    """Settings of the scheduler, an instance of its settings class; None for the defaults."""
     grace_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
     """Seconds for trainers to save the last finished step after they abandon the running one (after a second stop
     request, or after `finish_seconds`). Then they are killed."""
@@ -90,7 +90,8 @@ class Launcher:
         parent: result of `rl_launchers.uv_parent` at the start of the program, if the program does other work before
             the launch. If that process has ended by then, nothing starts. None: determined when the run starts.
         key: run key of servers that another process has started; empty for a new key.
-        control: status and requests of the run, which the caller has entered as a context manager; None for none.
+        control: publishes the status and accepts requests; the caller has entered it as a context manager. None if no
+            other process needs the status or sends requests.
     """
 
     def __init__(
@@ -131,11 +132,11 @@ class Launcher:
             on_tick: function called with all workers several times a second, for a progress display.
             together: whether trainers start at the same time as the servers and wait for them; otherwise they start
                 when all servers are ready. Servers are restarted individually only after all of them have been ready.
-            resume: functions to restart the run after the loss of a trainer, or of the last server of a role without
-                resources for another. The loss of a server with its node before all are ready counts too. All processes
-                are stopped and started again, up to `trainer_restarts` times, like by a new command. There is no
-                restart after exit code 2 of a trainer (`USERS_FAULT`), or if a trainer raised an error before the first
-                step. None: such a loss ends the run.
+            resume: functions that restart the run after a loss, up to `trainer_restarts` times. A restart stops and
+                starts all processes, like a new command. It follows the loss of a trainer, of the last server of a role
+                without resources for another server, or of a server's node before all servers are ready. It does not
+                follow exit code 2 of a trainer (`USERS_FAULT`) or a trainer's error before the first step. None: each
+                of these losses ends the run.
 
         Returns:
             exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM, 129 after
@@ -360,7 +361,7 @@ class Launcher:
 
         Args:
             interrupts: signals so far.
-            requests: number of stop requests from the user that ends the wait.
+            requests: number of stop requests by the user at which the wait ends.
             seconds: maximum duration of the wait.
             grace: seconds to wait after the first trainer has ended or hangs.
 

@@ -40,7 +40,7 @@ class Resume:
     """Function that returns the last finished step and the step of the newest recovery checkpoint; 0 for none."""
     prepare: Callable[[], int]
     """Function that prepares a restart after all processes have ended. It repeats the preparations of a launch and
-    returns the step after which the run resumes. It raises an `RLError` with the reason if it cannot."""
+    returns the step after which the run resumes. If the run cannot resume, it raises an `RLError` with the reason."""
     step_seconds: Callable[[], float] = lambda: 0.0
     """Function that returns the usual duration of a step in seconds; 0 if unknown."""
 
@@ -74,8 +74,8 @@ class RunRestarts:
             a message with the error, the step after which the run resumes, and the number of the restart.
 
         Raises:
-            LaunchError: the run is not restarted. The message has all errors of the run. It is `error` itself if this
-                is the first error and restarts do not apply to it.
+            LaunchError: the run is not restarted; the message has all errors of the run. If `error` is the run's first
+                error and cannot cause a restart, `error` itself is raised.
         """
         began = self.count > 0 or self._furthest[1] > 0  # an earlier command may have saved the recovery checkpoint
         restartable = isinstance(error, TrainersLostError | ServersLostError) or (began and not ready)
@@ -86,9 +86,9 @@ class RunRestarts:
         progressed = any(step > before for step, before in zip(reached, self._furthest, strict=True))
         self._idle = 0 if progressed else self._idle + 1
         if not self.count and not progressed and isinstance(error, TrainersLostError) and error.raised:
-            self._refuse(error, "It was not restarted, because it failed before its first step.")
+            self._refuse(error, "The run was not restarted, because it failed before its first step.")
         if self._idle >= IDLE_RESTARTS:
-            self._refuse(error, f"It did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
+            self._refuse(error, f"The run did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
         while self._times and now - self._times[0] > self._window:
             self._times.popleft()
         if len(self._times) >= self._limit:
@@ -97,7 +97,7 @@ class RunRestarts:
         try:
             step = self._resume.prepare()
         except RLError as obstacle:
-            self._refuse(error, f"It was not restarted: {obstacle}")
+            self._refuse(error, f"The run was not restarted: {obstacle}")
         self._furthest = (max(self._furthest[0], reached[0]), max(self._furthest[1], reached[1]))
         self._times.append(now)
         self.count += 1

@@ -66,8 +66,8 @@ class RestartConfig(Settings):
     trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
     """Maximum number of restarts of the whole run from its newest recovery checkpoint, within `restart_window`. A
     restart follows the loss of a trainer or of the last server, but not an error of the user. Repeated restarts without
-    progress end the run earlier. 0: the first such loss ends the run, as it does without a recovery checkpoint and with
-    `recover.every_minutes=0`."""
+    progress end the run earlier. 0: the first such loss ends the run. A loss also ends a run that has no recovery
+    checkpoint and saves none periodically (`recover.every_minutes=0`)."""
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts towards the limits."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
@@ -91,9 +91,9 @@ class ServerHealth:
     """Monitor that checks and restarts servers once all of them have been ready.
 
     A server that ended for any reason, or fails its readiness checks for too long, is restarted at its address. The
-    limit is `max_restarts` within `restart_window` seconds. The weights that it then loads depend on its kind. Its
-    clients send it the committed version and check the weights before they use it again. Checks run in threads, so that
-    a silent server does not delay the others.
+    limit is `max_restarts` within `restart_window` seconds. The kind of the server decides which weights it loads after
+    a restart. Clients send the committed version to the server and check its weights before they use it again. Checks
+    run in threads, so that a silent server does not delay the others.
 
     Args:
         scheduler: scheduler that starts the servers.
@@ -159,7 +159,7 @@ class ServerHealth:
                 state.problem, state.failing_since = problem, state.failing_since or state.last_check
         if state.probe is None and now >= state.next_check:
             state.last_check = now
-            # check often until the first success: without one, a server that hangs gets all of ready_timeout
+            # check often until the first success: a server that hangs before it gets the whole ready_timeout
             state.next_check = now + (self._config.health_interval if state.was_healthy else FIRST_ANSWER_EVERY)
             state.probe = self._threads.submit(
                 probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit or PROBE_SECONDS)

@@ -23,7 +23,7 @@ class _Role:
     spec: JobSpec
     """Role with the target number of servers."""
     ready_count: int
-    """Last number of servers that were all ready."""
+    """Number of servers when all of them were last ready."""
     requested: int = 0
     """Requested number of servers."""
     busy: bool = False
@@ -37,8 +37,8 @@ class _Role:
 class ServerScaler:
     """Starts or stops servers until each role has the number requested last.
 
-    New servers are started and published to clients. Surplus servers, the last ones of the role, are first removed from
-    the published list. After `drain_seconds`, in which clients move their requests to other servers, they are stopped.
+    New servers are started and published to clients. Surplus servers (the last ones of the role) are first removed from
+    the published list, so that clients move their requests to other servers. After `drain_seconds` they are stopped.
 
     Args:
         scheduler: scheduler that starts and stops the servers.
@@ -95,7 +95,7 @@ class ServerScaler:
             workers: all workers of the run.
 
         Returns:
-            the entries of `lost` for servers that had been ready, without which the run cannot continue.
+            the entries of `lost` for servers that had been ready; without these servers the run cannot continue.
         """
         remaining = dict(lost)
         for worker in self.remaining_servers(workers):
@@ -114,7 +114,9 @@ class ServerScaler:
         elif not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_SERVERS):
             problem = f"expected 1 to {MOST_SERVERS:,}, found {text!r}"
         elif name in sharing:
-            problem = f"{name} shares its GPUs with other roles (`|` in the allocation), so its number is fixed"
+            problem = (
+                f"{name} shares its GPUs with other roles (`|` in the allocation), so its number of servers is fixed"
+            )
         else:
             role.requested, role.busy, role.stop_at = int(text), True, None
             role.spec = replace(role.spec, count=role.requested)

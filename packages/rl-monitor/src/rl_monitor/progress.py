@@ -168,7 +168,10 @@ class RunProgress:
             self._screen.update_completion()
 
     def _warn(self, kind: str, warning: str, step: int) -> None:
-        """Show a warning: the newest of its kind in the view; as a line the first, second, fourth, ... time."""
+        """Show a warning.
+
+        The live view shows the newest warning of each kind. Without it, occurrences 1, 2, 4, 8 and so on are printed.
+        """
         self._warned[kind] += 1
         times = self._warned[kind]
         repeats = f" (also in {times - 1} earlier step{'s' * (times > 2)})" if times > 1 else ""

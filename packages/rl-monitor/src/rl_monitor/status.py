@@ -21,8 +21,11 @@ ALIVE_EVERY = 5.0
 
 
 def status_of(directory: Path) -> dict[str, Any]:
-    """Return the status of a run: `state`, `launcher` (host, process, seconds since its last heartbeat), `busy`,
-    `step`, `version`, last `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
+    """Return the status of a run.
+
+    The keys include `state`, `launcher` (host, process, seconds since its last heartbeat), `busy` (seconds since the
+    launcher's last poll), `step`, `version`, the last `record` and its age, `recover_point` (step of the newest
+    recovery checkpoint), `trainer_restarts` with their `history`, and `workers`.
 
     `state` is `pending` while the job of the run waits (`job`: description by its scheduler). Otherwise it is
     `preparing`, `starting`, `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, `unknown`, or `lost`:

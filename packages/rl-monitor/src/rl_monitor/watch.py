@@ -34,7 +34,7 @@ def watch_steps(directory: Path) -> int:
 
 
 def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | None, number: int) -> int:
-    """Print completions of a run as they are written, until the run ends. With `step`, print those already saved.
+    """Print completions of a run as they are written, until the run ends. With `step`, print its saved completions.
 
     Args:
         directory: run directory.
@@ -66,7 +66,7 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                     )
     if not shown:
         steps = kept_steps(directory, evaluation)
-        to = "" if prompt is None else f" to prompt {prompt}"
+        to = "" if prompt is None else f" for prompt {prompt}"
         raise DataError(
             f"{directory}/rollouts: expected completions{to} of {'any step' if step is None else f'step {step}'}, "
             f"found none; saved steps: {format_steps(steps)}. `rollouts.every` selects the steps to save."

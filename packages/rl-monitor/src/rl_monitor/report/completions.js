@@ -1,6 +1,6 @@
 // Completions: filters, and each completion token by token. Model output is set only as text, never as HTML.
 
-const SHOWN = 40; // number of completions at first, and of more with each click
+const SHOWN = 40; // number of completions shown at first, and added by each click
 const COLOR_BY = {
   "log-prob": "Red: low probability of the token.",
   gap: "Log-prob of the trainer minus log-prob of the server. Orange: less likely for the trainer; blue: more likely.",

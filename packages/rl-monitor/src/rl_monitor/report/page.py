@@ -97,8 +97,9 @@ class Pieces:
         self._tokenizer: Any = None
 
     def of(self, ids: list[int]) -> list[str] | None:
-        """Return one text per id; joined they are the decoded text. A character of several tokens is in the last text.
+        """Return the text of each token; the texts joined are the decoded text.
 
+        If several tokens encode one character, the last token has the character and the others have empty texts. Return
         None if the tokenizer is not on this machine or cannot decode the ids."""
         if self._file is None:
             return None

@@ -30,7 +30,7 @@ def request(seed: int | None = 1, prompt: list[int] | None = None, **generation:
 
 @pytest.mark.asyncio
 class InferenceEngineConformance:
-    """Tests of the `InferenceEngine` contract. They change nothing on the servers but the version of the weights."""
+    """Tests of the `InferenceEngine` contract. On the servers, they change only the version of the weights."""
 
     logprob_tolerance = 1e-4
     """Largest allowed difference between sampled and scored log-probs, in nats."""
@@ -50,7 +50,7 @@ class InferenceEngineConformance:
         raise NotImplementedError("the `engine` fixture is not implemented: override it")
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        """Send weights that the servers can load over a route, as `version`. Subclasses override it.
+        """Send `version` over a route, with weights that the servers can load. Subclasses override it.
 
         Returns:
             The metadata of the update and the trainer's receipt.

@@ -39,7 +39,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "sequences": ("sequences", "sequences in the batch, over all replicas"),
         "tokens/trained": ("tokens", "tokens in the loss, over all replicas"),
         "reward/mean": ("reward", "mean reward of the sequences in the batch, as the reward function returned it"),
-        "reward/std": ("reward", "sample standard deviation of that reward; null with fewer than two sequences"),
+        "reward/std": ("reward", "sample standard deviation of the rewards of the sequences; null with fewer than two"),
         "reward/shaped": (
             "reward",
             "mean reward of the episodes in the batch, after the changes that `algorithm.reward` makes",
@@ -85,8 +85,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "episodes that failed since the last record, by the part of the system where the error occurred",
         ),
         "finished/reward_mean": ("reward", "mean reward of all completions in finished groups, trained on or not"),
-        "finished/length_mean": ("tokens", "mean number of generated tokens in these completions"),
-        "finished/truncated_fraction": ("fraction of completions", "truncated completions among these"),
+        "finished/length_mean": ("tokens", "mean number of generated tokens per completion in finished groups"),
+        "finished/truncated_fraction": ("fraction of completions", "truncated completions in finished groups"),
         "tokens/generated": ("tokens", "tokens that episodes received since the last record, trained on or not"),
         "conversation/turns": ("turns", "mean number of turns per episode"),
         "agent/rows": ("sequences", "mean number of sequences made from an agent's episode"),
@@ -105,10 +105,10 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "loss/aux": ("-", "load-balancing loss of the MoE routers, before its coefficient; not included in the loss"),
         "ratio/mean": ("-", "mean of pi_theta / pi_old over trained tokens; 1 at the first minibatch of a step"),
         "ratio/max": ("-", "largest pi_theta / pi_old of a trained token"),
-        "clip/low": ("fraction of tokens", "tokens whose loss the lower clip bound (below 1) determines"),
-        "clip/high": ("fraction of tokens", "tokens whose loss the upper clip bound (above 1) determines"),
-        "clip/dual": ("fraction of tokens", "tokens whose loss the dual clip determines"),
-        "gate/closed": ("fraction of tokens", "tokens whose gradient SAPO's gate at least halved"),
+        "clip/low": ("fraction of tokens", "tokens for which the lower clip bound (below 1) determines the loss"),
+        "clip/high": ("fraction of tokens", "tokens for which the upper clip bound (above 1) determines the loss"),
+        "clip/dual": ("fraction of tokens", "tokens for which the dual clip determines the loss"),
+        "gate/closed": ("fraction of tokens", "tokens whose gradient was at least halved by SAPO's gate"),
         "correction/mean": ("-", "mean weight that corrects for the difference between server and trainer log-probs"),
         "correction/capped": ("fraction of tokens", "tokens whose correction weight was capped"),
         "correction/masked": ("fraction of tokens", "tokens dropped by the correction or by a mask"),
@@ -127,11 +127,11 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "The critic": {
         "critic/explained_variance": (
             "-",
-            "variance of the returns that the values explain; 1 is all of it, null if returns do not vary",
+            "fraction of the variance of the returns that the values explain; at most 1, null if all returns are equal",
         ),
         "critic/value/mean": ("reward", "estimated value, mean over trained tokens"),
         "critic/return/mean": ("reward", "return that the critic is trained on, mean over trained tokens"),
-        "critic/clip/value": ("fraction of tokens", "tokens whose loss the value clip determines"),
+        "critic/clip/value": ("fraction of tokens", "tokens for which the value clip determines the loss"),
         "critic/<name>": ("as <name>", "metric `<name>` of the critic's own loss and optimizer"),
     },
     "Supervised and preference learning": {
@@ -170,13 +170,16 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Servers against trainer": {
         "gap/mean_abs": ("nats", "|server log-prob - trainer log-prob| after the commit, mean over compared tokens"),
-        "gap/max_abs": ("nats", "largest such difference"),
+        "gap/max_abs": ("nats", "largest |server log-prob - trainer log-prob| after the commit"),
         "gap/k3": ("nats", "KL between server and trainer after the commit, estimator k3"),
         "gap/fresh_mean_abs": (
             "nats",
             "|server log-prob - trainer log-prob| of recorded tokens of the current version, mean",
         ),
-        "gap/fresh_max_abs": ("nats", "largest such difference"),
+        "gap/fresh_max_abs": (
+            "nats",
+            "largest |server log-prob - trainer log-prob| of recorded tokens of the current version",
+        ),
         "gap/fresh_k3": (
             "nats",
             "KL between recorded and trainer log-probs of tokens of the current version, estimator k3",
@@ -186,7 +189,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "gap/empty": ("comparisons", "comparisons of this step that could not be made"),
         "sharing/freed_gib": ("GiB", "memory that sleeping servers released"),
         "server/servers": ("servers", "live servers"),
-        "server/rejoins": ("servers", "number of times that a removed server rejoined, since the start"),
+        "server/rejoins": ("servers", "number of times that a lost server rejoined, since the start"),
         "server/running": ("completions", "completions in generation, sum over servers"),
         "server/waiting": ("requests", "queued requests, sum over servers"),
         "server/generated_tokens": (

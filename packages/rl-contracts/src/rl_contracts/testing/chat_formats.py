@@ -2,7 +2,7 @@
 
 The chat templates are written for this project from the public descriptions of the formats. Each has its difficulty:
 
-- `qwen3` shows only the reasoning after the last user turn, and puts the results of parallel calls into one turn.
+- `qwen3` shows reasoning only after the last user turn, and puts the results of parallel calls into one turn.
 - `llama3` shows no reasoning, and puts the tools into the first user turn.
 - `gemma3` has neither a system turn nor tool turns: the user turn contains both.
 - `mistral` does not open the assistant turn, and moves the tools before the last user turn.

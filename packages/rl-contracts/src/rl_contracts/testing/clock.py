@@ -94,7 +94,8 @@ class SimulatedClock:
         """Run `main` on the running loop and return its result.
 
         Raises:
-            StalledError: `main` would wait forever, since no task sleeps or can run. Names the waiting tasks.
+            StalledError: `main` would wait forever, since no task sleeps or can run. The message names the
+                waiting tasks.
         """
         loop = self._bind()
         stalled = self._stalled = loop.create_future()
@@ -113,7 +114,7 @@ class SimulatedClock:
         return task.result()
 
     def run[T](self, main: Coroutine[Any, Any, T]) -> T:
-        """`drive` on a new asyncio loop; the counterpart of `asyncio.run`."""
+        """Run `main` with `drive` on a new asyncio loop; the counterpart of `asyncio.run`."""
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             return runner.run(self.drive(main))
 
@@ -136,7 +137,7 @@ class SimulatedClock:
             self._loop.call_soon(self._check)
 
     def _check(self) -> None:
-        """Advance time, or report a deadlock, if no task is ready. Runs once per turn of the loop until then."""
+        """Advance time or report a deadlock if no task is ready; otherwise check again in the next turn of the loop."""
         self._checking = False
         if self._holds or self._loop is None:
             return
@@ -173,7 +174,7 @@ class SimulatedClock:
             f"simulated time {self._now:g} s: deadlock: no task sleeps or can run, and {len(tasks)} tasks wait: "
             + "; ".join(tasks[:8])
             + (" ..." if len(tasks) > 8 else "")
-            + ". If one waits for a thread or a process, wrap the wait in clock.hold()."
+            + ". If a task waits for a thread or a process, wrap the wait in clock.hold()."
         )
 
 

@@ -324,7 +324,10 @@ class NullInferenceEngine(InferenceEngine):
         return ids if len(ids) <= room else ids[:room], StopReason.STOP if ended else StopReason.LENGTH
 
     def _sample(self, request: ModelRequest, room: int) -> np.ndarray:
-        """Sample ids up to the drawn length, which end with an end token, or `room` ids without one."""
+        """Sample a length, then that many ids with an end token as the last one.
+
+        If the length is above `room`, or the request ignores the end token, sample `room` ids without an end token.
+        """
         generation, config = request.generation, self.config
         rng = request_rng(config.seed, self._seed(request), request.input_ids)
         drawn = config.mean_tokens

@@ -152,7 +152,7 @@ class Timeline:
 
 
 class Slots:
-    """Slots for running requests, granted in order of arrival. None is granted between `drain` and `reopen`."""
+    """Slots for running requests, granted in order of arrival. No slot is granted between `drain` and `reopen`."""
 
     def __init__(self, limit: int) -> None:
         self.running = 0

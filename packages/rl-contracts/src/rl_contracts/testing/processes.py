@@ -95,7 +95,7 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
         seconds: time limit for all ranks together.
 
     Raises:
-        AssertionError: a rank failed, or did not end in time; shows the end of its output.
+        AssertionError: a rank failed, or did not end in time; the message has the end of its output.
     """
     common = {
         "WORLD_SIZE": str(world_size),

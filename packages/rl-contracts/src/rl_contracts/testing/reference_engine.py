@@ -41,7 +41,7 @@ class ReferenceTrainEngineConfig(TrainEngineConfig):
         """Require a language model in float32 on one CPU process.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: this engine does not support the value of a setting; the message names the setting.
         """
         require(strategy.world_size == 1, "allocation", "one rank (the reference engine has no more)", str(strategy))
         for name, expected in (("dtype", "float32"), ("head", "lm"), ("deterministic", False)):
@@ -142,7 +142,7 @@ class ReferenceTrainEngine(TrainEngine):
     def _loss(
         self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss with its gradient, and `loss` and the statistics as numbers."""
+        """Return the loss as a tensor with a gradient, and a dictionary of `loss` and the statistics as numbers."""
         import torch
 
         denominator = float(loss_weight_fn(batch))

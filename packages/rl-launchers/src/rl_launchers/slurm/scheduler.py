@@ -53,8 +53,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Settings of a run's Slurm job and of its nodes.
 
     Outside a Slurm job, the run is submitted with `sbatch` and followed. Inside a job of `salloc` or `sbatch`, the run
-    uses the nodes of that job. Then only the settings `spare_nodes`, `server_nodes`, `max_requeues`, `poll_seconds`,
-    `srun_args` and `container_*` have an effect.
+    uses the nodes of that job. Settings that define the job, such as `nodes`, `partition` and `time_limit`, then have
+    no effect.
     """
 
     setting: ClassVar[str] = "launcher.options"

@@ -219,8 +219,8 @@ class MaskConfig(ComponentConfig):
     high: float = 2.0
     """Upper bound of the mask `ratio`."""
     threshold: float = bounded(0.04, "more than 0", lambda threshold: threshold > 0)
-    """Bound of `second_moment`, which drops the tokens with the largest squared log-ratios until their mean over the
-    minibatch is at most this."""
+    """Bound of `second_moment`. The mask drops the tokens with the largest squared log-ratios, until the mean over the
+    remaining tokens of the minibatch is at most this."""
     truncated: bool = False
     """Drop completions that reached the length limit (DAPO's overlong filtering). They count in no
     denominator, but their rewards count in the mean and std of their group."""

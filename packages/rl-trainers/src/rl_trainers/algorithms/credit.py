@@ -55,8 +55,9 @@ class EpisodeRewards:
     token_rewards: torch.Tensor
     """float32 [B, T]: sum of three rewards per token.
 
-    The shaped reward is on the last trained token of a sequence; each sequence of an episode has the whole reward. The
-    workflow's `token_rewards` are on the last trained token at or before theirs. The KL penalty is on its own token.
+    The shaped reward is on the last trained token of a sequence; each sequence of an episode has the whole reward. Each
+    of the workflow's `token_rewards` is on the last trained token at or before its own. The KL penalty is on its own
+    token.
     """
     reward_components: dict[str, torch.Tensor]
     """Unshaped reward components by name, float32 [E] each; empty if the reward function returns plain numbers."""

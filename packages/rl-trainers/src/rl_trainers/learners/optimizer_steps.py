@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = get_logger("trainers")
 
 STEP_METRICS = ("grad_norm", "lr", "applied")
-"""Statistics of a whole optimizer step. All others are means over its tokens, and `loss` over the loss denominator."""
+"""Statistics of a whole optimizer step. The others are means over tokens; `loss` is divided by its denominator."""
 
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
@@ -33,7 +33,7 @@ def take_steps(
     """Take one optimizer step per minibatch (collective).
 
     The version advances by one unless no step was applied. A minibatch with a denominator of 0 is skipped and counted.
-    All its sequences may be masked, or a short last batch may have fewer sequences than minibatches.
+    This happens if all its sequences are masked, or if a short last batch has fewer sequences than minibatches.
 
     Args:
         engine: the model that learns.

@@ -74,7 +74,7 @@ def supervised_sequences(
 def render_conversation(
     renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Return `render_sft` of a conversation, after checking that the chat template renders all of it.
+    """Check that the chat template renders all of a conversation, and return the result of `render_sft`.
 
     Args:
         where: name of the conversation, for messages.
@@ -157,9 +157,9 @@ class DataSource:
 
 
 def shard_sequences(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
-    """Return this replica's token-balanced shard of sequences that every replica has, about [B / dp_size].
+    """Return this replica's shard of sequences, about B / dp_size of them, balanced by tokens and validated.
 
-    The shard is validated. Sequences of one group, such as a preference pair, stay together.
+    All replicas pass the same sequences. Sequences of one group, such as a preference pair, stay together.
     """
     batch = stack(rows)
     batch[UNIT_KEY] = batch["group_ids"].clone()

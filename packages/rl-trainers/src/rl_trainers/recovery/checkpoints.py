@@ -1,9 +1,9 @@
 """Recovery checkpoints: everything that a stopped run needs to resume as if it had not stopped.
 
 A recovery checkpoint is taken between two steps. The training thread copies the state, and a thread of each rank writes
-the copies to a scratch directory. It is renamed when it is complete, and only then are older recovery checkpoints
-removed. A process may therefore be killed, and a machine may lose power, at any moment. A resumed run removes the
-output of later steps, because it takes those steps again.
+the copies to a scratch directory. When the directory is complete, it is renamed, and only then are older recovery
+checkpoints removed. A process may therefore be killed, and a machine may lose power, at any moment. A resumed run
+removes the output of later steps, because it takes those steps again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RecoveryCheckpoints:
         """Restore the newest complete recovery checkpoint, and remove the output of later steps.
 
         Returns:
-            its step; None if there is none, or if resuming is disabled.
+            the step of the recovery checkpoint; None if there is none, or if resuming is disabled.
 
         Raises:
             ConfigError, EngineError: the recovery checkpoint has another layout or cannot be read, or all are damaged.
@@ -169,7 +169,7 @@ class RecoveryCheckpoints:
         """Save a recovery checkpoint, and return when it is complete.
 
         Raises:
-            EngineError: it cannot be written; earlier recovery checkpoints remain.
+            EngineError: the recovery checkpoint cannot be written; earlier ones remain.
         """
         self._start_write(step)
         self._finish()
@@ -212,7 +212,7 @@ class RecoveryCheckpoints:
         return [*writers, self._sync_records] if self.parallel.is_main else writers
 
     def _sync_records(self) -> list[Path]:
-        """Flush the records to disk, so that no recovery checkpoint survives the loss of records before it."""
+        """Flush the records of the steps so far to disk, before the recovery checkpoint is complete."""
         fsync_all(file for name in ("metrics.jsonl", GROUPS_FILE) if (file := self.run_dir / name).exists())
         return []
 
@@ -280,7 +280,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _remove_all_but(directory: Path, steps: Sequence[int]) -> None:
-    """Remove all other recovery checkpoints, and the damaged ones that were set aside."""
+    """Remove the recovery checkpoints of all steps but `steps`, and the damaged ones that were set aside."""
     for path in directory.glob(".step_*.damaged"):
         shutil.rmtree(path, ignore_errors=True)
     for step in {*steps_in(directory)} - {*steps}:

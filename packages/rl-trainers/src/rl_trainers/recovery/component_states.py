@@ -101,7 +101,7 @@ class SavedStates(Sequence[dict[str, Any]]):
 
     def __init__(self, checkpoint: Path, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
-        try:  # the manifest, not a listing: a host may list files of other hosts late, but opens them by name
+        try:  # the directory is not listed, because a listing may omit recent files of other hosts
             self._ranks: int = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["ranks"]
         except (OSError, ValueError, KeyError) as error:
             raise _unreadable(checkpoint / MANIFEST, error) from error

@@ -39,8 +39,8 @@ class RecoverConfig(ScheduleConfig):
 
     setting: ClassVar[str] = "recover"
     every_minutes: float = bounded(10.0, "0 (none) or more minutes", lambda minutes: minutes >= 0)
-    """Minutes between saves; a save follows the first step after that time. 0 disables this interval. At least 50 times
-    as long as the last save paused training, so that saves take less than 2 % of the time."""
+    """Minutes between saves; a save follows the first step after that time. 0 disables this interval. The
+    interval is at least 50 times the pause of the last save, so that saves take less than 2 % of the time."""
     resume: bool = True
     """Resume from the newest complete recovery checkpoint of the run directory, if there is one."""
     keep: int = bounded(2, "at least 1", lambda number: number >= 1)
@@ -83,8 +83,8 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
     """Remove the output of steps after the recovery checkpoint that a run resumes from.
 
     This includes records, rollouts, saved batches, checkpoints, damaged recovery checkpoints and unfinished
-    directories. Everything is removed if there is no recovery checkpoint although `config` schedules and resumes them,
-    or if the run finished no step.
+    directories. All output is removed if the run finished no step. The same holds if there is no recovery checkpoint,
+    although `config` enables saving and resuming.
 
     Raises:
         ConfigError: see `resumed_step`.

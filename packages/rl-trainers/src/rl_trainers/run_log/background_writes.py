@@ -102,7 +102,7 @@ class BackgroundDirectory:
         """Wait until the directory is complete or abandoned (collective).
 
         Returns:
-            False if it is neither after twice `seconds`.
+            False if the directory is neither complete nor abandoned after twice `seconds`.
         """
         deadline = time.monotonic() + 2 * self._seconds
         while True:

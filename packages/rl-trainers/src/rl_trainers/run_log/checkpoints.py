@@ -85,7 +85,7 @@ class Checkpoints:
         """Newest checkpoint that this process has seen complete."""
         self._warned = False
         self._names: set[str] = set()
-        """Names of the metrics that steps had."""
+        """Names of the metrics in all steps so far."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to save a checkpoint after this step (collective); also checks the pending one."""
@@ -133,7 +133,7 @@ class Checkpoints:
         """Make sure that the last step has a complete checkpoint (collective).
 
         Raises:
-            EngineError: it cannot be written.
+            EngineError: the checkpoint cannot be written.
         """
         self._finish()
         if self.config.keep_best and self._names and self.config.best_metric not in self._names:

@@ -40,7 +40,7 @@ class EvaluationConfig(HeldOutConfig):
 
 
 class CompletionEvaluation:
-    """Evaluation by the rewards of generated completions; if each is 0 or 1, their mean is the accuracy."""
+    """Evaluation by the rewards of generated completions. If every reward is 0 or 1, the mean is the accuracy."""
 
     def __init__(
         self,

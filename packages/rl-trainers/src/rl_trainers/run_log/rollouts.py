@@ -171,8 +171,8 @@ class RolloutWriter:
 def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
     """Return a trajectory as a JSON object.
 
-    It has the trajectory's `info`, ids and outcome, and why it was rejected (null: it was not). With `tokens`, it also
-    has the id, log-prob and version of each generated token.
+    The object has the trajectory's `info`, ids and outcome, and the reason for its rejection (null: not rejected). With
+    `tokens`, it also has the id, log-prob and version of each generated token.
     """
     import numpy as np
 
@@ -200,9 +200,9 @@ def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool 
 def learned_records(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
     """Yield one record for each sequence of a trained batch, as a JSON object.
 
-    It has the sequence's ids, the number of its generated `tokens`, and the mean `advantage` of its trained tokens.
-    With `tokens`, it has up to two lists of one value per generated token (null: not trained). `advantages` is present
-    if the advantages differ. `proximal` has the trainer's log-probs before the step, if they were computed.
+    A record has the sequence's ids, the number of its generated `tokens`, and the mean `advantage` of its trained
+    tokens. With `tokens`, a record has up to two lists of one value per generated token (null: not trained):
+    `advantages` if the advantages differ, and `proximal` if the trainer's log-probs before the step were computed.
 
     Args:
         columns: batch entries of `LEARNED_KEYS`, [B] or [B, T] each; `prox_logprobs` may be missing.

@@ -51,7 +51,7 @@ class Schedule:
             )
         self._config, self._epochs, self._now = config, epochs or (lambda: 0), now
         self.min_seconds = 0.0
-        """Minimum of seconds between saves of the `every_minutes` interval."""
+        """Minimum number of seconds between two saves by `every_minutes`."""
         self.restart()
 
     def restart(self) -> None:

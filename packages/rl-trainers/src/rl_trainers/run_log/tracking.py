@@ -1,4 +1,4 @@
-"""Trackers of a run: for each, the command has one thread that reads `metrics.jsonl` and logs its records.
+"""Trackers of a run. For each tracker, the command has a thread that sends it the records of `metrics.jsonl`.
 
 The file is the queue: training writes it in any case and never waits for a tracker. `trackers/<name>.json` in the run
 directory stores the tracker's id of the run and the last record sent. A record is identified by its step and its count
@@ -52,7 +52,7 @@ class TrackersConfig(ComponentConfig):
 
 
 def load_trackers(config: TrackersConfig) -> list[Tracker]:
-    """Return the trackers of a config, none of them open.
+    """Return the trackers of a config, before they are opened.
 
     Raises:
         ConfigError: a tracker or an option is unknown, or a library is missing.

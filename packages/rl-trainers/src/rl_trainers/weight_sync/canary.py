@@ -2,7 +2,7 @@
 
 The check runs before the servers get requests again. It is meant for servers without checksums.
 
-Each server scores a prompt that it has already served before the update, and generates a few greedy tokens after it.
+Each server scores a prompt that it already served before the update, and continues this prompt by a few greedy tokens.
 Wrong scores mean wrong weights. Correct scores with wrong generated tokens mean that results computed before the
 update are still in use. A server may bypass its prefix cache when it scores, so scores alone never reveal a stale
 cache.
@@ -62,7 +62,7 @@ class ExpectedCompletion:
 
     @staticmethod
     def _is_closer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
-        """Return whether the scores are closer to `other` than `spread`, by more than noise explains."""
+        """Return whether the scores' distance from `other` is less than `spread` by a factor of `CLOSER_FACTOR`."""
         return _rms(_differences(other[1:], scores[1:])) * CLOSER_FACTOR < spread
 
     def fault(self, completion: CanaryCompletion, previous: ExpectedCompletion | None, tolerance: float) -> str | None:

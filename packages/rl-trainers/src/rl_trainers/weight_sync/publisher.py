@@ -8,10 +8,10 @@ checksums pass a canary check (`rl_trainers.weight_sync.canary`) instead, after 
 again.
 
 Each rank for which `TrainEngine.full_parameters` yields parameters sends its part of the version. All other ranks take
-part in the gathers. Only rank 0 talks to the servers. On a route with a rendezvous they stage while the ranks send; on
-the other routes they stage afterwards. All ranks raise an error that occurs on any of them, and so all go through the
-same states. The record (`rl_contracts.weights.committed_record`) lets a restarted server load the version
-automatically.
+part in the gathers. Only rank 0 talks to the servers. On a route with a rendezvous, the servers stage while the ranks
+send; on the other routes, the servers stage afterwards. An error on one rank is raised on all ranks, so that all ranks
+go through the same states. The record (`rl_contracts.weights.committed_record`) lets a restarted server load the
+version automatically.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class PublishConfig(Settings):
     route: str = choice("auto", ("auto", *ROUTES))
     """Transport of the weights: `shm`, `disk`, `broadcast`, `ipc` or `auto`. `shm`: servers on this host. `disk`: a
     shared file system. `broadcast`: memory to memory, over the network. `ipc`: trainer and server on one GPU. `auto`
-    takes `shm` if all are on one machine. Otherwise it takes `broadcast`, but `disk` for a single server, which could
-    not rejoin after a restart otherwise. The commands choose the route; in a program without them `auto` is `shm`."""
+    is `shm` if servers and trainers are on one machine, else `broadcast`. A single server that the run starts on
+    another machine gets `disk`, because it could not rejoin over `broadcast` after a restart. In a program that does
+    not use the commands, `auto` is always `shm`."""
     host: str = ""
     """Address on which rank 0 listens for `broadcast`. Empty: the rendezvous address of the ranks (`MASTER_ADDR`),
     which is loopback on one machine."""
@@ -66,17 +67,18 @@ class PublishConfig(Settings):
     """Policy for low-rank adapters. `auto`: send them alone if all servers can add them to their base weights, else the
     full merged weights. `always`: reject servers that cannot. `never`: send the full merged weights."""
     timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds for staging, and again for the commit, on all servers."""
+    """Timeout of staging on all servers, in seconds, and separately of the commit."""
     drain_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds, in addition to `timeout`, to wait for unfinished completions with `rollout.interrupt=wait`. A server
     that generates no tokens is evicted much earlier."""
 
     canary: str = choice("auto", ("auto", "always"))
-    """Servers that must pass the canary check after an update, before they get requests again. `auto`: those without
-    checksums. `always`: all, which also finds prefix caches and packed weights that an update left unchanged."""
+    """Servers that must pass the canary check after an update, before they get requests again. `auto`: servers
+    without checksums. `always`: all servers; this also finds prefix caches and packed weights that an update left
+    unchanged."""
     canary_tokens: int = bounded(384, "at least 2", lambda tokens: tokens >= 2)
-    """Tokens of the canary's prompt. Several hundred, so that prefix caches hold it; with 16 more it must fit into the
-    servers' context."""
+    """Length of the canary's prompt, in tokens. Several hundred tokens ensure that prefix caches store the prompt. The
+    servers' context must hold 16 tokens more."""
     canary_tolerance: float = bounded(0.0, "0 (by the dtype) or more nats", lambda nats: nats >= 0)
     """Mean absolute difference between the servers' and the trainer's log-probs of the canary, in nats, above which the
     run stops. 0: 0.01 if both compute in float32, else 0.2."""
@@ -135,8 +137,9 @@ class WeightPublisher:
             `time/stage` and `time/paused` in seconds; 0 on ranks other than 0.
 
         Raises:
-            WeightUpdateError: a receipt differs, or no server acknowledged; nothing was committed. With several ranks
-                it is an `EngineError` that names the error of each rank and has this rank's own as its cause.
+            WeightUpdateError: a receipt differs, or no server acknowledged; nothing was committed.
+            EngineError: the same with several ranks. The message has the error of each rank, and the cause is this
+                rank's error.
         """
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -179,7 +182,7 @@ class WeightPublisher:
             self._sender.close()
 
     def _open_canary(self) -> CanaryCheck | None:
-        """Return the check for servers whose receipts are not enough, or None (collective)."""
+        """Return the canary check, or None if no server must pass it (collective)."""
         parallel, config, tolerance = self.engine.parallel, self.config, None
         with parallel.agree_on_errors(f"opening the route {config.route}"):
             if parallel.is_main:
@@ -294,7 +297,7 @@ class WeightPublisher:
     def _end_commit(self, meta: WeightUpdateMeta, sent_receipt: WeightReceipt, committing: Future[float]) -> float:
         """Wait for the commit and write the record; return the seconds in which servers did not generate."""
         paused = self.loop.wait(committing, f"committing version {meta.version}", self._commit_timeout)
-        write_committed(self.directory, meta, sent_receipt)  # before the next version is written over the last but one
+        write_committed(self.directory, meta, sent_receipt)  # before the next version overwrites an older one
         return paused
 
     @property
@@ -303,11 +306,10 @@ class WeightPublisher:
 
 
 def _transfer_error(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
-    """Return the error of a transfer, combined from both sides.
+    """Return the error of a transfer, combined from the errors of trainer and servers.
 
-    Waits for the servers if they stage during the transfer.
-    Lost servers take precedence, because the version can be sent to the others again. Otherwise it is the error that
-    came first.
+    If the servers stage during the transfer, wait for them. An error about lost servers takes precedence, because the
+    version can be sent to the other servers again. Otherwise the earlier error is returned.
     """
     if staging is None:
         return error

@@ -66,8 +66,8 @@ def denominator(
     """Return a rank's contribution to the denominator, a float32 scalar.
 
     The denominator over all ranks is the number of trained tokens for `token_mean`, 1 for `token_sum`, and the number
-    of groups for `prompt_mean`. A group spread over several minibatches contributes to each its fraction of trained
-    tokens. All other aggregations count the sequences with a trained token.
+    of groups for `prompt_mean`. If a group is spread over several minibatches, each counts the fraction of the group's
+    trained tokens that it has. All other aggregations count the sequences with a trained token.
     """
     if aggregation == "token_sum":
         return loss_mask.float().new_full((), 1.0 / replicas)

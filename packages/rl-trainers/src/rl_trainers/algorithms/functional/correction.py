@@ -114,15 +114,15 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def outside_range(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return where low <= ratio <= high does not hold; True for NaN."""
+    """Return the mask of the ratios outside [low, high]; True for NaN."""
     return ~((ratio >= low) & (ratio <= high))
 
 
 def trust_region_tokens(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """Return the tokens that a trust region may constrain; bool, same shape.
 
-    For these the policy has already moved in the direction of the advantage: (A > 0 and ratio > 1) or (A < 0 and ratio
-    < 1). PPO clips only these, and M2PO constrains only these (arXiv 2510.01161, section 5.2, "Only constrain
+    For these tokens, the policy has already moved in the direction of the advantage: (A > 0 and ratio > 1) or (A < 0
+    and ratio < 1). PPO clips and M2PO constrains only these tokens (arXiv 2510.01161, section 5.2, "Only constrain
     trust-region tokens").
     """
     return log_ratio * advantages > 0
@@ -143,10 +143,10 @@ def second_moment_outliers(
     estimates the second moment (eq. 4, over T) and is then at most `threshold`. Equal values are kept or dropped
     together, so the result does not depend on their order.
 
-    The mean of all squares up to a value does not decrease as that value grows. The smallest dropped value can
-    therefore be found by a radix search over the bits of |log-ratio|, which have the same order as the value. Each of
+    The mean of the squares up to a cutoff does not decrease if the cutoff grows. A radix search over the bits of
+    |log-ratio| can therefore find the smallest dropped value: these bits have the same order as the values. Each of
     four rounds reads eight bits and builds a table with the sum and number of squares for each of the 256 digits. Ranks
-    exchange only these four tables, however many tokens there are.
+    exchange only these four tables, for any number of tokens.
 
     Args:
         log_ratio: float32 [K], log-ratios of this rank's trust-region tokens.

@@ -26,7 +26,7 @@ def margins(values: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
     Args:
         values: [S], value of each sequence.
         packed: batch with `unit_ids`, shared by the two sequences of a pair, and `rewards`, positive for the chosen
-        one.
+            one.
 
     Returns:
         [pairs].

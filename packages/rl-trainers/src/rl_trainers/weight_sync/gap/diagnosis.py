@@ -27,7 +27,7 @@ class Receipts:
     differing: Sequence[str] = ()
     """Names of the parameters whose checksums differ."""
     older: bool = False
-    """True if checksums differ and all checksums equal the receipt of the previous version."""
+    """True if the live tensors match the receipt of the previous version instead of the sent one."""
 
     @classmethod
     def from_pair(cls, live: WeightReceipt, sent: WeightReceipt, previous: WeightReceipt | None) -> Receipts:
@@ -104,7 +104,7 @@ def diagnose(evidence: Evidence) -> Cause | None:
         return Cause(
             "temperature",
             f"the {subject} match the trainer's at temperature {evidence.temperature[0]:.3g} instead of the batch's: "
-            "either the sampler ignores the requested temperature, or the batch records another one than was used",
+            "either the sampler ignores the requested temperature, or the batch records a wrong temperature",
         )
     cause = None if older else _common_cause(evidence, subject)
     return cause or (_generation_cause(evidence, older) if evidence.recorded else _scoring_cause(receipts, older))
@@ -117,8 +117,8 @@ def _wrong_tensors(receipts: Receipts, older: bool) -> Cause:
         details += "; its scores match the previous version" if older else ""
         return Cause(
             "weights not received",
-            f"{differing} of {total} live tensors of {receipts.holder} differ from the sent tensors{details}: it "
-            "acknowledged the commit but serves other weights",
+            f"{differing} of {total} live tensors of {receipts.holder} differ from the sent tensors{details}: the "
+            "server acknowledged the commit but serves other weights",
         )
     names = ", ".join(receipts.differing[:3])
     return Cause(
@@ -196,8 +196,8 @@ def _generation_cause(evidence: Evidence, older: bool) -> Cause:
     why = "scores, which use no cache, are correct: the cache holds keys and values of a prompt from other weights"
     if seen is not None and new is not None:
         why = (
-            "generation is correct now: the wrong cache entries are gone, or the tokens were sampled from another "
-            "version than they carry"
+            "generation is correct now: the wrong cache entries are gone, or the tokens carry a version that did not "
+            "sample them"
             if seen.mean_abs <= limit
             else "completions of prompts that the servers have seen are wrong, but completions of new prompts are "
             "correct: cached keys and values of shared prefixes survive the commit"

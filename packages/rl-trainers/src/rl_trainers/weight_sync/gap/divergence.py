@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 FAR_THRESHOLD = 1.0
 """Difference, in nats, above which a token counts as far off."""
 NOISE = 1e-3
-"""Difference, in nats, below which `trainer_higher` ignores the sign."""
+"""Difference, in nats, above which a token counts in `trainer_higher`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LogprobGap:
     bias: float = 0.0
     """Mean of d."""
     trainer_higher: float = 0.5
-    """Fraction of tokens that the trainer rates higher (d > `NOISE`)."""
+    """Fraction of tokens with a higher log-prob in the trainer (d > `NOISE`)."""
     far: float = 0.0
     """Fraction of tokens that are far off (|d| > `FAR_THRESHOLD`)."""
     near_mean: float = 0.0

@@ -42,9 +42,12 @@ MEASUREMENT_ERRORS = (RLError, TimeoutError)
 """Errors that a measurement raises, on every rank, if it cannot be made."""
 
 ROUNDS, POINTS = 6, 9
-"""Rounds of the temperature search, and temperatures that each tries between the neighbors of the best one so far."""
+"""Number of rounds of the temperature search, and number of temperatures per round.
+
+Each round searches between the two neighbors of the best temperature of the previous round.
+"""
 COMPLETION_TOKENS = 16
-"""Largest number of tokens of a completion that the gate requests."""
+"""Maximum number of tokens per completion that the gate requests."""
 
 
 class LogprobChange(NamedTuple):
@@ -57,10 +60,10 @@ class LogprobChange(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """True if a 16-bit server whose log-probs all stayed bitwise identical cannot have received the update.
+        """True if the change is large enough to change some log-probs of any 16-bit server that received the update.
 
-        Measured on a small random model: changes of 2.5e-6 in float32 changed a fraction of 0.05 of the bfloat16
-        log-probs with one kernel, and 0.29 with another. Changes of 1e-4 and above changed all of them.
+        On a small random model, float32 changes of 2.5e-6 changed 5% of the bfloat16 log-probs with one kernel, and 29%
+        with another. Changes of 1e-4 and above changed all bfloat16 log-probs.
         """
         return self.changed_fraction >= 0.5 and self.rms >= 1e-4
 
@@ -82,8 +85,8 @@ class Experiments:
     def compared(sequences: TensorDict) -> torch.Tensor:
         """Return the mask of the tokens to compare, bool [..., T].
 
-        These are the generated tokens. For sequences without any, as in supervised training, they are the tokens in
-        the loss.
+        These are the generated tokens. In sequences without generated tokens, as in supervised training, these are the
+        trained tokens.
         """
         generated = sequences["versions"] >= 0
         return generated | (sequences["loss_mask"] & ~generated.any(-1, keepdim=True))
@@ -97,9 +100,9 @@ class Experiments:
         return self._within(self.engine.without_adapter(), sequences)
 
     def as_served(self, sequences: TensorDict) -> torch.Tensor | None:
-        """Return the trainer's log-probs with the weights as they are published.
+        """Return the trainer's log-probs with the weights rounded to the served dtype.
 
-        None if the trainer cannot compute with them, or always does.
+        None if the engine cannot do this, or if its weights already have that precision.
         """
         return self._within(self.engine.as_served(), sequences)
 
@@ -116,14 +119,14 @@ class Experiments:
         gap = LogprobGap.from_differences(
             torch.cat([tensors["d"] for tensors in self._from_leaders({"d": (trainer - server)[mask].double()})])
         )
-        # all ranks use rank 0's result, so that not even rounding can make two ranks decide differently
+        # all ranks use rank 0's result, so that rounding cannot make two ranks decide differently
         fields = self.engine.parallel.broadcast_json(gap and asdict(gap))
         return fields and LogprobGap(**fields)
 
     def lag_statistics(
         self, sequences: TensorDict, server_logprobs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
     ) -> list[list[float]]:
-        """Return the argument of `lag.LagTest.add`, over the compared tokens of the sequences of all replicas."""
+        """Return the sums per group that `lag.LagTest.add` takes, over the compared tokens of all replicas."""
         pairs, mask = ((server_logprobs, after), (server_logprobs, before), (after, before)), self.compared(sequences)
         sums = torch.stack([((x - y).double().square() * mask).sum(-1) for x, y in pairs], -1)
         shards = self._from_leaders({"groups": sequences["group_ids"], "sums": sums})
@@ -136,7 +139,7 @@ class Experiments:
     ) -> LogprobChange:
         """Return how the log-probs of the compared tokens changed, over all replicas.
 
-        All ranks return rank 0's result. Without log-probs or tokens it is no change.
+        All ranks return rank 0's result. Without log-probs or tokens, the result is `LogprobChange()`.
         """
         if before is None or after is None:
             return LogprobChange()
@@ -176,14 +179,14 @@ class Experiments:
         )["scores"]
 
     def regenerate(self, sequences: TensorDict, new: bool = False) -> TensorDict:
-        """Let the servers generate completions for the sequences' prompts now, as tokens of the current version.
+        """Generate completions of the sequences' prompts on the servers now, as tokens of the current version.
 
         Args:
             sequences: the sequences with the prompts.
             new: whether to reverse each prompt, so that no server can have its prefix in a cache.
 
         Raises:
-            RLError: the servers did not generate them; raised on every rank.
+            RLError: the servers did not reply to one of the requests; raised on every rank.
         """
 
         async def generate(seed: int, sequence: TensorDict) -> Trajectory:
@@ -205,7 +208,7 @@ class Experiments:
         return TensorDict(tensors, batch_size=tensors["input_ids"].shape[:1])
 
     def gap_of_regenerated(self, sequences: TensorDict, new: bool) -> LogprobGap | None:
-        """Return the gap between log-probs recorded by `regenerate` and the trainer's, or None if it fails."""
+        """Return the log-prob gap of completions that `regenerate` generates now, or None if `regenerate` fails."""
         generated = self.attempt(self.regenerate, sequences, new)
         return (
             None
@@ -248,7 +251,7 @@ class Experiments:
         """Return the packed replies that the leader of this rank's replica received.
 
         Raises:
-            RLError: a leader received none; raised on every rank.
+            RLError: a leader did not receive all replies; raised on every rank.
         """
         parallel, tensors = self.engine.parallel, Tensors()
         with parallel.agree_on_errors(doing):
@@ -259,7 +262,7 @@ class Experiments:
     def temperature(
         self, sequences: TensorDict, server_logprobs: torch.Tensor, mask: torch.Tensor
     ) -> tuple[float, LogprobGap]:
-        """Return the temperature, 0.1 to 10, at which the trainer comes closest to log-probs, and the gap there."""
+        """Return the temperature, 0.1 to 10, with the smallest gap between trainer and server, and this gap."""
 
         def at(value: float) -> tuple[float, LogprobGap]:
             changed = sequences.clone().update({"temperature": torch.full_like(sequences["temperature"], value)})

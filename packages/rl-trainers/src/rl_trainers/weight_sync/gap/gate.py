@@ -3,12 +3,12 @@
 It makes two comparisons over a few sequences of each batch.
 
 - Before the update: tokens of the current version must have been recorded with the log-probs that the trainer computes.
-- After the commit: one server, each in turn, scores the same sequences. Its scores must equal the trainer's log-probs
-  after the update, and be closer to them than to the log-probs before it. For the latter, 16-bit servers also score
-  before the update.
+- After the commit: one server scores the same sequences; the servers take turns, one per step. The scores must equal
+  the trainer's log-probs after the update, and must not be closer to the log-probs before the update. To test the
+  latter in 16 bits, servers also score before the update.
 
 The second comparison finds faults of the weights and of values computed from them. The first also finds faults of
-sampling, caches and version stamps. Servers that can only score at temperature 1 are compared there.
+sampling, caches and version stamps. Servers that can only score at temperature 1 are compared at temperature 1.
 
 When a comparison fails, experiments look for the cause, and the warning or error names it.
 """
@@ -56,19 +56,22 @@ class GapConfig(Settings):
 
     setting: ClassVar[str] = "gap"
     sequences: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
-    """Sequences of each batch to compare, over all replicas; each replica compares at least one. They come from as many
-    groups as possible. 0 switches the gate off. With fewer than 4 groups a server that is behind is found later."""
+    """Number of sequences to compare per batch, over all replicas. Each replica compares at least one. The sequences
+    come from as many groups as possible; with fewer than 4 groups, it takes more steps to detect a server with old
+    weights. 0 switches the gate off."""
     warn: float = bounded(0.02, "more than 0", lambda nats: nats > 0)
     """Mean absolute log-prob gap, in nats, above which a warning is logged. bfloat16 on either side causes 0.01 to
     0.05."""
     stop: float = 0.5
     """Mean absolute log-prob gap, in nats, above which the run stops at once; at least `warn`."""
     patience: int = bounded(5, "at least 1", lambda times: times >= 1)
-    """Consecutive failed comparisons, of the same server, at which the run stops. Comparisons that could not be made
-    count too. Gaps explained by rounding to 16 bits do not stop the run this way."""
+    """Number of consecutive failed comparisons at which the run stops, counted for each server and for recorded
+    log-probs. Comparisons that cannot be made have a separate count with the same limit. Gaps that rounding to 16 bits
+    explains do not count."""
     regenerate_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Consecutive steps without tokens of the current version after which the servers generate some: new completions of
-    the sequences' prompts, at most 16 tokens each. 0: never. Asynchronous runs seldom have such tokens otherwise."""
+    """Number of consecutive steps without tokens of the current version, after which the servers generate completions
+    for the gate: for the prompts of the compared sequences, with at most 16 tokens each. 0: never. Batches of
+    asynchronous runs seldom contain tokens of the current version."""
     timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds to wait for the servers to score the sequences or to generate completions."""
 
@@ -90,11 +93,11 @@ class _Comparison:
     peer: str
     """Server that will be compared next, or empty."""
     peer_before: torch.Tensor | None
-    """The peer's scores before the update, [B, T], where they serve as a reference."""
+    """The peer's scores before the update, [B, T], or None if the peer is not used as a reference."""
     own_before: torch.Tensor | None
-    """The server's scores before the update, [B, T], if it repeats them bit for bit when asked twice."""
+    """The server's scores before the update, [B, T], or None if the server is not used as its own reference."""
     served_before: torch.Tensor | None
-    """The trainer's log-probs before the update with the weights as they were served, [B, T]; given with `own_before`.
+    """The trainer's log-probs before the update with the weights as they were served, [B, T]; None if `own_before` is.
     """
 
 
@@ -143,15 +146,15 @@ class GapGate:
 
     @property
     def _own_reference(self) -> bool:
-        """True if a 16-bit server is compared with itself, because nothing else shows that it is behind."""
+        """True if 16-bit servers are compared with themselves, because they have no checksums of live tensors."""
         can = self.inference.capabilities
         return self.served in HALF_PRECISION and not (can.checksums and can.live_checksums)
 
     def scores_before_update(self) -> bool:
-        """Return whether `before_update` requests scores for each batch and so needs awake servers (collective).
+        """Return whether `before_update` requests scores for each batch, so that servers must be awake (collective).
 
-        It does in 16 bits, where servers are compared with each other or with themselves. Otherwise it wakes sleeping
-        servers only when it needs them.
+        True in 16 bits if servers are compared with each other or with themselves. Otherwise `before_update` wakes
+        sleeping servers only when they are needed.
         """
         needs_scores = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
         self._scores_each_batch = bool(self.config.sequences) and bool(
@@ -165,9 +168,9 @@ class GapGate:
     def before_update(self, batch: TensorDict) -> dict[str, float | None]:
         """Compare the recorded log-probs of tokens of the current version with the trainer's (collective).
 
-        Also choose the sequences and the server of this step. A token is of the current version if its whole prefix
-        carries the trainer's version. After `regenerate_every` steps without such tokens, the servers generate
-        completions for the sequences' prompts again.
+        Also choose the sequences and the server of this step. A token is of the current version if it and all
+        generated tokens before it carry the trainer's version. After `regenerate_every` steps without such tokens, the
+        servers generate new completions for the sequences' prompts.
 
         Args:
             batch: this rank's sequences, from which the trainer is about to learn.
@@ -177,7 +180,8 @@ class GapGate:
             and `gap/fresh_tokens`.
 
         Raises:
-            WeightUpdateError: the gap is above `stop`, or the comparison failed too often; names the cause.
+            WeightUpdateError: the gap is above `stop`, or the comparison failed `patience` consecutive times. The
+                message names the likely cause.
         """
         if not self.config.sequences:
             return _gap_metrics("gap/fresh_", None)
@@ -209,19 +213,20 @@ class GapGate:
     def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
         """Compare a server's scores at the committed version with the trainer's log-probs (collective).
 
-        It scores the sequences that `before_update` chose.
+        The server scores the sequences that `before_update` chose.
 
         Args:
             sent: the trainer's receipt of the version.
 
         Returns:
             `gap/mean_abs`, `gap/max_abs` and `gap/k3` over the compared tokens of all replicas, None if the comparison
-            could not be made. `gap/lag`: the evidence that the server is behind (`lag.LagTest`), None without
-            evidence. `gap/empty`: the number of comparisons of this step that could not be made.
+            could not be made. `gap/lag`: z of the test whether the server still serves the previous version
+            (`lag.LagTest`), None if no test was informative. `gap/empty`: the number of comparisons of this step that
+            could not be made.
 
         Raises:
-            WeightUpdateError: the gap is above `stop`, or the comparison failed or could not be made too often; names
-                the cause.
+            WeightUpdateError: the gap is above `stop`, or `patience` consecutive comparisons failed or could not be
+                made. The message names the likely cause.
         """
         comparison, self._comparison = self._comparison, None
         previous, self._receipts = self._receipts[0], (sent, self._receipts[0])
@@ -263,8 +268,8 @@ class GapGate:
     def _prepare(self, sequences: TensorDict, before: torch.Tensor) -> _Comparison:
         """Choose the server whose turn it is, and collect the reference log-probs before the update.
 
-        Only servers that every data-parallel leader knows take part: leaders learn of a new server at different times.
-        In float32 the trainer is a sufficient reference.
+        Only servers that every data-parallel leader knows are candidates, because leaders discover a new server at
+        different times. In float32 the trainer is a sufficient reference, so no server scores before the update.
         """
         experiments = self.experiments
         sequences, before = self._as_scored(sequences, before)
@@ -307,9 +312,10 @@ class GapGate:
         server_logprobs: torch.Tensor,
         weights_unchanged: bool,
     ) -> tuple[float | None, str]:
-        """Return the strongest evidence that the server is behind, as z, and the reason as text.
+        """Test whether the server still serves the previous version; return the largest z, and its reason as text.
 
-        References are the server itself, the trainer if it computes in the servers' dtype, and the peer.
+        Each available reference is tested: the server itself, the trainer if it computes in the servers' dtype, and
+        the peer.
 
         Args:
             comparison: the data from before the update.
@@ -370,8 +376,9 @@ class GapGate:
         if not (self._has_warned_blind or comparison.peer or receipts or self.trained == self.served):
             self._has_warned_blind = True
             log.warning(
-                "%s serves %s without checksums, a trainer in %s is no reference for it, and there is no second "
-                "server. A missed update shows only as a log-prob gap above gap.warn, or as bitwise identical scores.",
+                "%s has no reference: it serves %s without checksums, the trainer computes in %s, and there is no "
+                "second server. A missed update shows only as a log-prob gap above gap.warn, or as bitwise identical "
+                "scores.",
                 comparison.server,
                 self.served,
                 self.trained,
@@ -384,7 +391,7 @@ class GapGate:
         self._raise_alarms(self._score_alarms[comparison.server], subject, evidence, examine)
 
     def _raise_alarms(self, alarm: Alarm, subject: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
-        """Count a comparison. If the alarm reports it, gather more evidence first."""
+        """Count a comparison. If it must be reported, gather more evidence with `examine` and name the likely cause."""
         gap, config = evidence.gap, self.config
         too_much = not gap.mean_abs <= config.stop  # nan is too much
         if alarm.count(diagnose(evidence) is not None, too_much, certain=evidence.certain):
@@ -423,7 +430,7 @@ class GapGate:
     def _diagnose_recorded(self, evidence: Evidence, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> Evidence:
         """Return the evidence for a gap of recorded log-probs.
 
-        Scores come first: if they are wrong, the generated tokens are wrong as well.
+        Scores are examined first, because wrong scores imply wrong recorded log-probs.
         """
         experiments = self.experiments
         scored, trainer_logprobs = self._as_scored(sequences, trainer_logprobs)
@@ -442,10 +449,7 @@ class GapGate:
         return self._diagnose(evidence, sequences, sequences["logprobs"], before, **prompts)
 
     def _as_scored(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
-        """Return the sequences at a temperature that the servers can score, and the trainer's log-probs at it.
-
-        Collective.
-        """
+        """Return the sequences and the trainer's log-probs at a temperature that the servers can score (collective)."""
         if self.inference.capabilities.any_score_temperature:
             return sequences, trainer_logprobs
         sequences = sequences.clone().update({"temperature": sequences["temperature"].new_ones(sequences.batch_size)})
@@ -459,9 +463,9 @@ class GapGate:
 
 
 class Alarm:
-    """History of one comparison.
+    """Counter of the consecutive failures of one comparison, such as of the scores of one server.
 
-    It reports the 1st, 2nd, 4th, 8th, ... consecutive failure. It stops the run if a gap is too large, or after
+    The alarm reports the 1st, 2nd, 4th, 8th, ... consecutive failure. It stops the run if a gap is too large, or after
     `patience` consecutive failures.
     """
 
@@ -475,7 +479,7 @@ class Alarm:
         Args:
             off: whether the comparison failed.
             too_much: whether the gap is too large to continue the run.
-            certain: whether something is wrong for sure. After an excused failure the count then starts again.
+            certain: whether the failure proves a fault. A certain failure after an excused one restarts the count.
         """
         if not off or (certain and self._excused):
             self.in_row, self._excused = 0, False
@@ -491,11 +495,11 @@ class Alarm:
 
         Args:
             message: the text of the warning or error.
-            excused: whether the cause is no fault. Then `patience` does not apply, and a fault found after it counts
-                as the first failure.
+            excused: whether the cause, such as rounding, is not a fault. `patience` does not apply to excused
+                failures, and the first failure after them restarts the count.
 
         Raises:
-            WeightUpdateError: the run must stop.
+            WeightUpdateError: the gap is too large, or `patience` consecutive comparisons failed.
         """
         if self._excused and not excused:
             self.in_row = 1

@@ -6,9 +6,9 @@ generated tokens of a group's sequences,
 
     x = (A - B) / (A + B)        -1: the server computes a;  +1: it computes b
 
-for any learning rate and dtype. If only noise decides, a and b are exchangeable and x is symmetric about 0. If the
-server is up to date, x is lower. A mean of x above 0 that chance does not explain therefore means that the server is
-behind.
+for any learning rate and dtype. If noise hides the update, a and b are exchangeable and x is symmetric about 0. If the
+server is up to date, x is lower. If the mean of x is above 0 by more than chance explains, the server is behind: it
+still serves the previous version.
 
 Each comparison converts Student's t over its groups to a normal quantile, capped at `MAX_Z` because x is not normal.
 The formula is from Wallace, "Bounds on normal approximations to Student's and the chi-square distributions", 1959. The
@@ -17,19 +17,20 @@ because the tokens of a sequence, and the sequences of one prompt, share their n
 
 A comparison is informative only if the server's offset from the midpoint, s - (a + b) / 2, points along a - b. Its
 |cosine| with that direction must be above `CLEAR`. Otherwise a systematic difference between two kernels could decide
-it, even one far smaller than their noise. A comparison that is not informative counts as 0. If it were dropped, older
-values that added up by chance would stay in the window.
+the comparison, even if that difference is far smaller than the kernels' noise. A comparison that is not informative
+counts as 0. If such comparisons were dropped, older values that added up by chance would stay in the window.
 
-For the same reason a reference must compute with the weights as they are served. If rounding to bfloat16 swallows the
-updates of a trainer that keeps float32, a healthy server *is* closer to the previous version.
+A reference must compute with the weights as they are served. If rounding to bfloat16 removes the updates of a float32
+trainer, even a healthy server is closer to the previous version.
 
-In 16 bits an update may move log-probs far less than rounding does: at lr 1e-6, by a thirtieth in a small random model.
-A reference with different kernels does not help then. Even against the exact movement, 20 comparisons of 100 tokens
-separate a current server from a stale one by only 1.6 standard deviations.
+In 16 bits an update may move log-probs far less than rounding does. In a small random model at lr 1e-6, the update
+moves them a thirtieth as far. A reference with different kernels does not help. Even if the movement is
+known exactly, 20 comparisons of 100 tokens separate a current server from a stale one by only 1.6 standard deviations.
 
-There a server can be its own reference (`add_self_comparison`). Suppose that it repeats its log-probs bit for bit when
-asked twice, and gives them again after an update that changed the trainer's. Then it did not receive the update. A
-server whose kernels depend on its current load does not repeat itself, which is no evidence either way.
+In this case a server can be its own reference (`add_self_comparison`). Suppose that the server returns bitwise
+identical log-probs twice before an update and once after it, although the update changed the trainer's log-probs. Then
+the server did not receive the update. If a server's kernels depend on its load, its log-probs are not reproducible and
+give no evidence.
 
 Simulation results for comparisons of 4 groups with 30 tokens, with noise only in the server's log-probs:
 
@@ -37,15 +38,15 @@ Simulation results for comparisons of 4 groups with 30 tokens, with noise only i
   noise. It takes 4 comparisons at 2 times, 7 at 1 times and 23 at half the noise. At a third of the noise, two of three
   such servers are detected within 100 comparisons.
 - With as much noise in a and in b, detection takes 6 comparisons at 2 times and 43 at 1 times the noise. At half the
-  noise there is none.
-- One of four servers, compared in turn, may stay at a version while the trainer continues. It is detected after 4
-  comparisons if successive updates have correlation 0.9, and mostly after 5 at 0.5. It is hardly ever detected if they
-  are uncorrelated.
+  noise, the server is never detected.
+- One of four servers, compared in turn, may stay at one version while the trainer continues. The server is detected
+  after 4 comparisons if successive updates have correlation 0.9, and mostly after 5 at 0.5. With uncorrelated updates,
+  it is hardly ever detected.
 - One of two million comparisons of healthy servers raised a false alarm, with heavy-tailed noise and one token per
   group. The other cases were normal noise, Cauchy noise and noise shared by the tokens of a sequence. They had 2 to 8
   groups of 1 to 30 tokens, and updates of 0 to 1 times the noise.
-- There is no false alarm if kernels differ systematically by a tenth of their noise and all updates go in that
-  direction. At a fifth of the noise there is one.
+- Kernels may differ systematically, and all updates may go in the direction of that difference. There is no false
+  alarm if the difference is a tenth of the noise, and one false alarm at a fifth.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ from itertools import accumulate
 WINDOW = 20
 """Number of latest comparisons of a server that count."""
 LIMIT = 5.5
-"""z above which a server is behind."""
+"""z above which a server counts as behind."""
 CLEAR = 0.15
-"""Least |cosine| between the server's offset from the midpoint of a and b and the reference's movement."""
+"""|cosine| of the angle between s - (a + b) / 2 and a - b above which a comparison is informative."""
 MAX_Z = 4.0
 """Largest z of a single comparison. It is below `LIMIT`, so at least two comparisons are needed."""
 ROUNDING = 1e-6
-"""Least standard error of the mean of x, for values that are all the same."""
+"""Lower bound of the standard error of the mean of x, which would be 0 if all values were equal."""
 
 
 class LagTest:
@@ -81,8 +82,8 @@ class LagTest:
             groups: for each group the sums of squares of s - a, s - b and a - b.
 
         Returns:
-            z so far, the largest over n. 0 if this comparison shows no lag. None if it is not informative: fewer than
-            two groups, no direction, or the first comparison.
+            The largest z over n, or 0 if this comparison shows no lag. None if this comparison is the first, or is not
+            informative (fewer than two groups, or no clear direction).
         """
         after, before, moved = (math.fsum(column) for column in zip(*groups, strict=True))
         values = [(a - b) / (a + b) for a, b, _ in groups if a + b]
@@ -95,7 +96,7 @@ class LagTest:
         """Add a comparison of the server's own log-probs before and after the update.
 
         Args:
-            unchanged: whether they are bitwise identical although they had to change.
+            unchanged: whether these log-probs are bitwise identical although the update should have changed them.
 
         Returns:
             z as `add` returns it, or None if `unchanged` is false.

@@ -33,19 +33,19 @@ def _block(language):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Add a distribution with the example's module and entry points to `sys.path`."""
-    (tmp_path / "my_parts.py").write_text(_block("python"))
+    (tmp_path / "my_components.py").write_text(_block("python"))
     entry_points = tomllib.loads(_block("toml"))["project"]["entry-points"]
     lines = [
         line
         for group, names in entry_points.items()
         for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
     ]
-    metadata = tmp_path / "my_parts-1.0.dist-info"
+    metadata = tmp_path / "my_components-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-components\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_parts", raising=False)  # imported by another test
+    monkeypatch.delitem(sys.modules, "my_components", raising=False)  # imported by another test
 
 
 def _config(*overrides):
@@ -60,8 +60,8 @@ COMPONENTS = ("algorithm.loss.kind=tempered", "algorithm.correction.kind=smooth"
     [
         (*COMPONENTS, "algorithm.advantage.kind=only_right", "algorithm.loss.options.power=0.8"),
         (
-            "algorithm.loss.kind=my_parts:tempered_loss",
-            "algorithm.mask.kind=my_parts:drifted_rows+second_moment",
+            "algorithm.loss.kind=my_components:tempered_loss",
+            "algorithm.mask.kind=my_components:drifted_sequences+second_moment",
             "algorithm.mask.options.bound=20",
         ),
     ],

@@ -480,9 +480,9 @@ def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, ca
             assert stats["gap/empty"] == 2, "neither recorded log-probs nor scores could be compared"
         fleet.failure = None
         assert _run_step(gate, fleet)["gap/empty"] == 1
-    assert "(1 in a row, gap.patience=3): the single server is gone" in caplog.text
+    assert "(consecutive failures: 1, gap.patience=3): the single server is gone" in caplog.text
     fleet.failure = InferenceError("the single server is gone")
-    with pytest.raises(WeightUpdateError, match=r"3 in a row, gap\.patience=3"):
+    with pytest.raises(WeightUpdateError, match=r"consecutive failures: 3, gap\.patience=3"):
         _run_steps(gate, fleet, 3)
 
 
@@ -630,7 +630,7 @@ def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path):
         if rank.is_dp_leader:
             loop.close()
         metrics = [_run_step(gate, fleet)]
-        with pytest.raises(WeightUpdateError, match=r"2 in a row, gap\.patience=2"):
+        with pytest.raises(WeightUpdateError, match=r"consecutive failures: 2, gap\.patience=2"):
             _run_step(gate, fleet)
         return metrics
 

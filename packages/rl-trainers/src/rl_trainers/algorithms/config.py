@@ -56,7 +56,9 @@ class RewardConfig(Settings):
         require(
             0 <= self.overlong_cache <= self.overlong_max,
             f"algorithm.reward.overlong_cache with algorithm.reward.overlong_max={self.overlong_max}",
-            "0 (a fifth of overlong_max) to overlong_max tokens" if has_penalty else "0, since the penalty is disabled",
+            "0 to overlong_max tokens (0 means a fifth of overlong_max)"
+            if has_penalty
+            else "0, since the penalty is disabled",
             self.overlong_cache,
         )
         require(
@@ -190,7 +192,12 @@ class CorrectionConfig(ComponentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.floor < self.cap, "algorithm.correction.floor", f"0 to below cap ({self.cap:g})", self.floor)
+        require(
+            0 <= self.floor < self.cap,
+            "algorithm.correction.floor",
+            f"at least 0 and below cap ({self.cap:g})",
+            self.floor,
+        )
 
 
 @dataclass
@@ -257,7 +264,9 @@ class KLConfig(Settings):
         require(
             self.coef > 0 if self.place != "none" else self.coef == 0,
             f"algorithm.kl.coef with algorithm.kl.place={self.place}",
-            "0 (set algorithm.kl.place to `reward` or `loss` for a penalty)" if self.place == "none" else "more than 0",
+            "0 (for a penalty, set algorithm.kl.place to `reward` or `loss`)"
+            if self.place == "none"
+            else "more than 0",
             self.coef,
         )
         require(

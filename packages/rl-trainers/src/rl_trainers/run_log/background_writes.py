@@ -142,7 +142,7 @@ class BackgroundDirectory:
         markers = [self._marker(rank) for rank in range(self._parallel.world_size)]
         while missing := [marker.name for marker in markers if not marker.exists()]:
             if self._abandoned.wait(POLL_SECONDS):
-                raise EngineError("abandoned, because a rank failed to write its files.")
+                raise EngineError("the write was abandoned, because a rank failed to write its files.")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{self.path}: other ranks did not write {missing} within {self._seconds:g} s; raise the timeout "

@@ -23,7 +23,7 @@ class HeldOutConfig(Settings):
     """Schedule and number of examples of evaluations on held-out data."""
 
     setting: ClassVar[str] = "evaluation"
-    every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
+    every: int = bounded(0, "0 (only before and after training) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
     examples: int = bounded(512, "0 (off) or more", lambda examples: examples >= 0)
     """Number of held-out examples: a random sample that is the same in every run. 0 disables evaluation."""

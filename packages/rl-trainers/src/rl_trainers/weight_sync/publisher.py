@@ -88,7 +88,7 @@ class PublishConfig(Settings):
         require(
             not self.host or self.route in ("auto", "broadcast"),
             "publish.host",
-            f"empty with publish.route={self.route}, which does not listen",
+            f"empty with publish.route={self.route}, which needs no address",
             self.host,
         )
 

@@ -69,8 +69,8 @@ class GapConfig(Settings):
     log-probs. Comparisons that cannot be made have a separate count with the same limit. Gaps that rounding to 16 bits
     explains do not count."""
     regenerate_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Number of consecutive steps without tokens of the current version, after which the servers generate completions
-    for the gate: for the prompts of the compared sequences, with at most 16 tokens each. 0: never. Batches of
+    """Number of consecutive steps without tokens of the current version, after which the gate requests new completions
+    from the servers. These use the prompts of the compared sequences and have at most 16 tokens. 0: never. Batches of
     asynchronous runs seldom contain tokens of the current version."""
     timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds to wait for the servers to score the sequences or to generate completions."""
@@ -252,7 +252,7 @@ class GapGate:
             why = str(error)
         gap, lag = experiments.compare(trainer_logprobs, server_logprobs, mask), None
         if self._missing_alarm.count(gap is None):
-            times = f"{self._missing_alarm.in_row} in a row, gap.patience={self.config.patience}"
+            times = f"consecutive failures: {self._missing_alarm.in_row}, gap.patience={self.config.patience}"
             self._missing_alarm.warn(
                 f"{comparison.server or 'servers'} and trainer could not be compared ({times}): {why}"
             )
@@ -399,7 +399,7 @@ class GapGate:
             alarm.warn(
                 f"servers and trainer disagree: {subject} differ from the trainer's by {gap.mean_abs:.3g} nats on "
                 f"average (max {gap.max_abs:.3g}) over {gap.tokens} tokens at version {self.engine.version}; "
-                f"{alarm.in_row} in a row (gap.warn={config.warn:g}, gap.stop={config.stop:g}, "
+                f"consecutive failures: {alarm.in_row} (gap.warn={config.warn:g}, gap.stop={config.stop:g}, "
                 f"gap.patience={config.patience}). Likely cause: {name}: {why}.",
                 excused=name == DTYPE,
             )
@@ -479,7 +479,7 @@ class Alarm:
         Args:
             off: whether the comparison failed.
             too_much: whether the gap is too large to continue the run.
-            certain: whether the failure proves a fault. A certain failure after an excused one restarts the count.
+            certain: whether the failure proves a fault. After an excused failure, it sets the count to 1.
         """
         if not off or (certain and self._excused):
             self.in_row, self._excused = 0, False
@@ -496,7 +496,7 @@ class Alarm:
         Args:
             message: the text of the warning or error.
             excused: whether the cause, such as rounding, is not a fault. `patience` does not apply to excused
-                failures, and the first failure after them restarts the count.
+                failures, and the first failure after them sets the count to 1.
 
         Raises:
             WeightUpdateError: the gap is too large, or `patience` consecutive comparisons failed.

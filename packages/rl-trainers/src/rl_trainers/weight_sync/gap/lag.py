@@ -23,9 +23,9 @@ counts as 0. If such comparisons were dropped, older values that added up by cha
 A reference must compute with the weights as they are served. If rounding to bfloat16 removes the updates of a float32
 trainer, even a healthy server is closer to the previous version.
 
-In 16 bits an update may move log-probs far less than rounding does. In a small random model at lr 1e-6, the update
-moves them a thirtieth as far. A reference with different kernels does not help. Even if the movement is
-known exactly, 20 comparisons of 100 tokens separate a current server from a stale one by only 1.6 standard deviations.
+In 16 bits an update may move log-probs far less than rounding does. In a small random model at lr 1e-6, the movement
+is a thirtieth of the rounding error. A reference with different kernels does not help. Even if the movement is known
+exactly, 20 comparisons of 100 tokens separate a current server from a stale one by only 1.6 standard deviations.
 
 In this case a server can be its own reference (`add_self_comparison`). Suppose that the server returns bitwise
 identical log-probs twice before an update and once after it, although the update changed the trainer's log-probs. Then

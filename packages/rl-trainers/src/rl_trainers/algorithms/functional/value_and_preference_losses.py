@@ -153,6 +153,6 @@ def explained_variance(sums: torch.Tensor) -> float | None:
 def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the input of `explained_variance`, float64 [6], ready to be summed over replicas.
 
-    These are the `moments` of returns - values and of returns over the masked tokens.
+    These are the `moments` of `returns - values`, then those of `returns`, over the masked tokens.
     """
     return torch.cat([moments(returns - values, mask), moments(returns, mask)])

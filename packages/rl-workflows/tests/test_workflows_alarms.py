@@ -369,7 +369,7 @@ def test_failure_budget_error_names_first_failure_before_trace():
     with pytest.raises(RLError) as caught:
         budget.failed(RewardError("another"))
     first = str(caught.value).partition("\n")[0]
-    assert first.startswith("2 groups in a row failed (reward 2), more than rollout.max_failed_in_row=2 allows. ")
+    assert first.startswith("2 groups in a row failed (reward 2); the limit is rollout.max_failed_in_row=2. ")
     assert first.endswith(
         "The first failure was RewardError: reward 'mine.py:f' raised ValueError: nonsense (mine.py:5)"
     )

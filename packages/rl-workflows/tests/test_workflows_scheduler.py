@@ -286,7 +286,7 @@ def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler)
 
     async def main():
         with pytest.raises(
-            RLError, match=r"7 groups in a row failed \(reward 7\), more than rollout.max_failed_in_row=7"
+            RLError, match=r"7 groups in a row failed \(reward 7\); the limit is rollout.max_failed_in_row=7"
         ):
             await _steps_until_the_end(scheduler)
         await scheduler.close()

@@ -82,7 +82,7 @@ class FailureBudget:
     ) -> None:
         by_boundary = ", ".join(f"{name} {count}" for name, count in Counter(name for name, _ in failed).most_common())
         raise RLError(
-            f"{groups} failed ({by_boundary}), more than rollout.{setting}={getattr(self._config, setting):g} allows. "
+            f"{groups} failed ({by_boundary}); the limit is rollout.{setting}={getattr(self._config, setting):g}. "
             f"The first failure was {failed[0][1]}"
         ) from cause
 

@@ -326,6 +326,11 @@ def test_canary_without_room_is_rejected(capsys):
     second_code, _, second_err = _run(capsys, *arguments, micro_batch)
 
     assert (code, second_code) == (2, 2)
-    assert "publish.canary_tokens: expected at most 284, because 16 more must fit into the servers' context=300" in err
-    assert f"publish.canary_tokens: expected at most 184, because 16 more must fit into {micro_batch}" in second_err
+    assert (
+        "publish.canary_tokens: expected at most 284, because 16 more tokens must fit into the servers' context=300"
+        in err
+    )
+    assert (
+        f"publish.canary_tokens: expected at most 184, because 16 more tokens must fit into {micro_batch}" in second_err
+    )
     assert _run(capsys, *arguments, "publish.canary_tokens=284")[0] == 0

@@ -134,7 +134,7 @@ SETTINGS = {
         *_set("actor.micro_batch.max_tokens=3"),
         "actor.micro_batch.max_tokens: expected at least",
     ),
-    "outside-of-runs": (("gsm8k-grpo", "experiment=../x", "--dry-run"), {}, "experiment: expected a name below runs/"),
+    "outside-of-runs": (("gsm8k-grpo", "experiment=../x", "--dry-run"), {}, "experiment: expected a name without `..`"),
     "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
     "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
     "negative-name-in-two-sections": (
@@ -379,11 +379,11 @@ MODELS = {
     "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
     "unknown-model-type": (
         *_set(files={"model/config.json": '{"model_type": "lama"}'}),
-        "found 'lama' (did you mean 'llama'?); a newer transformers may have it",
+        "found 'lama' (did you mean 'llama'?). Upgrade transformers if a newer version has this type",
     ),
     "model-type-with-custom-code": (
         *_set(files={"model/config.json": '{"model_type": "theirs-1", "auto_map": {}}'}),
-        "its own code (auto_map) is never run",
+        "The model's own code (auto_map) is never run",
     ),
     "tokenizer-cut-off": (*_set(files={"model/tokenizer.json": "{"}), "tokenizer.json cannot be read as JSON"),
     "tokenizer-of-nothing": (*_set(files={"model/tokenizer.json": "{}"}), "Copy or download it again"),
@@ -548,8 +548,8 @@ def test_resuming_with_another_kind_of_model_is_rejected(
 
     error = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
 
-    assert "model.path: expected a model like other, with which the run in" in error
-    assert "choose another run_dir for this one, found 'model'" in error
+    assert "model.path: expected the architecture and size of other, the model of the run in" in error
+    assert "(or another run_dir), found 'model'" in error
 
 
 def test_run_directory_in_use_names_the_process(refused: Callable[..., str], tmp_path: Path) -> None:

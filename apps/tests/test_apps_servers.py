@@ -108,8 +108,12 @@ def test_check_flat_log_probs_of_the_whole_vocabulary_pass(logprobs):
 @pytest.mark.parametrize(
     ("logprobs", "vocabulary", "message"),
     [
-        ([-3.2, -9.0], 148, r"raw .*: at temperature 10000 expected -5\.00 for every token, found -9\.00 to -3\.20"),
-        ([-3.2, -3.5], None, "raw"),
+        (
+            [-3.2, -9.0],
+            148,
+            r"without the temperature: at temperature 10000 expected -5\.00 for every token, found -9\.00 to -3\.20",
+        ),
+        ([-3.2, -3.5], None, "computed without the temperature"),
         ([-2.99, -2.99], 148, r"only part of the vocabulary.*-log\(148\) = -5\.00 for every token, found -2\.99"),
     ],
 )

@@ -45,7 +45,7 @@ def _rejection(monkeypatch, capsys, directory, model, address, **options):
     err = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
     assert err.startswith("gsm8k-grpo: ConfigError: rollout.server.addresses: ")
-    assert f"{address} is no server that this run can use: " in err
+    assert f"this run cannot use the server {address}: " in err
     assert f"-m rl_inference.embedded_server --host 127.0.0.1 --port {address.rpartition(':')[2]} " in err
     assert not (directory / "run" / "logs").exists()
     return err
@@ -70,7 +70,7 @@ def test_attached_server_with_other_key_model_or_directory_is_rejected(monkeypat
     with _server(model, tmp_path, "server") as server:
         message = _rejection(monkeypatch, capsys, tmp_path, model, server.address, key="another")
         assert "answered 401: the request carries no valid key" in message
-        assert "and its key in RL_RUN_KEY" in message
+        assert "and set RL_RUN_KEY to its key" in message
 
         message = _rejection(monkeypatch, capsys, tmp_path, other, server.address)
         assert f"it serves the model {model}, but this run requires {other}" in message
@@ -83,7 +83,7 @@ def test_attached_server_with_other_key_model_or_directory_is_rejected(monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"version": 7}, "it serves version 7 of another run's weights, and this run begins with version 0"),
+        ({"version": 7}, "it serves weight version 7, but this run begins with version 0"),
         ({"weights_dir": ""}, "it does not accept weight updates"),
     ],
 )
@@ -105,7 +105,7 @@ def test_attached_server_with_raw_or_truncated_logprobs_is_rejected(monkeypatch,
         for name, message in (
             (
                 "temperature",
-                "its log-probs are raw instead of computed from logits / temperature: at temperature 10000",
+                "its log-probs are computed without the temperature: at temperature 10000",
             ),
             ("truncated", "its log-probs cover only part of the vocabulary"),
         ):
@@ -119,7 +119,7 @@ def test_attached_server_without_info_is_rejected_by_its_logprobs(monkeypatch, c
 
     assert main("gsm8k-grpo", [*settings, f"run_dir={tmp_path / 'run'}", *SHORT_RUN]) == 2
 
-    message = "http://null:1 is no server that this run can use: its log-probs cover only part of the vocabulary"
+    message = "this run cannot use the server http://null:1: its log-probs cover only part of the vocabulary"
     assert message in capsys.readouterr().err
 
 

@@ -179,7 +179,7 @@ def test_attached_server_with_another_key_is_rejected(rejected, monkeypatch, att
     message = rejected(attached.name, *attached.settings, run_dir=attached.run_dir)
 
     assert "answered 401: the request carries no valid key" in message
-    assert "and its key in RL_RUN_KEY" in message
+    assert "and set RL_RUN_KEY to its key" in message
 
 
 @NIGHTLY
@@ -187,7 +187,7 @@ def test_attached_server_with_raw_logprobs_or_other_version_is_rejected(rejected
     monkeypatch.setenv("RL_RUN_KEY", KEY)
     attached.faults.write_text("temperature")
     message = rejected(attached.name, *attached.settings, run_dir=attached.run_dir)
-    assert "its log-probs are raw instead of computed from logits / temperature: at temperature 10000" in message
+    assert "its log-probs are computed without the temperature: at temperature 10000" in message
 
     attached.faults.write_text("")
     require_later_versions(monkeypatch)
@@ -215,4 +215,4 @@ def test_attached_server_of_another_kind_is_rejected(rejected, monkeypatch, atta
         settings = ("publish.route=disk", f"rollout.server.addresses=[{embedded.address}]")
         message = rejected(attached.name, *settings, run_dir=attached.run_dir)
     assert "/rl/info answered 404" in message
-    assert "Expected one that was started with `" in message
+    assert "Start the server with `" in message

@@ -1,4 +1,4 @@
-"""Programs that connect the rl packages to GRPO and SFT pipelines."""
+"""Commands that combine the rl packages into training programs, such as GRPO and SFT."""
 
 from __future__ import annotations
 

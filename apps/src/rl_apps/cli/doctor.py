@@ -90,7 +90,7 @@ def machine(directory: Path) -> Iterator[Finding]:
 
 
 def packages() -> Finding:
-    """Return the installed versions. The requirements of the packages limit them."""
+    """List the versions of Python and of the main packages."""
     names = ("torch", "transformers", "megatron-core", "peft", "vllm", "sglang", "ray")
     versions = [f"{name} {version}" for name in names if (version := _version(name))]
     return Finding("environment", f"Python {sys.version.split()[0]}, {', '.join(versions)}")

@@ -186,7 +186,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             return 0
         if options.submits():
             names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
-            claim.close()  # the job claims it
+            claim.close()  # the job locks the run directory
             return options.submit(job)
         return launch(reference, app, run, devices, parent, past.step)
 
@@ -267,7 +267,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
 
 
 def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> JobSubmission:
-    """Return this command as a job. It sets the run directory, whose default name may contain the time."""
+    """Return this command as a job, with an explicit run directory, because its default name may contain the time."""
     words = [word for word in argv if not word.startswith("run_dir=")]
     command = (
         sys.executable,

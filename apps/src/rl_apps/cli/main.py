@@ -94,7 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 class _PrintVersions(argparse.Action):
-    """Print the versions of these packages, Python, torch and transformers, and the commit of a checkout."""
+    """Print the versions of the rl packages, Python, torch and transformers, and the commit of a checkout."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from rl_monitor.report.facts import facts_of

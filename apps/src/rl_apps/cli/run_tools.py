@@ -16,7 +16,7 @@ from rl_contracts.runtime.run_files import read_json, tail
 from rl_monitor.status import _job_scheduler, read_new_lines, require_names, status_of, while_alive
 
 BUSY = 30.0
-"""Seconds since the last poll of its processes after which the launcher is reported as busy."""
+"""Seconds without a poll of the processes after which `rl status` reports the launcher as busy."""
 
 
 def status(directory: Path, as_json: bool) -> int:
@@ -52,8 +52,8 @@ def _describe_state(info: dict[str, Any]) -> str:
     silent = info["launcher"]["silent"]
     if info["state"] == "lost":
         return (
-            f"its launcher, {launcher}, sent no heartbeat for {silent:g} s: it was killed or is stopped. Its workers "
-            "end automatically when it is gone. Run the same command to resume from the last recovery checkpoint."
+            f"its launcher, {launcher}, sent no heartbeat for {silent:g} s: it was killed or is stopped. Workers "
+            "end automatically after their launcher. Run the same command to resume from the last recovery checkpoint."
         )
     slow = f", busy for {info['busy']:g} s" if info["busy"] > BUSY else ""
     return f"{info['state']} (launcher: {launcher}{slow})"

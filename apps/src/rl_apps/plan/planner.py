@@ -76,7 +76,7 @@ def plan(
         reference: name or dotted path of the app.
         settings: settings of the app, as on its command line. `cluster.nodes` and `cluster.devices` describe the
             cluster whose splits are tried.
-        gpu: name of a GPU whose data sheet replaces rates that were not measured.
+        gpu: name of a GPU, whose data sheet gives the rates that are not measured.
         memory: memory of a device in bytes; 0 for the value of the data sheet.
         rates: file of rates, which override measured and assumed ones.
         run_of: directory of a run to measure rates from. The plan uses the settings of this run, overridden by

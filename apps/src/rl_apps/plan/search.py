@@ -15,7 +15,7 @@ GAIN = 1.01
 AS_GOOD = 0.98
 """Fraction of the best throughput at which a candidate with less staleness is preferred."""
 EPISODES = 768
-"""Minimum number of outstanding episodes in a search. Larger runs are simulated in miniature."""
+"""Minimum number of outstanding episodes of a miniature: a simulation with fewer prompts, servers and trainers."""
 GROUPS = 16
 """Minimum number of groups per step of a miniature."""
 SPLITS = 10
@@ -72,7 +72,7 @@ def search(
 
 
 def preferred(candidates: list[Candidate]) -> Candidate:
-    """Return the candidate with the least staleness, then the most tokens per second, of those close to the fastest."""
+    """Return the candidate with the least staleness among the candidates that are nearly as fast as the fastest."""
     good = [each for each in candidates if each.tokens_per_s >= AS_GOOD * candidates[0].tokens_per_s]
     return min(good, key=lambda each: (each.setup.max_staleness, -each.tokens_per_s))
 
@@ -105,7 +105,7 @@ def miniature(setup: Setup, size: int) -> Setup:
 
     The prompts per server and per trainer device stay the same, and those per replica if divisibility allows. If the
     number of servers is not divisible, the rounded number of servers is used, with speeds scaled to the same total.
-    The slowest of fewer completions is less slow, so a miniature is too fast at low staleness.
+    A miniature is too fast at low staleness, because the longest of fewer completions is shorter.
     """
     if size == 1:
         return setup

@@ -5,7 +5,8 @@ A server repeats decoding passes. Each pass generates one token for each running
     decode_seconds + decode_seconds_per_completion * completions + decode_seconds_per_context_token * tokens of context
 
 Between two events (a completion begins or ends, the server is paused), the elapsed time is a quadratic function of the
-number of passes, which can be solved. So the simulation needs one timer per completion and none per token.
+number of passes, so the number of passes has a closed form. The simulation needs one timer per completion and none per
+token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOGETHER = 1e-6
 
 @dataclass(slots=True)
 class _Completion:
-    """Completion that a server was asked for."""
+    """Requested completion."""
 
     prompt: int
     tokens: int

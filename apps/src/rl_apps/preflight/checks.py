@@ -41,7 +41,7 @@ def check_run(run: Run[Any]) -> None:
     """Check the run against the limits of trackers, train engine, servers and model.
 
     Raises:
-        ConfigError: with the setting that does not work.
+        ConfigError: a setting exceeds one of these limits; the message names the setting.
     """
     load_trackers(run.config.trackers)
     engine = run.config.actor.engine
@@ -102,7 +102,8 @@ def warnings_for(run: Run[Any]) -> list[str]:
     """Return warnings about settings that work but probably give poor results.
 
     Raises:
-        ConfigError: see `longest_row`; the canary does not fit; or the limit of open files is too low on this machine.
+        ConfigError: see `longest_row`; the canary does not fit; or /dev/shm or the limit of open files of this machine
+            is too small.
     """
     config, warnings = run.config, []
     if isinstance(config, GRPOConfig):
@@ -134,7 +135,7 @@ def _check_canary(run: Run[Any]) -> None:
         context = getattr(server, "context_length", 0) or context_length(run.config.model.directory()) or tokens
         limits = {"the servers' context": context, "actor.micro_batch.max_tokens": tokens}
         name, room = min(limits.items(), key=lambda limit: limit[1])
-        fits = f"at most {room - TOKENS}, because {TOKENS} more must fit into {name}={room}"
+        fits = f"at most {room - TOKENS}, because {TOKENS} more tokens must fit into {name}={room}"
         require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
 
 
@@ -144,7 +145,7 @@ def _check_shared_memory(run: Run[Any]) -> None:
     adapters = getattr(getattr(config.actor.engine, "lora", None), "rank", 0) and config.publish.adapter != "never"
     if not memory_of(run) or config.launcher.kind != "local" or adapters:
         return
-    remedies = "give the container more (docker run --shm-size=8g), or set publish.route=disk or broadcast"
+    remedies = "enlarge it (docker run --shm-size=8g), or set publish.route=disk or broadcast"
     require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"a writable /dev/shm; {remedies}", "read-only")
     dtype = getattr(config.actor.engine, "serve_dtype", "") or config.actor.dtype
     needed = 2 * parameters_in(config.model.directory()) * SERVED_BYTES[dtype]
@@ -209,7 +210,7 @@ def check_rollout(run: Run[Any]) -> None:
     """Check that workflow and reward are installed, and that the allocation supports the route of weights.
 
     Raises:
-        ConfigError: with the setting that does not work.
+        ConfigError: one of these checks fails; the message names the setting.
     """
     check_chat_template(run)
     settings, layout = run.config.rollout, run.layout
@@ -235,8 +236,8 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
     """Check the components of the algorithm and return a sentence for each further model that is loaded.
 
     Raises:
-        ConfigError: a component is not installed, its constants are invalid, or the engine of another model does not
-            support it.
+        ConfigError: a component is not installed or has invalid constants, or the train engine cannot run the reference
+            policy or the critic.
     """
     from rl_trainers.algorithms.objective import make_policy_loss
 
@@ -254,7 +255,7 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
 
 
 def check_rows(run: Run[Any], form: str) -> list[str]:
-    """Check a command that learns from examples: one optimizer step per batch, no servers needed.
+    """Check settings and data of supervised or preference learning, with one optimizer step per batch.
 
     Args:
         form: form of the examples, see `load_rows`.

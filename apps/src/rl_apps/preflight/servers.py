@@ -26,12 +26,12 @@ from rl_contracts.models.directory import vocabulary_size
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 IMPORT_SECONDS = 600.0
-"""Seconds for the import of a server's module, which takes minutes with a cold disk or on a busy machine."""
+"""Time limit in seconds for the import of a server's module. On a busy machine, the import can take minutes."""
 
 FLAT = 1e4
 """Sampling temperature at which all tokens are equally likely."""
 FLAT_TOLERANCE = 0.1
-"""Tolerance of log-probs at that temperature, in nats. A logit difference of 100 makes a difference of 0.01."""
+"""Maximum spread of the log-probs at temperature `FLAT`, in nats. Logits that differ by 100 add a spread of 0.01."""
 
 SENTENCE = 400
 """Maximum length of a quoted server message, in characters; some servers reply with a page."""
@@ -55,13 +55,15 @@ print(json.dumps(["%d.%d.%d" % sys.version_info[:3], found, problem]))
 
 
 def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) -> None:
-    """Check the Python interpreter of the servers that the run starts: it exists and has a supported version of them.
+    """Check that the Python interpreter of the run's servers exists and has a supported version of their package.
+
+    Attached servers are not checked.
 
     Args:
-        say: called with messages on steps that take seconds.
+        say: called with a progress message before the check.
 
     Raises:
-        ConfigError: names the expected and the actual interpreter or version, and the remedy.
+        ConfigError: the interpreter or the package is missing, or its version is not supported.
     """
     starts = run.layout.rollout is not None and not attached(run.config, run.layout)
     if starts and (program := run.config.rollout.server.program()) is not None:
@@ -85,8 +87,7 @@ def check_interpreter(program: ServerProgram) -> None:
         raise ConfigError(f"{expected}, found {name} {version}. {program.remedy}")
     if problem:
         raise ConfigError(
-            f"{expected} that can be imported, found {name} {version}, whose `import {program.module}` fails with "
-            f"{problem}. {program.remedy}"
+            f"{expected}, found {name} {version}, but `import {program.module}` fails with {problem}. {program.remedy}"
         )
 
 
@@ -103,7 +104,8 @@ def _probe_interpreter(program: ServerProgram, where: str) -> tuple[str, dict[st
         raise ConfigError(f"{where}: expected a Python interpreter, found {error}. {program.remedy}") from error
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{where}: expected `import {program.module}` within {IMPORT_SECONDS:g} s, found a hanging import."
+            f"{where}: `import {program.module}` did not end within {IMPORT_SECONDS:g} s. Run this import in that "
+            "interpreter to find the cause."
         ) from None
     except (IndexError, ValueError):
         output = (done.stderr or done.stdout).strip().splitlines()
@@ -119,10 +121,10 @@ def check_attached(run: Run[Any], first_version: int) -> None:
     """Check the attached servers of a run: kind, model, version and log-probs. Does nothing if the run starts its own.
 
     Args:
-        first_version: highest version that the run may publish at its start.
+        first_version: version with which the run begins; a server with a later version is rejected.
 
     Raises:
-        ConfigError: with the first unusable server, the reason, and the correct command.
+        ConfigError: the run cannot use a server; the message has the reason and the command that starts the server.
     """
 
     for index, address in enumerate(attached(run.config, run.layout)):
@@ -131,9 +133,8 @@ def check_attached(run: Run[Any], first_version: int) -> None:
         except InferenceError as error:
             why = shorten(str(error), SENTENCE).rstrip(".")
             raise ConfigError(
-                f"rollout.server.addresses: {address} is no server that this run can use: {why}. "
-                f"Expected one that was started with `{command_of(run, address, index)}`, and its key in "
-                f"{RUN_KEY_VARIABLE}."
+                f"rollout.server.addresses: this run cannot use the server {address}: {why}. "
+                f"Start the server with `{command_of(run, address, index)}`, and set {RUN_KEY_VARIABLE} to its key."
             ) from error
 
 
@@ -141,7 +142,7 @@ async def _probe_server(run: Run[Any], address: str, first_version: int) -> None
     """Ask one server for its description, and let it generate a few tokens.
 
     Raises:
-        InferenceError: the server cannot be used; the message completes a sentence about the server.
+        InferenceError: the run cannot use the server. The message refers to the server as "it".
     """
     assert run.layout.rollout is not None
     engine_class = registry.load("rl.inference_engines", run.layout.rollout.backend)
@@ -165,25 +166,29 @@ def _check_description(description: ServedModel, run: Run[Any], first_version: i
     description.check(serve_spec(run), program, route in STORED_ROUTES)
     if description.version > first_version:
         raise InferenceError(
-            f"it serves version {description.version} of another run's weights, and this run begins with version "
-            f"{first_version}; restart it"
+            f"it serves weight version {description.version}, but this run begins with version {first_version}; "
+            "restart the server"
         )
 
 
 def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
-    """Check that the log-probs of tokens sampled at temperature `FLAT` come from logits / temperature.
+    """Check that log-probs are computed from logits / temperature, over the whole vocabulary.
 
-    Over the whole vocabulary, they must then all be -log(vocabulary).
+    At temperature `FLAT`, each log-prob must then be -log(vocabulary).
+
+    Args:
+        logprobs: log-probs of tokens sampled at temperature `FLAT`.
+        vocabulary: number of tokens in the vocabulary, or None if unknown.
 
     Raises:
-        InferenceError: the log-probs are raw, or cover only part of the vocabulary.
+        InferenceError: the log-probs ignore the temperature, or cover only part of the vocabulary.
     """
     least, most = min(logprobs), max(logprobs)
     expected = -math.log(vocabulary) if vocabulary else most
     if most - least > FLAT_TOLERANCE:
         raise InferenceError(
-            f"its log-probs are raw instead of computed from logits / temperature: at temperature {FLAT:g} expected "
-            f"{expected:.2f} for every token, found {least:.2f} to {most:.2f}"
+            f"its log-probs are computed without the temperature: at temperature {FLAT:g} expected {expected:.2f} for "
+            f"every token, found {least:.2f} to {most:.2f}"
         )
     if abs(most - expected) > FLAT_TOLERANCE:
         raise InferenceError(
@@ -193,7 +198,7 @@ def check_flat(logprobs: Sequence[float], vocabulary: int | None) -> None:
 
 
 def command_of(run: Run[Any], address: str, index: int = 0) -> str:
-    """Return the command with which this run would have started a server, for starting it manually."""
+    """Return the command to start a server of this run manually."""
     job, url = server_job(run), urlsplit(address)
     words = [
         text.replace("{index}", str(index)).replace("{host}", url.hostname or "").replace("{port}", str(url.port or 80))

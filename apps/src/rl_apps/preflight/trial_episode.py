@@ -31,7 +31,7 @@ GOLDS_AT_ONCE = 256
 """Gold answers that are scored concurrently."""
 
 SECONDS = 60.0
-"""Seconds for the workflow in an episode, besides the time limit of the reward."""
+"""Time limit in seconds of the workflow in a trial episode, in addition to the time limit of the reward."""
 
 
 def _split(run: Run[Any], form: str) -> str:
@@ -143,8 +143,8 @@ def try_policy_loss(config: LossConfig) -> None:
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{raised_at(error)}"
         raise ConfigError(
-            f"algorithm.loss.kind={config.kind} failed on synthetic tokens: {why}. docs/howto/loss.md shows how it is "
-            "called."
+            f"algorithm.loss.kind={config.kind} failed on synthetic tokens: {why}. docs/howto/loss.md shows how a "
+            "loss is called."
         ) from error
 
 
@@ -171,12 +171,12 @@ def _run_episode(components: Components, workflow: RolloutWorkflow, row: dict[st
 
 def _require_reward_components(trajectories: Sequence[Trajectory]) -> None:
     names = sorted({name for trajectory in trajectories for name in trajectory.reward_components})
-    expected = "gdpo with rewards that are `rl_contracts.reward.CompositeReward`s, or another kind"
+    expected = "gdpo with a reward that has components (`rl_contracts.reward.CompositeReward`), or another kind"
     require(bool(names), "algorithm.advantage.kind", expected, "gdpo with a plain number as reward")
 
 
 def _serialization_error(trajectories: Sequence[Trajectory]) -> TypeError | None:
-    """Return an error if `info` cannot be stored as JSON, which would otherwise end the run after its first steps."""
+    """Return an error if `info` cannot be stored as JSON. Otherwise the run would fail after its first steps."""
     try:
         json.dumps([trajectory.info for trajectory in trajectories], ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """`rl grpo`: asynchronous reinforcement learning from verifiable rewards.
 
-`gsm8k-grpo` and other commands are presets of it. Their files in `conf/` set the values that have no default here
-(`required`).
+`gsm8k-grpo` and other commands run this program with a settings file in `conf/`. The file sets the values that have no
+default here (`required`).
 """
 
 from __future__ import annotations

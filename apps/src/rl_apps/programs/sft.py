@@ -1,4 +1,4 @@
-"""`rl sft`: supervised learning from conversations. `gsm8k-sft` is a preset of it: a file in `conf/`."""
+"""`rl sft`: supervised learning from conversations. `gsm8k-sft` runs it with a settings file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Definition of an app, which makes a training program a command.
+"""Definition of an app: a training program that runs as a command.
 
-`rl run my_package.my_app:APP` runs an app by its dotted path. `rl run NAME` runs one that is installed in the
-entry-point group `rl.apps`. The driver provides everything else: composing and checking the config, the dry run,
+`rl run my_package.my_app:APP` runs an app by its dotted path. `rl run NAME` runs an app in the entry-point
+group `rl.apps`. The driver provides everything else: composing and checking the config, the dry run,
 servers and trainers under any scheduler, progress output, resuming after a stop, and the final summary.
 """
 
@@ -72,12 +72,11 @@ class App:
     """Function that checks the examples with the tokenizer of the model, before any process starts. It raises errors,
     or returns messages for the user. See `rl_apps.run.sequence_lengths.measure_rows`."""
     form: str = "rl"
-    """Form in which the data is read, see `rl_apps.settings.data.load_rows`. A model that the command builds is built
-    for this form."""
+    """Form in which the data is read, see `rl_apps.settings.data.load_rows`."""
     warm_up: bool = True
     """True if the embedded model of the generated data is warmed up before the first step."""
     lessons: str = "answers"
-    """Content of that warm-up: worked `answers`, conversations of several `turns`, or calls of `tools`. See
+    """Content of the warm-up: worked `answers`, conversations of several `turns`, or calls of `tools`. See
     `rl_apps.embedded.curriculum`."""
     columns: dict[str, tuple[str, str]] = field(default_factory=lambda: GRPO_COLUMNS)
     """Columns of a step's progress line: label to (name in metrics.jsonl, format)."""

@@ -1,4 +1,4 @@
-"""Chat template of the model of a run: its own, one in a file, or a plain one for base models."""
+"""Chat template of a run: the template of the model, a file, or a plain template for base models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_chat_template(run: Run[Any]) -> None:
     """Reject a model without a chat template if `model.chat_template` is empty.
 
     Raises:
-        ConfigError: with the ways to set one.
+        ConfigError: the model has no chat template; the message names the ways to set one.
     """
     model, directory = run.config.model, Path(run.config.model.directory())
     if model.chat_template or not directory.is_dir():
@@ -44,7 +44,7 @@ def read_tokenizer(directory: str | Path) -> Any:
     """Load the Hugging Face tokenizer in a directory.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the tokenizer cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer of a model, with the configured chat template.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the tokenizer cannot be read.
         ConfigError: the template cannot be read.
     """
     tokenizer = read_tokenizer(model.directory())

@@ -62,14 +62,14 @@ def _is_subclass(component: Any, base: type) -> bool:
 
 
 class Destroyable(Protocol):
-    """Anything that must be destroyed."""
+    """Component with a `destroy` method."""
 
     def destroy(self) -> None:
         """Release its resources."""
 
 
 class SigtermHandler:
-    """SIGTERM handler while a trainer is being built: exits normally, so that everything opened is closed.
+    """SIGTERM handler while a trainer is being built. It exits normally, so that all open components are closed.
 
     If an import swallows the SystemExit, `Components.recover` sees the request in `received` and exits.
     """
@@ -82,7 +82,7 @@ class SigtermHandler:
 
 
 class Components(ExitStack):
-    """Builds the components of a trainer process, and destroys them in reverse order in any case.
+    """Builds the components of a trainer process, and destroys them in reverse order, also after an error.
 
     Example:
         with Components(run) as components:
@@ -98,7 +98,7 @@ class Components(ExitStack):
         self._at_stop: list[Callable[[], None]] = []
 
     def add[D: Destroyable](self, component: D) -> D:
-        """Register a component, destroy it at the end, and return it."""
+        """Return a component, and register it to be destroyed at the end."""
         self.callback(component.destroy)
         return component
 
@@ -133,7 +133,7 @@ class Components(ExitStack):
     def rows(self, split: str, form: str, first: int | None = None) -> Rows:
         """Load the examples of one split that are not too long; see `load_rows`.
 
-        Load the training data before `engine` is built, because the learning rates decay until its end.
+        Load the training data before building `engine`: it may lower `steps`, over which the learning rates decay.
 
         Args:
             first: number of examples to use, see `held_out_rows`; None: all.
@@ -154,9 +154,9 @@ class Components(ExitStack):
         return ChatRenderer(self.tokenizer)
 
     def client(self, engine: TrainEngine) -> InferenceEngine:
-        """Build the client of the servers, once they are ready (collective). Only data-parallel leaders use it.
+        """Wait until the servers are ready, and build their client (collective). Only data-parallel leaders use it.
 
-        It waits for lost servers only if the launcher may restart them.
+        The client waits for lost servers only if the launcher may restart them.
         """
         assert self.run.layout.rollout is not None
         engine_class = registry.load("rl.inference_engines", self.run.layout.rollout.backend)
@@ -178,8 +178,8 @@ class Components(ExitStack):
     def await_servers(self, spec: JobSpec, ranks: ParallelContext) -> None:
         """Wait until all servers are ready, while trainers load their model (collective).
 
-        A server that was moved meanwhile is not waited for. Rank 0 probes the servers and broadcasts every result, so
-        that no rank waits in a collective longer than its group allows.
+        This does not wait for a server that moved to another machine meanwhile. Rank 0 probes the servers and
+        broadcasts every result, so that no rank waits in a collective longer than the timeout of its process group.
 
         Raises:
             InferenceError: on every rank, if a server is not ready in time.
@@ -364,8 +364,8 @@ class Components(ExitStack):
     def _abandon_at_second_request(self, ranks: ParallelContext) -> None:
         """Let a second request to stop abandon the running step.
 
-        A separate thread receives it, because the training thread, in which Python handles signals, may be waiting for
-        other ranks.
+        Python handles signals in the training thread, which may be waiting for other ranks. A separate thread therefore
+        receives the second request.
         """
         from rl_contracts.models.step_gate import STEP, largest_of_ranks
 
@@ -453,9 +453,9 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
 
 
 def memory_of(run: Run[Any]) -> tuple[str, ...]:
-    """Return the part of `weights_directory` in the shared memory of the machine, or nothing.
+    """Return the `weights_directory` of the run if it is in shared memory, else an empty tuple.
 
-    It must be removed with the run: a starting server would load the weights that it finds there.
+    The directory must be removed with the run, because a starting server would load the weights in it.
     """
     if run.layout.rollout is None or attached(run.config, run.layout) or run.config.publish.route != "shm":
         return ()
@@ -466,8 +466,8 @@ def memory_of(run: Run[Any]) -> tuple[str, ...]:
 def weights_directory(directory: Path, route: str = "shm") -> Path:
     """Return the directory of a run's new weights and of its commit record.
 
-    For route `shm`, it is in the memory file system, if there is one, named after the run directory. Otherwise, it is
-    in the run directory.
+    With route `shm`, the directory is in /dev/shm if that exists, named by a hash of the path of the run directory.
+    Otherwise, it is in the run directory.
     """
     memory = Path("/dev/shm")
     if route != "shm" or not memory.is_dir():

@@ -30,10 +30,10 @@ TRAINERS_LOCK = "trainers.lock"
 """Lock file of the trainers. If a command is killed, its trainers keep running until they are stopped."""
 
 TRAINERS_END = 10.0
-"""Seconds that a command waits for the trainers of the previous one.
+"""Seconds that a command waits for the trainers of the previous command to end.
 
-Trainers of a local command that was killed take up to 6.5 s: the reaper notices, asks them to stop, and kills them. On
-the nodes of a cluster, this starts `heartbeat_timeout` after the last signal of the launcher, which is added.
+If a local command is killed, its trainers end within 6.5 s: the reaper asks them to stop, and then kills them. On the
+nodes of a cluster, this begins `heartbeat_timeout` after the last signal of the launcher, so this timeout is added.
 """
 
 RECENT = 20
@@ -42,7 +42,7 @@ RECENT = 20
 
 @contextmanager
 def lock_run_directory(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, and create it if missing. A new directory without results is removed again.
+    """Create a run directory if missing, and hold its lock. A new directory without results is removed at the end.
 
     Raises:
         ConfigError: another process holds the lock, trainers of an earlier command keep running, or the directory
@@ -184,7 +184,8 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
 def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
     """Return whether a run without a recovery checkpoint can start again at step 1.
 
-    It cannot if it has finished, or if it took steps and does not save recovery checkpoints: the steps would be lost.
+    A finished run cannot, and neither can a run that took steps without saving recovery checkpoints: the steps would be
+    lost.
 
     Args:
         settings: settings of the run, by dotted name.
@@ -203,9 +204,7 @@ def check_started_from(run: Run[Any]) -> None:
     before = read_config(file).get("model", {}) if file.exists() else {}
     old = ModelConfig(str(before.get("path", "")), directories=dict(before.get("directories", {})))
     configs_exist = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
-    expected = (
-        f"a model like {old.path}, with which the run in {run.directory} began; choose another run_dir for this one"
-    )
+    expected = f"the architecture and size of {old.path}, the model of the run in {run.directory} (or another run_dir)"
     require(not configs_exist or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 

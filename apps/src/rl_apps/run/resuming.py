@@ -20,8 +20,8 @@ def named_point(run: Run[Any]) -> Path | None:
     """Return the recovery checkpoint that `resume_from` names.
 
     Returns:
-        None if `resume_from` is empty, or if this run already started from it: the same command then resumes from its
-        newest recovery checkpoint.
+        None if `resume_from` is empty, or if this run already started from that checkpoint. In both cases, the run
+        resumes from its own newest recovery checkpoint.
 
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, or it belongs to another run and this directory already

@@ -189,8 +189,8 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     Raises:
         ConfigError: `data.max_length` is above the context length of the model, or an example may not fit into a
             micro-batch.
-        DataError: examples are too long and `data.overlong=reject`, no example remains, or one has a token without an
-            embedding in the model.
+        DataError: examples are too long and `data.overlong=reject`, no example remains, or the model has no embedding
+            for a token of an example.
     """
     config = run.config
     lengths = lengths_of(run, form, load_tokenizer(config.model))
@@ -231,8 +231,8 @@ def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:
 
 
 def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
-    """Reject examples that may not fit into a micro-batch, with their completion or as a pair, which would end the run
-    later."""
+    """Reject examples that may not fit into a micro-batch, with their completion or as a pair. Otherwise the run would
+    fail later."""
     longest = max(lengths.together(rows[number]) for number in range(len(rows)))
     completion = run.config.generation.max_new_tokens - 1 if lengths.form == "rl" else 0
     needed = longest if lengths.form == "pairs" else min(lengths.limit, longest + completion)

@@ -58,12 +58,11 @@ LEARNER = "actor.engine"
 
 
 def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
-    """Compose the config of a run; its own checks have passed.
+    """Compose the config of a run. Each config class checks its own settings.
 
-    Settings of a component apply only to that component. If a later layer selects another allocation or launcher than a
-    file, the settings of the file for its own component are dropped. The same holds for methods such as a loss or an
-    optimizer: if a later layer selects a method that does not read a setting, that setting is dropped from presets and
-    files (`Settings.reads`).
+    Settings of a component apply only to that component. If a later layer selects another component, the settings of
+    an earlier file for its component are dropped. The same holds for methods such as a loss or an optimizer: a setting
+    in a preset or file is dropped if a later layer selects a method that does not read it (`Settings.reads`).
 
     Args:
         schema: dataclass with the settings and their defaults.
@@ -167,15 +166,15 @@ FLAGS = f"""Flags:
   --config FILE.yaml  read settings from a file; key=value on the command line overrides it
   --dry-run           check the settings and print what would run, without starting it
   --cfg job           print the settings as YAML
-  --help SECTION      list the settings of a section, such as rollout or rollout.server; {EVERYTHING} lists every one"""
+  --help SECTION      list the settings of a section, such as rollout or rollout.server; {EVERYTHING}: every section"""
 
 
 def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str] = (), width: int = 120) -> str:
     """Return the help text.
 
     Args:
-        topic: a section, a setting or `all`; empty: the settings in no section, and which sections there are.
-        refused: settings that the command never takes.
+        topic: a section, a setting or `all`; empty: the settings outside of sections, and the list of sections.
+        refused: settings that the command rejects; the help omits them.
 
     Raises:
         ConfigError: there is no such section or setting.
@@ -238,7 +237,7 @@ def _layers(file: Path) -> list[DictConfig]:
     for entry in names:
         if isinstance(entry, str):
             layers += [] if entry == "_self_" else _layers(file.parent / f"{entry.removesuffix('.yaml')}.yaml")
-        else:  # Hydra's files say `override /algorithm: dapo` where they mean `algorithm: dapo`
+        else:  # in Hydra's files, `override /algorithm: dapo` means `algorithm: dapo`
             layers += [OmegaConf.create({str(k).removeprefix("override ").lstrip("/"): v}) for k, v in entry.items()]
     return [*layers, content]
 
@@ -287,7 +286,7 @@ def _apply_recipe(layers: list[DictConfig], base: Any) -> None:
 def _pop_presets(layers: list[DictConfig], base: Any) -> dict[str, str]:
     """Remove the names of presets from the layers and return them by section; later layers win.
 
-    `launcher=NAME` is short for `launcher.kind=NAME`, and so is `trackers=[NAME,NAME]`.
+    `launcher=NAME` is short for `launcher.kind=NAME`, and `trackers=[A,B]` for `trackers.kind=A+B`.
     """
     choices = {}
     for layer in layers:
@@ -344,7 +343,7 @@ def _component_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, type
 def _component_of(config: DictConfig, path: str, base_type: type) -> str:
     """Return the name of the component that a field configures, or "" if there is none.
 
-    It is the component with the name of the field's section, or the first one of its kind.
+    The component with the name of the field's section is preferred; otherwise, the first one of its kind is used.
     """
     if base_type is SchedulerConfig:
         return str(config.launcher.kind)
@@ -439,8 +438,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict
 def _hint(key: str, values: Mapping[str, Any]) -> str:
     """Return a suggestion for an unknown setting.
 
-    A renamed setting gets its new name. Otherwise, the suggestion is a similar setting of the same section. Without
-    one, it is a setting of that name in another section, followed by the names in this section.
+    For a renamed setting, the suggestion is its new name; otherwise, a similar setting of the same section. If there is
+    none, the suggestion is a setting of the same name in another section, followed by the names in this section.
     """
     if RENAMED.get(key) in values:
         return f" It was renamed to {RENAMED[key]!r}."

@@ -117,9 +117,9 @@ class RunConfig(Settings):
     run_dir: str = ""
     """Directory of the run's files (default: `runs/<experiment>/<trial>`)."""
     resume_from: str = ""
-    """Recovery checkpoint to start from: a step of this run, another run's directory (its newest one), or
-    `RUN/recover/step_N`. Once started, the same command resumes from this run's newest checkpoint. Default: the
-    newest one of this run, if any."""
+    """Recovery checkpoint to start from: a step of this run, `RUN/recover/step_N`, or another run's directory (its
+    newest recovery checkpoint). Default: the newest recovery checkpoint of this run. If you repeat the command, the run
+    resumes from its own newest recovery checkpoint."""
     seed: int = 1
     """Seed for data generation, model initialization, shuffling and sampling."""
     deterministic: bool = False
@@ -129,12 +129,12 @@ class RunConfig(Settings):
     total_steps: int = bounded(100, "at least 1", lambda steps: steps >= 1)
     """Training steps."""
     total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
-    """Epochs after which the run also ends; 0: only `total_steps` counts."""
+    """Maximum number of epochs; 0: no limit. The run ends at `total_steps` or `total_epochs`, whichever is first."""
     recipe: str = ""
-    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` or `pretrained`. `embedded`: for the
-    tiny built-in model. `pretrained`: published settings, of verl's GSM8K examples for `gsm8k-grpo` and `gsm8k-sft`,
-    and of TRL's for `hh-rlhf-dpo` and `hh-rlhf-rm`; `conf/` names the files. Default: chosen by `model.path`. Other
-    settings override it."""
+    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` for the tiny built-in models, or
+    `pretrained` for other models. `pretrained` has the values of verl's GSM8K examples (`gsm8k-grpo`, `gsm8k-sft`) or
+    TRL's examples (`hh-rlhf-dpo`, `hh-rlhf-rm`); `conf/` names the files. Default: depends on `model.path`. Other
+    settings override the recipe."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The initial policy."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -170,8 +170,8 @@ class RunConfig(Settings):
 
         Args:
             examples: number of training examples.
-            form: form of the data, see `load_rows`. `rl` continues across the end of an epoch; others drop a last short
-                batch.
+            form: form of the data, see `load_rows`. With `rl`, a batch may contain examples of two epochs; the other
+                forms drop an incomplete last batch.
         """
         size, epochs = self.data.batch_size, self.total_epochs
         epoch_steps = -(-examples * epochs // size) if form == "rl" else examples // size * epochs
@@ -215,7 +215,7 @@ class RefConfig:
     path: str = ""
     """Hugging Face directory or hub id of the reference policy. Empty: `model.path`, the initial policy."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Settings of its train engine. Each defaults to its value in `actor.engine`."""
+    """Settings of the train engine of this model. Default of each setting: its value in `actor.engine`."""
 
 
 @dataclass
@@ -224,11 +224,11 @@ class CriticConfig(Settings):
 
     setting: ClassVar[str] = "critic"
     path: str = ""
-    """Hugging Face directory or hub id of the initial body. Empty: `model.path`. The value head starts at 0."""
+    """Hugging Face directory or hub id of the initial critic. Empty: `model.path`. The value head starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """AdamW and its learning-rate schedule."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Settings of its train engine. Each defaults to its value in `actor.engine`."""
+    """Settings of the train engine of this model. Default of each setting: its value in `actor.engine`."""
     clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
     """Clip range of the value loss around the value before the update; 0 disables clipping."""
 
@@ -325,7 +325,7 @@ class GRPOConfig(ServedConfig):
         require(
             algorithm.reward.scale != 0 or bool(self.ref.path),
             "ref.path with algorithm.reward.scale=0",
-            "a teacher: without the reward, only the KL to the reference remains, by default the initial policy",
+            "a teacher: without the reward, the loss has only the KL to the reference, by default the initial policy",
             self.ref.path,
         )
 
@@ -343,8 +343,8 @@ class GRPOConfig(ServedConfig):
         require(
             credit == "episode" or discount == 1 or undiscounted,
             "rollout.endpoint.discount with rollout.endpoint.credit=turn",
-            "1, unless algorithm.advantage.gamma=1, algorithm.reward does not change rewards and "
-            "algorithm.advantage.kind is not gae, which discounts by gamma only (per turn with unit=turn)",
+            "1; other values need algorithm.advantage.gamma=1, the defaults of algorithm.reward, and an "
+            "algorithm.advantage.kind other than gae (with gae, set gamma and unit=turn instead)",
             discount,
         )
 

@@ -54,9 +54,9 @@ class DataConfig(Settings):
     null: the model's context length, at most 2048. A value above the context length is rejected."""
     overlong: str = choice("reject", ("reject", "drop", "truncate"))
     """Handling of examples that are too long: `reject`, `drop` or `truncate`. `reject`: the command reports their
-    number and does not start. `truncate`: they are cut at the end. A prompt without room for a completion is cut at the
-    beginning of its last message, until `max_new_tokens` fit, or half of the limit. The command reports how many were
-    dropped or cut."""
+    number and does not start. `truncate`: conversations are cut at their end, and prompts at the beginning of their
+    last message. A cut prompt leaves room for `max_new_tokens`, but at most half of the limit. The command reports the
+    number of dropped or cut examples."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set, by name."""
 
@@ -101,7 +101,7 @@ def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
 
 
 def _check_splits(config: DataConfig) -> None:
-    """Reject held-out examples that are the training examples."""
+    """Reject settings that use the same examples for training and evaluation."""
     require(
         config.train_split != config.test_split,
         "data.test_split",

@@ -36,7 +36,7 @@ class ClusterConfig(Settings):
 
         Args:
             launcher: settings of the launcher, with its scheduler.
-            plan: whether nothing will be started, so that no cluster needs to be there.
+            plan: whether this is a dry run, which needs no cluster.
 
         Raises:
             ConfigError: the resources are unknown, or there are fewer machines than `nodes`.
@@ -105,7 +105,7 @@ def layout_of(allocation: str, servers: str) -> Layout:
         servers: whether servers are `required`, `optional` or `rejected`.
 
     Raises:
-        ConfigError: there is not exactly one trainer, servers are required and missing, or servers are refused.
+        ConfigError: the allocation does not have exactly one trainer, lacks required servers, or has rejected ones.
     """
     parsed = Allocation.parse(allocation)
     if len(parsed.train) != 1:
@@ -124,8 +124,8 @@ def layout_of(allocation: str, servers: str) -> Layout:
 def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig, plan: bool = False) -> Devices:
     """Return the placement of a run.
 
-    Each trainer rank and each rank of a server has its own GPU, or one of each share a GPU (`|`). Cores may be shared.
-    A `plan` starts nothing and needs no cluster.
+    Each rank of trainer and servers has its own GPU. With `|`, one trainer rank and one server rank share each GPU.
+    Cores may be shared. A `plan` starts nothing and needs no cluster.
 
     Raises:
         ConfigError: there are fewer GPUs than needed, a server fits on no machine, the resources are unknown, or the
@@ -190,7 +190,12 @@ def run_directory(run_dir: str, experiment: str, trial: str) -> Path:
         ConfigError: a file has the name of the directory or of one of its parents.
     """
     for setting, value in (("experiment", experiment), ("trial", trial)):
-        require(".." not in Path(value).parts, setting, "a name below runs/; run_dir may be any directory", value)
+        require(
+            ".." not in Path(value).parts,
+            setting,
+            "a name without `..`, for a directory below runs/; run_dir may be any directory",
+            value,
+        )
     name = trial or datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
     directory = Path(run_dir or Path("runs") / experiment / name).resolve()
     existing = next(path for path in (directory, *directory.parents) if path.exists())

@@ -113,8 +113,8 @@ def check_generates(path: str, directory: str | Path) -> None:
     if config.get("is_encoder_decoder") or any("MaskedLM" in kind for kind in kinds):
         raise ModelError(
             f"model {path}: expected a model that continues a prompt token by token, found "
-            f"{', '.join(kinds) or config.get('model_type')}, which reads in both directions. Use a causal language "
-            "model (...ForCausalLM)."
+            f"{', '.join(kinds) or config.get('model_type')}, a masked or encoder-decoder model. Use a causal "
+            "language model (...ForCausalLM)."
         )
     if kinds and all(kind.endswith("Model") and "LMHead" not in kind for kind in kinds):
         raise ModelError(
@@ -141,11 +141,11 @@ def check_architecture(path: str, directory: str) -> None:
 
     if kind not in CONFIG_MAPPING:
         nearest = get_close_matches(str(kind), CONFIG_MAPPING.keys(), 1)
-        custom_code = "its own code (auto_map) is never run; " if "auto_map" in config else ""
+        custom_code = " The model's own code (auto_map) is never run." if "auto_map" in config else ""
         suggestion = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise ModelError(
             f"model {path}: expected a model_type (config.json) that transformers {__version__} has, found "
-            f"{kind!r}{suggestion}; {custom_code}a newer transformers may have it."
+            f"{kind!r}{suggestion}.{custom_code} Upgrade transformers if a newer version has this type."
         )
 
 
@@ -174,7 +174,7 @@ def make_model(
     tokenizer is trained on the training texts.
 
     Args:
-        form: form in which the data is read for its texts, see `load_rows`.
+        form: form of the training data, see `load_rows`.
         lessons: what the warm-up teaches, see `rl_apps.embedded.curriculum`.
         warm_up: whether to warm up the model.
         say: called with messages on the progress.

@@ -52,8 +52,8 @@ def _describe_state(info: dict[str, Any]) -> str:
     silent = info["launcher"]["silent"]
     if info["state"] == "lost":
         return (
-            f"its launcher, {launcher}, sent no heartbeat for {silent:g} s: it was killed or is stopped. Workers "
-            "end automatically after their launcher. Run the same command to resume from the last recovery checkpoint."
+            f"its launcher, {launcher}, sent no heartbeat for {silent:g} s: it was killed or is stopped. The workers "
+            "of a dead launcher end automatically. Run the same command to resume from the last recovery checkpoint."
         )
     slow = f", busy for {info['busy']:g} s" if info["busy"] > BUSY else ""
     return f"{info['state']} (launcher: {launcher}{slow})"

@@ -99,7 +99,7 @@ def measured_servers(run: Path, setup: Setup) -> dict[str, Sourced]:
 
     Args:
         run: directory of the run.
-        setup: set-up of the run, with any `decode_seconds` and `episode_seconds`.
+        setup: set-up of the run; its `decode_seconds` and `episode_seconds` are ignored.
 
     Raises:
         DataError: the metrics of the run lack the busy seconds or generated tokens of its servers.

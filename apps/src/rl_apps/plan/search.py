@@ -11,7 +11,7 @@ from rl_apps.plan.simulation import Outcome, Setup, simulate
 STALENESS = (0, 1, 2, 4, 8)
 """Values of `rollout.max_staleness` to try, in this order."""
 GAIN = 1.01
-"""Minimum throughput ratio to the previous staleness for trying the next larger one."""
+"""Minimum throughput factor over the previous staleness. Below it, the search does not try larger values."""
 AS_GOOD = 0.98
 """Fraction of the best throughput at which a candidate with less staleness is preferred."""
 EPISODES = 768

@@ -145,7 +145,7 @@ def _check_shared_memory(run: Run[Any]) -> None:
     adapters = getattr(getattr(config.actor.engine, "lora", None), "rank", 0) and config.publish.adapter != "never"
     if not memory_of(run) or config.launcher.kind != "local" or adapters:
         return
-    remedies = "enlarge it (docker run --shm-size=8g), or set publish.route=disk or broadcast"
+    remedies = "start the container with --shm-size=8g, or set publish.route=disk or broadcast"
     require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"a writable /dev/shm; {remedies}", "read-only")
     dtype = getattr(config.actor.engine, "serve_dtype", "") or config.actor.dtype
     needed = 2 * parameters_in(config.model.directory()) * SERVED_BYTES[dtype]

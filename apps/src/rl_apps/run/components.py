@@ -133,7 +133,7 @@ class Components(ExitStack):
     def rows(self, split: str, form: str, first: int | None = None) -> Rows:
         """Load the examples of one split that are not too long; see `load_rows`.
 
-        Load the training data before building `engine`: it may lower `steps`, over which the learning rates decay.
+        Load the training data before building `engine`: this may lower `steps`, over which the learning rates decay.
 
         Args:
             first: number of examples to use, see `held_out_rows`; None: all.

@@ -32,8 +32,8 @@ TRAINERS_LOCK = "trainers.lock"
 TRAINERS_END = 10.0
 """Seconds that a command waits for the trainers of the previous command to end.
 
-If a local command is killed, its trainers end within 6.5 s: the reaper asks them to stop, and then kills them. On the
-nodes of a cluster, this begins `heartbeat_timeout` after the last signal of the launcher, so this timeout is added.
+If a local command is killed, its trainers end within 6.5 s: the reaper asks them to stop, and then kills them. On a
+cluster, this begins only `heartbeat_timeout` after the last signal of the launcher, so the command adds this timeout.
 """
 
 RECENT = 20

@@ -354,7 +354,7 @@ def _component_of(config: DictConfig, path: str, base_type: type) -> str:
 
 
 def _selects_another(layer: DictConfig, path: str, base_type: type, chosen: str) -> bool:
-    """Return whether a layer itself selects another component for a field than the final choice."""
+    """Return whether a layer selects a component for a field, and this component differs from the final choice."""
 
     try:
         return _component_of(layer, path, base_type) != chosen

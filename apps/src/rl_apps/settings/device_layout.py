@@ -91,7 +91,7 @@ class Devices:
     sentence: str
     """One sentence for the user: the devices used, out of those available."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Role to the machine of each of its processes; for a server of several ranks, one entry per server."""
+    """Machine of each process, by role. A server of several ranks has one entry."""
 
     def together(self, one: str, other: str) -> bool:
         """Return whether all processes of two roles are on the same machine."""

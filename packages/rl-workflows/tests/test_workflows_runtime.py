@@ -428,7 +428,7 @@ def test_next_batch_blocked_loop_raises_with_stack(engine):
         engine, Blocking(), _examples(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=0.5)
     )
     try:
-        with pytest.raises(StalledError, match=r"is blocked for more than 0.5 s[\s\S]*in arun_episode"):
+        with pytest.raises(StalledError, match=r"has been blocked for more than 0.5 s[\s\S]*in arun_episode"):
             rollout.next_batch()
     finally:
         rollout.destroy()

@@ -1,7 +1,7 @@
 """Contracts, data structures and the shared kernel of the rl packages.
 
-Import the module that defines the name you need (`rl_contracts.registry`, `rl_contracts.batch.trajectory`, ...). This
-package imports none of its modules, so the light ones (names, errors, registry, configs) load without torch.
+Import the module that defines the name you need (`rl_contracts.registry`, `rl_contracts.batch.trajectory`, ...).
+`rl_contracts` itself exports no names, so modules such as `errors`, `registry` and `config` load without torch.
 """
 
 from __future__ import annotations

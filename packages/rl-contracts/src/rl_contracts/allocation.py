@@ -39,7 +39,7 @@ GROUPS = {ComponentKind.INFERENCE: "rl.inference_engines", ComponentKind.TRAIN: 
 """Entry-point group of the backends of each kind."""
 
 DEFAULT_NAMES = {ComponentKind.INFERENCE: "rollout", ComponentKind.TRAIN: "actor"}
-"""Name of a component whose text gives none."""
+"""Default name of a component of each kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,11 +106,11 @@ class Reader:
         return attention | {"expert": experts["expert"], "expert_tensor": experts["tensor"]}
 
     def dimensions(self, letters: str) -> dict[str, int]:
-        """Parse sizes, keyed by the field names of `ParallelStrategy`; missing ones are 1."""
+        """Parse sizes, keyed by the field names of `ParallelStrategy`; missing sizes are 1."""
         return dict.fromkeys((_STRATEGY[letter] for letter in letters), 1) | self.explicit_dimensions(letters)
 
     def explicit_dimensions(self, letters: str) -> dict[str, int]:
-        """Parse sizes, keyed by the field names of `ParallelStrategy`, without defaults for missing ones."""
+        """Parse sizes, keyed by the field names of `ParallelStrategy`, without defaults for missing sizes."""
         sizes: dict[str, int] = {}
         while not sizes or self.text[self.at : self.at + 1].isalnum():
             letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
@@ -136,7 +136,7 @@ class Reader:
             the text; empty if it does not match and `expected` is empty.
 
         Raises:
-            ConfigError: the text does not match, and `expected` describes what should stand there.
+            ConfigError: the text does not match, and `expected` is not empty.
         """
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:

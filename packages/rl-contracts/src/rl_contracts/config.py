@@ -138,7 +138,7 @@ class Settings:
 class ComponentConfig(Settings):
     """Settings of a component that is selected by name (see `rl_contracts.registry.load_components`).
 
-    The component receives the other fields and the entries of `options` as keyword arguments, by name.
+    The component receives as keyword arguments those fields and entries of `options` whose names it accepts.
     """
 
     group: ClassVar[str]
@@ -321,7 +321,7 @@ class ClientConfig(Settings):
         require(
             self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
             "client.rejoin_timeout",
-            "0 or more seconds, and 0 with client.probe_interval=0, which cannot detect that a server returned",
+            "0 s, or more with client.probe_interval above 0, because only probes detect that a server returned",
             self.rejoin_timeout,
         )
 

@@ -151,7 +151,7 @@ class WeightUpdateMeta:
     version: int
     """Version of these weights once they are committed."""
     parts: tuple[WeightPart, ...] = ()
-    """Contents sent by each sending rank; each parameter is in exactly one of them."""
+    """Part that each sending rank sends; each parameter is in exactly one part."""
     adapter: AdapterSpec | None = None
     """Adapter description if only adapters are sent, or None if `parts` contain every parameter."""
 

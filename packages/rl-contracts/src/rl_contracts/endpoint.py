@@ -90,8 +90,8 @@ class RolloutEndpoint(ABC):
 
         Args:
             engine: the episode's engine handle, which generates the completions of its calls.
-            generation: sampling settings. They override those in an agent's calls, so that training knows the sampling
-                distribution. An agent may request fewer tokens and add stop strings.
+            generation: sampling settings. They override the sampling settings in an agent's calls, so that training
+                knows the sampling distribution. An agent may request fewer tokens and add stop strings.
             max_length: maximum number of tokens of a prompt and its completion; None for the engine's limit. A call
                 whose prompt leaves no room is rejected with OpenAI's error code `context_length_exceeded`.
 

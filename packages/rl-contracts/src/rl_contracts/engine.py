@@ -49,8 +49,8 @@ class TokenOutputs:
     """Log-probs [N]: log_softmax(logits / the sequence's temperature) at the actual token; 0 for a model with a scalar
     head."""
     entropy: torch.Tensor
-    """Entropy [N] of that distribution, in nats; 0 for a model with a scalar head. It has a gradient only with
-    `FinetuneSpec.entropy_grad`."""
+    """Entropy [N] of softmax(logits / temperature), in nats; 0 for a model with a scalar head. It has a gradient only
+    with `FinetuneSpec.entropy_grad`."""
     values: torch.Tensor | None = None
     """Outputs [N] of a scalar head, with gradient; None for a language model.
 
@@ -171,8 +171,8 @@ class TrainEngine(ABC):
 
         Each parameter is yielded on exactly one rank: by most engines on rank 0, with pipeline parallelism on one rank
         of each stage. Ranks that yield nothing take part in the collectives too, so every rank must exhaust its
-        iterator. Tensors are detached and have any dtype. The caller must not keep or modify them: the next one may
-        reuse their memory. Adapters are merged into the weights that they adapt.
+        iterator. Tensors are detached and have any dtype. The caller must not keep or modify a tensor: the next tensor
+        may reuse its memory. Adapters are merged into the weights that they adapt.
         """
 
     def adapter(self) -> AdapterSpec | None:

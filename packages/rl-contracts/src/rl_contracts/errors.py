@@ -1,7 +1,7 @@
 """All errors that this project raises deliberately, one class per boundary.
 
-A message says what is wrong, what was expected and what to do. To add an error, subclass the boundary at which it
-arises. Add a boundary only if such failures of episodes or runs should be counted separately.
+A message says what is wrong, what was expected and what to do. To add an error, subclass the error class of its
+boundary. Add a boundary only if its failures of episodes or runs should be counted separately.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ServerStartError(LaunchError):
 
 
 class StopRequestedError(RLError):
-    """Request to stop this process, received between two steps or so urgent that a step was abandoned."""
+    """This process received a stop request, which ended the wait for a batch or the running step."""
 
     weights_unchanged = False
     """True if the weights have certainly not changed since the last finished step."""
@@ -162,11 +162,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def raised_at(error: BaseException) -> str:
     """Return ` (file:line)` of the user's code that raised an error, or "" if there is none.
 
-    The innermost frame counts that is neither in an installed package nor in a module named `rl_...`.
+    This is the innermost frame outside installed packages and modules named `rl_...`.
     """
     *_, root = causes(error)
     locations = [
-        # compiled code refers to its source file, its module to the installed file
+        # for compiled code, `co_filename` is the source file, and `__file__` is the installed file
         (frame.f_globals.get("__file__") or frame.f_code.co_filename, frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(root.__traceback__)
         if not (frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")).startswith("rl_")

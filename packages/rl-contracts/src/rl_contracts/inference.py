@@ -46,11 +46,11 @@ class ServerProgram:
     distributions: tuple[str, ...]
     """Names of the packages that provide the module; one of them must be installed."""
     remedy: str
-    """Advice to the user if none is installed, in sentences."""
+    """Advice to the user, in sentences, if none of the packages is installed."""
     min_version: str = ""
-    """Lowest supported version, by its numbers, such as `0.32`; empty for any."""
+    """Lowest supported version, such as `0.32`; empty for any. Comparisons ignore suffixes such as `rc1`."""
     below_version: str = ""
-    """Lowest version that is too new; empty for none."""
+    """Lowest version that is too new to be supported; empty for none."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables that the import requires."""
 
@@ -75,7 +75,8 @@ class ServedModel:
     version: int = 0
     """Version of the weights that the server serves."""
     weights_dir: str | None = None
-    """Directory from which the server reads weight updates. Empty: it accepts none. None: it reads any directory."""
+    """Directory from which the server reads weight updates. Empty: it accepts no updates. None: it reads any directory.
+    """
     program: str = ""
     """Program of the server and its version, such as `vllm 0.32.0`; empty if not reported."""
 
@@ -237,8 +238,8 @@ class CanaryCompletion:
 class Canary:
     """Check of the served weights after an update, for servers without checksums, before they get requests again.
 
-    Every server completes the same prompt before the update, so that its prefix cache contains it, and after the
-    update.
+    Every server completes the same prompt before and after the update. The first completion puts the prompt into the
+    server's prefix cache, so that the second one reveals a stale cache.
     """
 
     input_ids: list[int]
@@ -248,8 +249,9 @@ class Canary:
     judge: Callable[[int, list[CanaryCompletion]], Awaitable[None]]
     """Function called with the version and the servers' results.
 
-    A commit calls it with the results of all servers. When a server is later brought to the same version, it is called
-    with the result of that server. It raises a `WeightUpdateError` that names the server and the difference.
+    A commit calls the function with the results of all servers. When a server loads the same version later, the client
+    calls the function with the result of that server. For wrong results, the function raises a `WeightUpdateError` that
+    names the server and the difference.
     """
 
 
@@ -301,7 +303,7 @@ class InferenceEngine(ABC):
         return False
 
     def stop_waiting_for_servers(self) -> None:  # noqa: B027 - optional
-        """Fail weight updates and scores immediately if no server is left, because the run is ending.
+        """Make weight updates and scores fail immediately if no server is left. Called when the run is ending.
 
         Returns immediately. Safe in any thread and in a signal handler.
         """
@@ -453,7 +455,7 @@ class InferenceEngine(ABC):
     async def sync_version(self, version: int) -> None:
         """Register that another client has committed a version on the servers.
 
-        Afterwards `version` is at least that version, and servers with an older one are not used. The default calls
+        Afterwards `version` is at least that version, and servers with an older version are not used. The default calls
         `stats`.
         """
         await self.stats()

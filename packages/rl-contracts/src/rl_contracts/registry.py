@@ -90,8 +90,8 @@ def load_components(config: ComponentConfig) -> list[Any]:
     with such constructor arguments and callable instances.
 
     Raises:
-        ConfigError: a name is not installed, an option is not a keyword argument of any of them, or a required option
-            is missing.
+        ConfigError: a name is not installed, no selected component has a keyword argument for an option, or a required
+            option is missing.
     """
     constants, components, accepted = config.constants(), [], set[str]()
     for kind in config.kind.split("+") if config.kind != "none" else ():
@@ -136,9 +136,8 @@ def load_component(config: ComponentConfig, optional: bool = False) -> Any:
 def unknown_name_error(name: str, *groups: str) -> str:
     """Return an error message for an unknown name: the most similar name, the installed names, and the remedy."""
     installed = sorted(entry for group in groups for entry in available(group))
-    close = sorted(
-        get_close_matches(name, installed), key=lambda entry: sorted(entry) != sorted(name)
-    )  # first those with swapped letters
+    # names with the same letters in another order come first
+    close = sorted(get_close_matches(name, installed), key=lambda entry: sorted(entry) != sorted(name))
     hint = f"; did you mean {close[0]!r}?" if close else "."
     missing = [
         package

@@ -1,4 +1,7 @@
-"""Contract of a reward function. `rl_contracts.reward_worker` runs synchronous ones in processes that can be killed."""
+"""Contract of a reward function.
+
+`rl_contracts.reward_worker` runs synchronous reward functions in processes that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -112,4 +115,4 @@ def takes_final_text(function: Callable[..., Any]) -> bool:
 RESERVED_KEYS = frozenset(
     ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
 )
-"""Keys of an example that a reward function does not get from it, or gets in another form."""
+"""Keys of an example that a reward function does not get, or gets in another form."""

@@ -40,7 +40,7 @@ class RolloutRuntime(ABC):
         """
 
     def return_batch(self) -> None:
-        """Return the last batch to the runtime, instead of `end_step`, because it was not trained on.
+        """Return the last batch, which was not trained on, to the runtime. Call this instead of `end_step`.
 
         Afterwards `state_dict` contains its groups as accepted groups.
 
@@ -54,7 +54,7 @@ class RolloutRuntime(ABC):
         """End the training step of the last batch and admit new prompts in place of its groups.
 
         Args:
-            version: version committed on all live servers; the previous one if the step was skipped.
+            version: version committed on all live servers; the previous version if the step was skipped.
         """
 
     @abstractmethod

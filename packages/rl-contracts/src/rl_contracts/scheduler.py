@@ -170,7 +170,10 @@ class SchedulerConfig(Settings):
     """True if the scheduler can start a role on the devices of another role (`JobSpec.colocated_with`)."""
 
     def resources(self) -> Resources | None:
-        """Return the available resources, or None if they are unknown before a job starts and must be set."""
+        """Return the available resources, or None if they are unknown before a job starts.
+
+        For None, the settings must contain the resources.
+        """
         return None
 
     def planned(self) -> Resources | None:
@@ -193,7 +196,9 @@ class SchedulerConfig(Settings):
         return False
 
     def submit(self, submission: JobSubmission) -> int:
-        """Submit a run to the cluster and follow it to its end, if `submits` is True. Ctrl-C ends only the following.
+        """Submit a run to the cluster and follow it to its end, if `submits` is True.
+
+        Ctrl-C ends this call; the run continues.
 
         Returns:
             the exit code of the run, or 130 after Ctrl-C.

@@ -104,8 +104,8 @@ class Environment(ABC):
             completion: text of the model's completion, without its reasoning.
 
         Returns:
-            the next messages, without the completion; its reward, a finite number; and whether the episode has ended,
-            in which case the model does not get the messages.
+            the next messages, without the completion; the reward of the completion, a finite number; and whether the
+            episode has ended, in which case the model does not get the messages.
         """
 
     async def close(self) -> None:  # noqa: B027 - optional

@@ -34,7 +34,7 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
 
     All data-parallel ranks must run the same number of micro-batches. Each rank packs its own sequences, the ranks
     agree on the largest count, and each packs again with that count as `at_least`. The second pass splits the bins with
-    the most sequences. Bins are empty where there are fewer sequences than bins.
+    the most sequences. Some bins are empty if there are fewer sequences than bins.
 
     Args:
         lengths: number of tokens of each sequence.

@@ -34,7 +34,7 @@ class ParallelContext:
     dp_size: int = 1
     """Number of data-parallel replicas; each trains on different sequences."""
     is_dp_leader: bool = True
-    """True if this rank represents its replica, whose other ranks hold shards of the same sequences."""
+    """True if this is the first rank of its replica. The other ranks of the replica train on the same sequences."""
     device: str = "cpu"
     """Torch device of the model on this rank."""
     host_group: dist.ProcessGroup | None = None

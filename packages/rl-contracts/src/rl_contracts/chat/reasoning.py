@@ -34,9 +34,9 @@ def split_reasoning(text: str, opening: str = "") -> tuple[str, str]:
     """Return the reasoning and the final text of a completion.
 
     An opening mark in the prompt or at the beginning of the completion starts reasoning. The first closing mark ends
-    it, unless more reasoning follows immediately. A closing mark without an opening one also counts, because the caller
-    may not have the prompt, but not if the prompt contains that mark. Without a closing mark, the final text is empty.
-    Without any mark, the reasoning is empty.
+    it, unless more reasoning follows immediately. A closing mark without an opening mark also ends reasoning, because
+    the caller may not have the prompt. It does not count if `opening` contains it. Without a closing mark, the final
+    text is empty. Without any mark, the reasoning is empty.
 
     Args:
         text: text of the completion, with special tokens written as their names.

@@ -254,7 +254,7 @@ class ChatRenderer:
         """Reject a conversation that the template renders incompletely; see `rl_contracts.chat.template_check`.
 
         Raises:
-            DataError: the template omits a tool or a text of a message. The message names both.
+            DataError: the template renders no tools, or omits a tool or a text of a message.
         """
         if tools and not self.renders_tools(tools):
             raise DataError(

@@ -31,7 +31,7 @@ def require_rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
         text: the rendered conversation.
 
     Raises:
-        DataError: a text or a tool name is missing. The message names the message or tool, and the missing text.
+        DataError: a text or a tool name is missing. The error names the missing text, and its chat message or tool.
     """
     rendered, start = _remove_whitespace(text), 0
     for tool in tools or ():

@@ -1,7 +1,8 @@
 """Sliding windows of transformers models whose attention function is replaced, for trainers and servers.
 
-Most layers pass their window to the attention function. Others apply it only through the attention mask. No mask is
-built for an attention function that tracks sequence boundaries itself, so their window is read from the configuration.
+Most layers pass their window to the attention function. Other layers apply it only through the attention mask. For an
+attention function that tracks sequence boundaries itself, transformers builds no mask. This module then reads the
+window of such a layer from the model configuration.
 """
 
 from __future__ import annotations

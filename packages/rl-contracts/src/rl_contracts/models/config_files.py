@@ -104,9 +104,9 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
     """Return the pad token id to save with a scalar head, or None if there is none.
 
     transformers' classifiers use this id to find the last token of a sequence. The tokenizer that is saved with the
-    model determines it. Without a tokenizer, or if that has no suitable token, the model's own settings do. The token
-    that ends a conversation turn is not suitable: the last token of a sequence would be mistaken for padding. Another
-    special token is used instead.
+    model determines it. Without a tokenizer, or if it has no suitable token, the model's own settings determine the
+    id. The token that ends a conversation turn is not suitable: the last token of a sequence would be mistaken for
+    padding. Another special token is used instead.
 
     Raises:
         ModelError: the tokenizer cannot be read.
@@ -145,7 +145,7 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
     """Copy the files of a tokenizer from one directory to another.
 
     Args:
-        pad_id: pad token id of the copy; it replaces a different one of the original.
+        pad_id: pad token id to set in the copy if the original has a different one; None keeps the original.
 
     Raises:
         ModelError: the source is not a directory.

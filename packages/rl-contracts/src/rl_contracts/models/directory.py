@@ -55,7 +55,7 @@ def check_model_directory(
 
 
 def _indexed_files(directory: Path) -> set[Path]:
-    """Return the files that the weight indexes in a directory list."""
+    """Return the files listed in the weight indexes (`*.safetensors.index.json`) of a directory."""
     shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
     return {directory / shard for shard in shards}
 

@@ -50,9 +50,10 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Shard of the vocabulary projection on a rank, where ranks hold consecutive rows of it.
+    """Consecutive rows of the vocabulary projection, on one rank of the ranks that share the projection.
 
-    All ranks get the same hidden states. Each returns its contribution to their gradient; the caller sums these.
+    All ranks get the same hidden states. Each rank returns its contribution to the gradient of the hidden states, and
+    the caller sums the contributions.
     """
 
     first: int
@@ -72,7 +73,7 @@ class HeadOptions:
     entropy_grad: bool
     """True if the entropy carries a gradient."""
     part: VocabularyShard | None = None
-    """Shard on this rank, or None if it holds the whole vocabulary."""
+    """Shard on this rank, or None if this rank holds the whole vocabulary."""
 
 
 def token_logprobs(

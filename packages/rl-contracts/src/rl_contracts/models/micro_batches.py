@@ -78,7 +78,7 @@ def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
         mismatch = next((r for r in range(first, first + size) if fingerprints[r] != fingerprints[first]), None)
         if mismatch is not None:
             raise EngineError(
-                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same sequences, but rank "
-                f"{first} has {fingerprints[first][0]} and rank {mismatch} has {fingerprints[mismatch][0]}, or "
-                "different ones. Select sequences by parallel.dp_rank, not by rank."
+                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same sequences, but ranks "
+                f"{first} and {mismatch} have different ones ({fingerprints[first][0]} and "
+                f"{fingerprints[mismatch][0]} sequences). Select sequences by parallel.dp_rank, not by rank."
             )

@@ -129,7 +129,7 @@ def join(
 
 
 def _leave() -> None:
-    """Count one engine less. After the last one, destroy the default group if this module created it."""
+    """Decrement the number of engines. At 0, destroy the default group if this module created it."""
     global _users, _joined_group
     _users -= 1
     if _users == 0 and _joined_group:
@@ -178,7 +178,7 @@ def _open_store(info: RankInfo, timeout: timedelta) -> Any:
 def _host_store(info: RankInfo, timeout: timedelta) -> Any:
     """Host the store on rank 0, listening only on MASTER_ADDR; torch's own store listens on all addresses.
 
-    Return None on other ranks, under torchrun, which hosts the store itself, and if MASTER_ADDR is not an address of
+    Return None on other ranks, under torchrun (which hosts the store itself), and if MASTER_ADDR is not an address of
     this machine.
     """
     if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):

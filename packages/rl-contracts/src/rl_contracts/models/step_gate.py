@@ -24,8 +24,9 @@ class StepGate:
     """Gate that the training thread passes before each micro-batch of a step.
 
     A rank that left a step alone would block the others in their next collective. Every rank begins the same
-    micro-batches in the same order, so their count is its position. To abandon a step, a thread of each rank closes its
-    gate and publishes the count. Ranks that are behind continue to the largest count, where all of them leave.
+    micro-batches in the same order, so a rank's position is the number of micro-batches that it has begun. To abandon a
+    step, a thread of each rank closes the rank's gate and publishes this number. Ranks that are behind continue to the
+    largest number, where all ranks leave the step.
     """
 
     def __init__(self) -> None:
@@ -71,8 +72,8 @@ class StepGate:
         """Abandon the running step, or the next one. The training thread must not call this.
 
         Args:
-            largest: returns the largest count of all ranks for this rank's count, see `largest_of_ranks`. If it raises,
-                the step continues.
+            largest: takes the number of micro-batches that this rank has begun, and returns the largest such number of
+                all ranks; see `largest_of_ranks`. If it raises, the step continues.
         """
         with self._changed:
             self._open, begun = False, self._begun

@@ -24,8 +24,8 @@ class StepSums:
     """Accumulator of scalars on the device; `reduce` copies all of them to the host at once.
 
     Args:
-        counts: whether `add` counts on this rank. All ranks of a replica add the same values, so it is True on one of
-            them. Values of `put` count on every rank.
+        counts: whether `add` has an effect on this rank. All ranks of a replica add the same values, so this is True on
+            one rank per replica. `put` has an effect on every rank.
     """
 
     def __init__(self, counts: bool = True) -> None:

@@ -76,11 +76,12 @@ class LoopThread(AbstractContextManager["LoopThread"]):
 
         Args:
             coro: coroutine to run.
-            timeout: seconds after which it is cancelled; None if it has its own deadlines.
+            timeout: seconds after which the coroutine is cancelled; None if it has its own deadlines.
             blocked: seconds for which the loop may be blocked while this waits; None disables the check.
 
         Raises:
-            StalledError: the coroutine did not finish in time, or the loop is blocked. The latter shows its stack.
+            StalledError: the coroutine did not finish in time, or the loop is blocked. If the loop is blocked, the
+                message shows the stack of its thread.
             RLError: called from the loop's own thread, which would deadlock; or the loop is closed or has died.
         """
         if threading.current_thread() is self._thread:
@@ -94,7 +95,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         """Return the result of a submitted coroutine, as `run` does.
 
         Args:
-            future: future that `submit` returned; cancelled if it is not done when this returns or raises.
+            future: future that `submit` returned. If it is not done when this call ends, it is cancelled.
             what: name of the coroutine in errors.
             timeout, blocked: see `run`.
         """
@@ -125,8 +126,9 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             probe.result(seconds)
         except TimeoutError as error:
             raise StalledError(
-                f"the event loop {self.name!r} is blocked for more than {seconds:g} s: a coroutine on it computes or "
-                f"waits without await, such as a plain reward function (wrap it in AsyncRewardWrapper). Its stack:\n"
+                f"the event loop {self.name!r} has been blocked for more than {seconds:g} s: a coroutine computes or "
+                f"waits without await, for example in a plain reward function (wrap it in AsyncRewardWrapper). Stack "
+                f"of the loop's thread:\n"
                 f"{stack_of_thread(self.name)}"
             ) from error
 

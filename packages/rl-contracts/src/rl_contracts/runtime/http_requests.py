@@ -22,7 +22,8 @@ def decode[T: Struct](body: bytes, kind: type[T], nested: Mapping[str, type[Stru
         nested: schemas of the fields that are structs, by field name; used to suggest names for unknown parameters.
 
     Raises:
-        InferenceError: the body is not JSON or does not fit; names the field, the expected and the actual value.
+        InferenceError: the body is not JSON or does not match the schema. The message names the field, the expected and
+            the actual value.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)

@@ -20,7 +20,7 @@ FOR_A_WHILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 def append(path: Path, text: str) -> None:
-    """Append all of a text to a file, or nothing. The system has the text when this returns.
+    """Append all of a text to a file, or nothing. When this returns, the operating system has the text.
 
     Raises:
         OSError: the text cannot be written; the file is unchanged.
@@ -112,7 +112,7 @@ class LineFile:
         """Write the pending lines.
 
         Raises:
-            OSError: they still cannot be written.
+            OSError: the lines still cannot be written.
         """
         if self._pending:
             append(self.path, self._pending)

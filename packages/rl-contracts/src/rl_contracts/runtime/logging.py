@@ -78,7 +78,10 @@ def configure(
 
 
 class Repeats(logging.Filter):
-    """Rate limit for repeated warnings: one passes after 1, 2, 4, ... up to 3600 seconds, with the number skipped."""
+    """Rate limit for repeated warnings: a repetition passes after 1, 2, 4, ... up to 3600 seconds.
+
+    It shows the number of repetitions skipped since the last one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     """Return the names of the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES spells them.
 
     This follows CUDA's rules: the entries are numbers, UUIDs of GPUs (`GPU-...`) or UUIDs of MIG instances
-    (`MIG-...`), all of the kind of the first. The first entry that is no device (`-1`, `NoDevFiles`) ends the list. A
-    device that is listed twice makes all devices invisible. If there are device files, a number must be below their
-    count. Needs no torch.
+    (`MIG-...`), all of the same kind as the first. The first entry that is not a device (`-1`, `NoDevFiles`) ends the
+    list. A device that is listed twice makes all devices invisible. If there are device files, a number must be below
+    their count. Needs no torch.
     """
     # CUDA numbers the devices from 0, independent of the numbers of their files.
     count = sum(bool(re.fullmatch(r"nvidia\d+", device.name)) for device in devices.glob("nvidia*"))

@@ -75,7 +75,7 @@ class Metrics:
         self._merge(name, _metric(name, value, weight, kind))
 
     def merge(self, other: Metrics) -> None:
-        """Add the metrics of another object, for example of another rank. The names may be new here.
+        """Add the metrics of another object, for example of another rank, including names that are new to this object.
 
         Raises:
             ConfigError: the two objects record a name as different kinds.
@@ -84,7 +84,7 @@ class Metrics:
             self._merge(name, metric)
 
     def drain(self) -> Metrics:
-        """Return the metrics recorded so far and reset these.
+        """Return the metrics recorded so far, and reset this object.
 
         The names remain: a sum is 0 and the other kinds are None until a value is recorded again.
         """
@@ -165,14 +165,15 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
 
     Args:
         name: name of the metric, other than the built-in ones (`rl_contracts.runtime.metric_docs`).
-        value: a number, a bool, or a tensor of any shape. A tensor is not read here, so the device need not finish.
+        value: a number, a bool, or a tensor of any shape. Tensors are not read here, so the call does not wait for the
+            device.
         weight: number of items that the value, or each entry of a tensor, stands for; broadcast against the value. A
             mean divides by the sum of the weights, and a sum multiplies by them. Values of weight 0 are ignored.
         kind: how values combine: `mean`, `sum`, `min` or `max`.
 
     Raises:
         ConfigError: the name was recorded as another kind, or the kind does not exist.
-        DataError: the value or weight is no number, or a number is not finite (tensors are not checked). A reward
+        DataError: the value or weight is not a number, or a number is not finite (tensors are not checked). A reward
             worker also rejects built-in names.
     """
     if not (_is_tensor(value) or _is_tensor(weight)) and weight and not math.isfinite(_number(name, value)):
@@ -210,7 +211,7 @@ class MetricsWriter:
     """Writer that appends one JSON object per step to a file, which can be read during the run.
 
     JSON has no NaN or infinity. Such a value becomes null, with a warning that names it, and counts in the record's
-    `metrics/non_finite`. A metric must not end a run; the engines check for non-finite gradients.
+    `metrics/non_finite`. Such a metric must not end a run; the engines check for non-finite gradients.
 
     Args:
         path: file to append to, created with its directory if missing. An unfinished last line, which a killed
@@ -224,7 +225,7 @@ class MetricsWriter:
         """Number of non-finite values written so far."""
 
     def write(self, record: Mapping[str, Scalar | None]) -> None:
-        """Append a record. The system has it when this returns, unless the disk is temporarily full.
+        """Append a record. When this returns, the operating system has the record, unless the disk is temporarily full.
 
         Raises:
             DataError: a value is not a number, a tensor with one element, or None.

@@ -124,8 +124,8 @@ class MemoryNames(NameService):
 class FileNames(NameService):
     """Names as files under a directory that all processes see, for example on a cluster's shared file system.
 
-    Values appear atomically: each is written to a temporary file, which is then linked or renamed. A new key is
-    linked, which only one process can do; a replaced key is renamed. Only the owner can read or write the files.
+    Values appear atomically: `add` writes a temporary file, then links it (new key) or renames it (replaced key). Of
+    several processes that link the same key, only one succeeds. Only the owner can read or write the files.
 
     Args:
         root: directory of this run's names; created by the first process that adds one.

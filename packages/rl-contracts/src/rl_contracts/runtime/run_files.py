@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 SMALL = 1 << 20
 """Largest size in bytes of a file whose CRC-32 is compared. For larger files only the size is compared."""
 GROUPS_FILE = "groups.jsonl"
-"""File of a run with the outcome of each prompt (`RolloutRuntime.outcomes`) and the step of the record after it."""
+"""File of a run with one line per prompt: its outcome (`RolloutRuntime.outcomes`) and the step that recorded it."""
 TAIL_BYTES = 256 * 1024
 """Maximum number of bytes read from the end of a log, which bounds the cost of a huge log."""
 FINAL_STATES = ("finished", "stopped", "failed")
@@ -89,10 +89,11 @@ def read_json(names: NameService, key: str) -> Any:
 
 
 def seconds_since_heartbeat(names: NameService, status: Mapping[str, Any]) -> float:
-    """Return the seconds since the last heartbeat of a run's launcher; it is alive below three heartbeat intervals.
+    """Return the seconds since the last heartbeat of a run's launcher.
 
-    On the launcher's host, the clock shows that the last heartbeat is recent. Elsewhere clocks may differ, and a
-    suspended machine makes a heartbeat look old. Then this waits up to three intervals for the next one.
+    The launcher is alive if the result is below three heartbeat intervals. On the launcher's host, the function returns
+    at once if the heartbeat is recent. Otherwise the age may be wrong: clocks of hosts differ, and the machine may have
+    been suspended. The function then waits up to three intervals for another heartbeat.
     """
     interval = float(status["beat_seconds"])
     age = max(0.0, time.time() - status["time"])

@@ -38,7 +38,7 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X86_64 = 0xC000003E
 _FIRST_UNKNOWN_CALL = 440
-"""First system call number that fails with ENOSYS, as do all above it, including the x32 interface."""
+"""Lowest system call number that fails with ENOSYS. All higher numbers fail too, including the x32 interface."""
 _NEW_NAMESPACES, _MOUNT_FLAGS = 0x10020000, 14  # CLONE_NEWUSER | NEWNS; MS_NOSUID | NODEV | NOEXEC
 _CLONE, _CLONE3, _CLONE_THREAD, _CLONE_FILES = 56, 435, 0x10000, 0x400
 _FCNTL, _F_SETFL, _O_ASYNC = 72, 4, 0x2000
@@ -293,7 +293,8 @@ def install_seccomp_filter() -> None:
     not_implemented = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     refuse, allow = (_RETURN, 0, 0, _REFUSE | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN_CALL), not_implemented]
-    program += [(_EQUAL, 0, 1, _CLONE3), not_implemented]  # a filter cannot read its flags; libc falls back to clone
+    # a filter cannot read the flags of clone3; libc falls back to clone
+    program += [(_EQUAL, 0, 1, _CLONE3), not_implemented]
     for calls in DENIED.values():
         for number in calls.values():
             program += [(_EQUAL, 0, 1, number), refuse]
@@ -302,7 +303,7 @@ def install_seccomp_filter() -> None:
         # all threads must share one table of open files, because the owner polls a single one
         _CLONE: [_load_argument(0), (_HAS_BITS, 0, 2, _CLONE_THREAD), (_HAS_BITS, 0, 1, _CLONE_FILES), allow, refuse],
         _CLOSE_RANGE: [_load_argument(2), (_HAS_BITS, 0, 1, _CLOSE_RANGE_UNSHARE), refuse],
-        # one page that stays mapped keeps all of a shared mapping, but the memory limit counts only that page
+        # one mapped page keeps an entire shared mapping in memory, but the memory limit counts only that page
         _MMAP: [_load_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
         _PRLIMIT: [_load_argument(2), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
         # asyncio uses pairs of Unix stream sockets; a datagram socket could send to any socket in the file system
@@ -360,7 +361,7 @@ def main() -> None:
     os.write(settings["status_fd"], b"1")
     os.close(settings["status_fd"])
     sys.argv, sys.path = ["program.py"], [*sys.path, *settings["packages"]]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` defines them, which `-S` leaves out
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually defined by `site`, which `-S` disables
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         with open("program.py", encoding="utf-8") as file:

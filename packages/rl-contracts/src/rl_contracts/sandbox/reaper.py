@@ -1,11 +1,11 @@
 """Run one command and kill all of its descendants afterwards. This Linux script needs only the standard library.
 
-Run as `reaper.py SETTINGS`, where SETTINGS is the JSON object that `main` reads. The reaper exits when its command
-exits, or when the other end of the pipe `owner` is written to or closed. The death of the owner closes it too. The
-reaper then kills all of its descendants, including those in another session.
+Run as `reaper.py SETTINGS`, where SETTINGS is the JSON object that `main` reads. The reaper waits until its command
+exits, or until its owner writes to the pipe `owner`, closes it or dies. The reaper then kills all of its descendants,
+including those in another session, and exits.
 
 With `confine`, the path of `rl_contracts.sandbox.confine`, the command can write files only in `directory`. With
-`stderr_bytes`, stderr must be a file opened for appending; the reaper drops its beginning when it grows above that.
+`stderr_bytes`, stderr must be a file opened for appending; the reaper drops the beginning of a file above this size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"{settings['command'][0]!r} cannot be started: {error}\n")
         return 127
-    for stream in (0, 1):  # only the command may keep them open, so that the owner sees when they close
+    for stream in (0, 1):  # only the command may keep stdin and stdout open, so that the owner sees when they close
         os.close(stream)
     owner = select.poll()
     owner.register(settings["owner"], select.POLLIN)

@@ -2,7 +2,7 @@
 
 The code has no network and cannot start processes. It can read only the libraries of the interpreter, and write only in
 a temporary directory. CPU time, wall time, memory, files and output are limited. The kernel enforces this with
-Landlock, seccomp and resource limits, for root too. If the kernel cannot, `Sandbox` raises an error.
+Landlock, seccomp and resource limits, for root too. If the kernel lacks one of them, `Sandbox` raises an error.
 
 There are two gaps. For any path, `stat`, `access`, `readlink` and `getxattr` reveal its existence, size, owner, times,
 extended attributes and link target. Only memory limits the number of threads: 512 MiB hold about 32,000 threads with
@@ -160,7 +160,8 @@ class Sandbox:
         return subprocess.Popen(
             [sys.executable, "-ISu", "-X", "utf8", confine.__file__, json.dumps(settings)],
             cwd=directory,
-            env=thread_limits | {"HOME": directory, "TMPDIR": directory},  # without the owner's variables: secrets
+            # without the owner's variables, which may hold secrets
+            env=thread_limits | {"HOME": directory, "TMPDIR": directory},
             pass_fds=(status_fd,),
             stdin=streams[0],
             stdout=streams[1],
@@ -207,7 +208,7 @@ def _file_bytes(directory: Path, pid: int, limits: SandboxLimits) -> int:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Return whether the main thread of a process that was not waited for has ended."""
+    """Return whether the main thread of a process has ended. The process must not have been reaped yet."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
 
 

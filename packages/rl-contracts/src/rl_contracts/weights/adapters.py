@@ -1,6 +1,7 @@
 """Weight updates that contain only adapters.
 
-A weight is merged from its base and its adapter. Both sides check that they use the same base weights.
+A server merges each adapted weight from its base weight and its adapter. It first checks that trainer and server use
+the same base weights.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class BroadcastSender:
         update = f"{self._session.update}-{self._updates}"
         self._address, self._specs = replace(self._session, update=update, sender=str(self._rank)), specs
         self._rendezvous = Rendezvous(self._store, self._address)
-        if self._rank == 0:  # no process reads keys of the update before the last one any more
+        if self._rank == 0:  # no process still reads the keys of the update before the previous one
             delete(self._store, f"{self._session.update}-{self._updates - 2}/")
         return WeightUpdateMeta("broadcast", version, (WeightPart(self._address.location, specs),))
 
@@ -119,7 +119,7 @@ class BroadcastReceiver:
         """Receive into contiguous tensors, one per parameter, and return the checksums of their contents.
 
         Raises:
-            WeightUpdateError: names the member that did not join or was lost.
+            WeightUpdateError: the trainer or another server did not join or was lost, or the update was canceled.
         """
         address = Address.parse(part.location)
         if not 0 < address.rank < address.world:
@@ -179,7 +179,8 @@ class _Group:
     Args:
         store: store in which the members find each other.
         address: this member's rank, the size of the group, and the timeout of a step.
-        name: prefix of the group's keys in the store. They are deleted with the keys of the update that formed it.
+        name: prefix of the group's keys in the store. The sender deletes them with the keys of the update that formed
+            the group.
         backend: gloo or nccl.
     """
 
@@ -190,7 +191,7 @@ class _Group:
         self._group = _process_group(backend, distributed.PrefixStore(name, store), address)
 
     def put(self, piece: torch.Tensor, landings: list[_Landing]) -> list[_Landing]:
-        """Start one broadcast, and return the landings of an earlier one if that was awaited, else none."""
+        """Start one broadcast. If too many are in flight, wait for the oldest and return its landings, else none."""
         try:
             work = self._group.broadcast(piece.view(torch.uint8), 0)
         except RuntimeError as error:

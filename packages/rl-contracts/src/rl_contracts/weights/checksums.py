@@ -82,7 +82,7 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
 def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Checksum:
     """Copy into a contiguous tensor, casting to its dtype, and return the checksum of the result.
 
-    On the CPU both happen in chunks that stay in the cache, so the checksum needs no further pass over memory.
+    On the CPU, copying and summing run in chunks that stay in the cache, so the sum needs no further pass over memory.
 
     Args:
         target: contiguous; written.
@@ -131,8 +131,8 @@ def combine(one: tuple[int, bool], other: tuple[int, bool]) -> Checksum:
 def _sum_in_threads(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Checksum:
     """Run `work(start, stop)` over all words, on two threads if there are many, and combine the results.
 
-    Half of the work runs on the calling thread. Unlike torch's operations, it never waits at a barrier for threads that
-    a model in this process keeps busy.
+    Half of the work runs on the calling thread. Unlike torch's operations, this function never waits at a barrier for
+    threads that a model in this process keeps busy.
     """
     half = words // 2 // _CHUNK_WORDS * _CHUNK_WORDS
     if half < _SHARED_WORDS:
@@ -143,7 +143,7 @@ def _sum_in_threads(words: int, work: Callable[[int, int], tuple[int, bool]]) ->
 
 
 def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Checksum:
-    """Compute the same on a device, in blocks that are small compared to its memory."""
+    """Compute the result of `checksum_of` on a device, in blocks that are small compared to its memory."""
     whole = words.numel() // _COLUMNS * _COLUMNS
     blocks = words[:whole].view(-1, _COLUMNS).split(_DEVICE_ROWS)
     total, at = torch.zeros((), dtype=torch.int64, device=words.device), first

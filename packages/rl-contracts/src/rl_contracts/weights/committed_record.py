@@ -47,7 +47,7 @@ def make_private(directory: Path) -> None:
     """Create a directory that only this user may enter, unless it exists.
 
     Raises:
-        WeightUpdateError: it cannot be created, or `require_private` rejects it.
+        WeightUpdateError: the directory cannot be created, or `require_private` rejects it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,7 +63,7 @@ def require_private(directory: Path) -> None:
 
     Raises:
         WeightUpdateError: the directory belongs to another user, or its mode is not 700.
-        OSError: its status cannot be read.
+        OSError: the status of the directory cannot be read.
     """
     if not directory.is_relative_to(MEMORY):
         return
@@ -114,7 +114,7 @@ def verify_receipt(expected: WeightReceipt, actual: WeightReceipt, route: str) -
     """Compare a server's receipt with the trainer's receipt.
 
     Raises:
-        WeightUpdateError: the receipts differ; names route, version, server and the first wrong parameter.
+        WeightUpdateError: the receipts differ. The message names route, version, server and the first wrong parameter.
     """
     where = f"route {route}, version {expected.version}, {actual.holder}"
     if actual.version != expected.version:
@@ -130,8 +130,8 @@ def verify_receipt(expected: WeightReceipt, actual: WeightReceipt, route: str) -
             )
         if actual.checksums[name] != value:
             raise WeightUpdateError(
-                f"{where}: parameter {name!r} differs: sent checksum {value}, held {actual.checksums[name]}. "
-                "The transfer, the cast to the served dtype or the server's copy is wrong; "
+                f"{where}: parameter {name!r} differs: the trainer sent checksum {value}, the server has "
+                f"{actual.checksums[name]}. The transfer, the cast to the served dtype or the server's copy is wrong; "
                 "the update was not committed."
             )
     extra = sorted(set(actual.checksums) - set(expected.checksums))

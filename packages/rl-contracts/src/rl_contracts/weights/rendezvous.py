@@ -130,15 +130,15 @@ class Rendezvous:
         return str(start["group"]), str(start["backend"])
 
     def wait_for_all(self) -> list[dict[str, str]]:
-        """Wait as the sender until every receiver has joined, at most the timeout after the first one.
+        """Wait as the sender until every receiver has joined. The timeout begins when the first receiver joins.
 
-        There is no limit before the first one joins: the client of the servers cancels the update if it takes too long.
+        Before that there is no limit: the client of the servers cancels an update that takes too long.
 
         Returns:
             `group` and `device` of each receiver (see `join`), in order of their ranks.
 
         Raises:
-            WeightUpdateError: names the receivers that did not join in time; or the update was canceled.
+            WeightUpdateError: receivers did not join in time (the message names them), or the update was canceled.
         """
         address, deadline, world, joined = self._address, math.inf, 0, dict[int, dict[str, str]]()
         while not world or len(joined) < world - 1:

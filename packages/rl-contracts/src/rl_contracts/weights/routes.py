@@ -37,7 +37,7 @@ class WeightSender(Protocol):
         """Prepare a version, reserve its space, and return the location of this rank's part.
 
         Raises:
-            WeightUpdateError: there is not enough space; names the required size.
+            WeightUpdateError: there is not enough space; the message has the required size.
             OSError: the location cannot be written.
         """
 
@@ -51,7 +51,8 @@ class WeightSender(Protocol):
             the checksum of each sent parameter, by name.
 
         Raises:
-            WeightUpdateError: names, order or shapes differ from the specs, or a receiver was lost or refused.
+            WeightUpdateError: names, order or shapes differ from the specs, or a receiver was lost or rejected the
+                version.
             OSError: the tensors cannot be written.
         """
 
@@ -73,7 +74,7 @@ def open_sender(route: str, location: str, rank: int = 0, device: str = "cpu") -
         device: device of the parameters.
 
     Raises:
-        WeightUpdateError: the route does not exist, or cannot work here.
+        WeightUpdateError: the route does not exist, or this process cannot use it.
     """
     if route == "broadcast":
         return BroadcastSender(location, rank, device)
@@ -123,7 +124,7 @@ class WeightReceiver:
         return {name: copy_summed(targets[name], tensor) for name, tensor in source}
 
     def reject(self, meta: WeightUpdateMeta, reason: str) -> None:
-        """Notify a trainer that waits for this receiver that it cannot load the version, with the reason."""
+        """If the trainer waits for this receiver, notify it that the receiver cannot load the version, and why."""
         if meta.route in RENDEZVOUS_ROUTES and meta.parts:
             self._broadcasts[0].reject(meta.parts[0], reason)
 

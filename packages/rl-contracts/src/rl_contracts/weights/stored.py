@@ -153,7 +153,8 @@ class Mappings:
             status = os.fstat(descriptor)
             if status.st_size < size:
                 raise OSError(
-                    f"expected {size} bytes of weights, found {status.st_size}; do both sides use the same model?"
+                    f"expected {size} bytes of weights, found {status.st_size}; start trainer and server with the "
+                    "same model"
                 )
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
@@ -173,7 +174,7 @@ def _reserve(descriptor: int, path: str | Path, size: int) -> None:
     """Set the size of a file in bytes and allocate all of its space.
 
     Raises:
-        WeightUpdateError: the file system has not enough space.
+        WeightUpdateError: the file system does not have enough space.
     """
     status = os.fstat(descriptor)
     os.ftruncate(descriptor, size)

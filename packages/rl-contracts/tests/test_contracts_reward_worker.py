@@ -277,7 +277,9 @@ async def test_call_wrong_signature_error_lists_the_arguments() -> None:
         with pytest.raises(RewardError, match=r"; it is called with \(prompt, completions, .*, gold=\.\.\.\)"):
             await score(wrapper, "fine", gold="4")
     async with AsyncRewardWrapper("worker_rewards:requires_answer") as wrapper:
-        pattern = r"'answer'; it is called with \(.*, gold=\.\.\.\); data\.columns\.OURS=THEIRS"
+        pattern = (
+            r"'answer'; it is called with \(.*, gold=\.\.\.\); rename a column .* with data\.columns\.ARGUMENT=COLUMN"
+        )
         with pytest.raises(RewardError, match=pattern):
             await score(wrapper, "fine", gold="4")
 

@@ -348,7 +348,7 @@ def test_from_response_greedy_has_temperature_1_and_length_truncates() -> None:
     [
         ({"logprobs": [-0.5]}, "2 tokens, 1 log-probs, 2 versions"),
         ({"versions": [3, 3, 3]}, "2 tokens, 2 log-probs, 3 versions"),
-        ({"output_ids": [], "logprobs": [], "versions": []}, "without a generated token"),
+        ({"output_ids": [], "logprobs": [], "versions": []}, "the response has no generated token"),
     ],
 )
 def test_from_response_misaligned_or_empty_raises_data_error(changes: dict[str, Any], match: str) -> None:

@@ -56,7 +56,7 @@ class ParallelStrategy:
     """
 
     data: int = 1
-    """Number of replicas, of shards with fully sharded data parallelism, or of servers."""
+    """Number of servers, or of replicas in training; with fully sharded data parallelism, the number of shards."""
 
     tensor: int = 1
     """Ranks over which each matrix is split."""

@@ -133,7 +133,7 @@ class ServerConfig(Settings):
         return None
 
     def check(self, spec: ServeSpec) -> None:
-        """Reject settings that these servers do not support, when a run's config is resolved, before anything starts.
+        """Reject settings that these servers do not support. Called for the resolved config of a run, before it starts.
 
         Raises:
             ConfigError: two settings conflict; the message names both and the fix.

@@ -59,7 +59,9 @@ class RolloutRuntime(ABC):
 
     @abstractmethod
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
-        """Generate `n` completions per example with the current version, apart from training counters (collective).
+        """Generate `n` completions per example with the current version (collective).
+
+        The counters of the runtime in `stats` do not include these completions.
 
         Metrics that the workflow and the reward record go to the caller's collector
         (`rl_contracts.runtime.metrics.collect`).

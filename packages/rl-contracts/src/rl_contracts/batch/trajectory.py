@@ -134,7 +134,7 @@ def from_response(
         )
     if not generated:
         raise DataError(
-            "response without a generated token, so there is nothing to train on. "
+            "the response has no generated token, so there is nothing to train on. "
             "Check max_new_tokens and the length of the prompt."
         )
     total = prompt + generated

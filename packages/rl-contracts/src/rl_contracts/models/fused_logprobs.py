@@ -1,10 +1,10 @@
 """Log-probs and entropies of given tokens directly from hidden states, without a full [tokens, vocabulary] tensor.
 
 The vocabulary projection runs in tiles of tokens and vocabulary, and again in backward. A tile spans the whole
-vocabulary if it then still holds enough tokens. Otherwise the vocabulary is cut too: reading a large weight again for
-every few tokens would be slow. Normalizers of tiles are combined as in a softmax over blocks (Milakov and Gimelshein
-2018, arXiv:1805.02867). If the tensor of all probabilities is small, as in toy models, it is stored, and backward
-does not repeat the projection.
+vocabulary if enough tokens fit into such a tile. Otherwise the vocabulary is also split, because reading a large weight
+again for every few tokens would be slow. Normalizers of tiles are combined as in a softmax over blocks (Milakov and
+Gimelshein 2018, arXiv:1805.02867). If the tensor of all probabilities is small, as in toy models, it is stored, and
+backward does not repeat the projection.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _score(
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         signature = ", ".join(["prompt, completions, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
-        hint = "; data.columns.OURS=THEIRS renames a column" if "missing" in str(error) else ""
+        hint = "; rename a column of the data set with data.columns.ARGUMENT=COLUMN" if "missing" in str(error) else ""
         raise TypeError(f"{error}; it is called with ({signature}){hint}") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())

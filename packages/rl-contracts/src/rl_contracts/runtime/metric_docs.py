@@ -39,10 +39,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "sequences": ("sequences", "sequences in the batch, over all replicas"),
         "tokens/trained": ("tokens", "tokens in the loss, over all replicas"),
         "reward/mean": ("reward", "mean reward of the sequences in the batch, as the reward function returned it"),
-        "reward/std": (
-            "reward",
-            "sample standard deviation of the reward in `reward/mean`; null with fewer than two",
-        ),
+        "reward/std": ("reward", "sample standard deviation of the rewards of the sequences; null with fewer than two"),
         "reward/shaped": (
             "reward",
             "mean reward of the episodes in the batch, after the changes that `algorithm.reward` makes",
@@ -130,7 +127,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "The critic": {
         "critic/explained_variance": (
             "-",
-            "fraction of the variance of the returns that the values explain; null if the returns returns are equal",
+            "fraction of the variance of the returns that the values explain; at most 1, null if all returns are equal",
         ),
         "critic/value/mean": ("reward", "estimated value, mean over trained tokens"),
         "critic/return/mean": ("reward", "return that the critic is trained on, mean over trained tokens"),
@@ -173,7 +170,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Servers against trainer": {
         "gap/mean_abs": ("nats", "|server log-prob - trainer log-prob| after the commit, mean over compared tokens"),
-        "gap/max_abs": ("nats", "maximum of the differences in `gap/mean_abs`"),
+        "gap/max_abs": ("nats", "largest |server log-prob - trainer log-prob| after the commit"),
         "gap/k3": ("nats", "KL between server and trainer after the commit, estimator k3"),
         "gap/fresh_mean_abs": (
             "nats",
@@ -181,7 +178,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "gap/fresh_max_abs": (
             "nats",
-            "maximum of the differences in `gap/fresh_mean_abs`",
+            "largest |server log-prob - trainer log-prob| of recorded tokens of the current version",
         ),
         "gap/fresh_k3": (
             "nats",

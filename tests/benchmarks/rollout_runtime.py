@@ -2,14 +2,15 @@
 
     uv run python tests/benchmarks/rollout_runtime.py
 
-The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, batches of 10,000 sequences assembled and cut
-into minibatches, 10 batches outstanding (`max_staleness=9`). A null engine replaces the servers: a completion is a
-timer and a list of 16 to 48 token ids, after a prompt of 32. Memory is measured while the engine is paused and all
-episodes run. Time is measured after the engine resumed, over the batches after the first ones.
+The runtime is `DistRollout` as a trainer uses it: it admits groups of 8, assembles batches of 10,000 sequences and cuts
+them into minibatches. 10 batches are outstanding (`max_staleness=9`). A null engine replaces the servers. A completion
+is a timer and a list of 16 to 48 token ids; a prompt has 32 tokens. Memory is measured while the engine is paused and
+all episodes run. Time is measured after the engine resumes, from the fourth batch on.
 
-Two baselines run for comparison: as many event loop tasks that each sleep once (`tasks`), and tasks that each call the
-null engine once (`engine`). Every measurement is a separate process on the same core, and they run in turn. The last
-line is one JSON object. `runtime` is the run with the largest fraction of the core.
+Two baselines run 200,000 event loop tasks, at most 100,000 at a time. Each task sleeps once (`tasks`) or calls the null
+engine once (`engine`). Each measurement runs three times, in separate processes on one core, one process at a time. The
+last line of the output is one JSON object. Its `runtime` entry is the run with the largest CPU time per second. The
+entry of each baseline is its run with the median CPU time per task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `broadcast` route between threads of one process: several senders, several receivers, and lost members."""
+"""The `broadcast` route between threads of one process, with several senders and receivers, and failed updates."""
 
 from __future__ import annotations
 

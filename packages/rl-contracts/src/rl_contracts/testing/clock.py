@@ -163,7 +163,7 @@ class SimulatedClock:
         return woken
 
     def _prune_cancelled(self) -> None:
-        """Remove cancelled sleepers from the queue if they are the majority."""
+        """Remove cancelled sleepers if the queue has more than 64 entries and most of them are cancelled."""
         if len(self._sleepers) > 64 and len(self._sleepers) > 2 * self._live:
             self._sleepers = [sleeper for sleeper in self._sleepers if not sleeper[2].done()]
             heapq.heapify(self._sleepers)

@@ -56,7 +56,13 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Segments, **__: Any
     ) -> Tensor:
-        """Return the attention outputs [n, heads, D] of queries [n, heads, D] and keys and values [n, groups, D]."""
+        """Return the attention outputs of this rank's tokens, [tokens, query heads, D].
+
+        Args:
+            query: [tokens, query heads, D].
+            key, value: [tokens, key-value heads, D], of the same tokens.
+            packed_seq_params: boundaries of the sequences.
+        """
         segments = packed_seq_params
         if segments.places is None:
             sequences = zip(*(x.split(segments.lengths) for x in (query, key, value)), strict=True)

@@ -17,15 +17,16 @@ def on_cpu(spec: ServeSpec) -> bool:
 
 
 def check_program(kind: str, config: Any, spec: ServeSpec, reserved: Sequence[str]) -> None:
-    """Reject settings that none of these servers supports, or that weight updates do not support.
+    """Reject settings that neither vLLM nor SGLang supports, and arguments that name reserved options.
 
     Args:
-        kind: the backend in `allocation`.
+        kind: the backend in `allocation`, `vllm` or `sglang`.
         config: settings of the servers.
+        spec: settings of the run for its servers.
         reserved: options that other settings set, or that the run relies on.
 
     Raises:
-        ConfigError: a setting is not supported; the message names it.
+        ConfigError: a setting is not supported, or an option is reserved; the message names it.
     """
     split = spec.strategy
     require(

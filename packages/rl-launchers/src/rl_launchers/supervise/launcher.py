@@ -241,7 +241,15 @@ class Launcher:
         return replace(spec, env={**spec.env, RUN_KEY_VARIABLE: self.key})
 
     def _poll(self, interrupts: Interrupts) -> bool:
-        """Check for signals, publish the status and handle failures. Return whether all trainers are done."""
+        """Check for signals, restart failed servers and resize server roles. Return whether all trainers are done.
+
+        Also writes the addresses of the servers and updates the workers of `status`.
+
+        Raises:
+            Interrupted: a signal arrived.
+            LaunchError: a trainer failed or sends no heartbeat, or a server failed during the start or cannot be
+                restarted.
+        """
         interrupts.check()
         workers = self._scheduler.poll()
         self._control.show(workers)

@@ -1,8 +1,8 @@
-"""Files with weights for vLLM and SGLang servers: location, layout, reading, writing and checksums.
+"""Weights for vLLM and SGLang servers: files and GPU memory of the trainer, files of a staging area, and checksums.
 
-The other files of this directory import it inside the servers. It requires Python 3.10, torch, numpy and safetensors,
-and imports only `rl_guard` of this project. The trainer writes the files with `rl_contracts.weights.stored`, in the
-layout of `rl_contracts.weights.flat_layout`.
+Other plugins import this module inside the servers. It requires Python 3.10, torch, numpy and safetensors, and
+imports only `rl_guard` of this project. The trainer writes its files with `rl_contracts.weights.stored`: safetensors
+on the `disk` route, otherwise the layout of `rl_contracts.weights.flat_layout`. Staging areas use that layout, too.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ class Receipts:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Measurements for one comparison, of either the servers' scores or recorded log-probs.
+    """Measurements that may explain one log-prob gap.
 
-    None means not measured, or not measurable with these servers.
+    The gap compares the trainer's log-probs with the scores of a server or with recorded log-probs. A field is None if
+    it was not measured, or if these servers do not support the measurement.
     """
 
     tolerance: float

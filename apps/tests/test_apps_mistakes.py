@@ -374,7 +374,7 @@ MODELS = {
     "template-nowhere": (*_set("model.chat_template=chatml"), "expected plain, or a file with a Jinja template"),
     "template-cut-off": (
         *_set("model.chat_template=theirs.jinja", files={"theirs.jinja": TEMPLATE}),
-        "commands: `model.chat_template=FILE`",
+        "in commands, set `model.chat_template=FILE`",
     ),
     "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
     "unknown-model-type": (

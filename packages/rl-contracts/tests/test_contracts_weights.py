@@ -175,7 +175,7 @@ SENT = WeightReceipt("trainer", 3, {"a": 1, "b": 2})
             WeightReceipt("server-0", 2, {"a": 1, "b": 2}),
             "route shm, version 3, server-0: the receipt is for version 2",
         ),
-        (WeightReceipt("server-0", 3, {"a": 1}), r"'b' was sent but not received \(1 of 2 arrived\)"),
+        (WeightReceipt("server-0", 3, {"a": 1}), r"'b' was sent but not received \(2 parameters sent, 1 received\)"),
         (WeightReceipt("server-0", 3, {"a": 1, "b": 7}), "'b' differs: the trainer sent checksum 2, the server has 7"),
         (WeightReceipt("server-0", 3, {"a": 1, "b": 2, "c": 3}), r"also loaded \['c'\]"),
         (WeightReceipt("server-0", 3, {}), "'a' was sent but not received"),

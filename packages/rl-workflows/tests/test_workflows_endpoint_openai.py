@@ -300,7 +300,9 @@ async def test_chat_format_rejected_by_server_is_no_session_failure() -> None:
     engine.schemas = True
     engine.faults.generate = lambda request: request.schema and InferenceError("no such type")  # type: ignore[assignment, return-value]
     async with connect(engine) as (session, agent):
-        with pytest.raises(openai.BadRequestError, match="response_format: no such type"):
+        with pytest.raises(
+            openai.BadRequestError, match=r"response_format \(Responses API: text.format\): no such type"
+        ):
             await agent.chat.completions.create(model="m", messages=QUESTION, response_format={"type": "json_object"})
         await agent.chat.completions.create(model="m", messages=QUESTION)
         await session.close()
@@ -312,7 +314,7 @@ async def test_chat_format_rejected_by_server_is_no_session_failure() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"text": {"format": {"type": "json_object"}}}, "response_format: expected text"),
+        ({"text": {"format": {"type": "json_object"}}}, r"text.format\): expected text"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema: expected"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type: expected"),
         ({"include": ["file_search_call.results"]}, "include: expected .* found 'file_search_call.results'"),
@@ -334,7 +336,7 @@ async def test_responses_unsupported_request_is_rejected(fields: Any, message: s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format: expected text"),
+        ({"response_format": {"type": "json_object"}}, "response_format .*: expected text"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.schema: expected"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: expected"),
         ({"response_format": {"type": "grammar"}}, "response_format.type: expected"),

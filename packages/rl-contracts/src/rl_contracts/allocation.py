@@ -81,9 +81,9 @@ class ParallelStrategy:
         group = self.expert * (self.expert_tensor or 1)
         if stage % group:
             raise ConfigError(
-                f"parallel strategy: an expert group of {group} ranks must divide the {stage} ranks of a "
-                f"pipeline stage (data {self.data} * tensor {self.tensor} * context {self.context}); "
-                f"choose e that divides {stage}"
+                f"parallel strategy: the size of an expert group, {group} (expert {self.expert} * expert tensor "
+                f"{self.expert_tensor or 1}), must divide the {stage} ranks of a pipeline stage (data {self.data} * "
+                f"tensor {self.tensor} * context {self.context}); change the expert or expert tensor size"
             )
 
     @property

@@ -154,7 +154,7 @@ def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
     for key, value in switches.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(
-                f"{where}: expected {' or '.join(_SWITCHES)} with 0 or 1 in messages, found {key}={value!r:.60}; "
+                f"{where}: expected 0 (do not learn the turn) or 1 for {key!r} of a message, found {value!r:.60}; "
                 "change or remove it"
             )
         if value and (role != "assistant" or not all(switches.values())):

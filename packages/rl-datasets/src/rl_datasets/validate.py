@@ -84,7 +84,8 @@ def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> Valid
 def _failure_reason(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
     if "answer" not in row:
         raise DataError(
-            f"validate: expected an 'answer' in example {index}, found only {', '.join(row)}; load the data in RL form"
+            f"validate: expected an 'answer' in example {index}, found only {', '.join(row)}; "
+            "load the data with form='rl'"
         )
     prompt = row["messages"][-1]["content"] if row.get("messages") else ""
     data = {key: value for key, value in row.items() if key not in ("messages", "prompt_id")}

@@ -47,7 +47,7 @@ class ChatRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "expected a tokenizer with a chat template, found one without; "
-                "use the tokenizer of an instruction-tuned model, or set `tokenizer.chat_template` (commands: "
+                "use the tokenizer of an instruction-tuned model, or set `tokenizer.chat_template` (in commands, set "
                 "`model.chat_template=FILE`)"
             )
         self._tokenizer = tokenizer
@@ -259,7 +259,7 @@ class ChatRenderer:
         if tools and not self.renders_tools(tools):
             raise DataError(
                 "the conversation has tools, but the chat template renders none; remove the tools, or use another "
-                "template (commands: `model.chat_template=FILE`)"
+                "template (in commands, set `model.chat_template=FILE`)"
             )
         require_rendered(messages, tools, self.text(messages, tools, add_generation_prompt))
 
@@ -279,14 +279,14 @@ class ChatRenderer:
         except TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template is not a valid Jinja template (line {error.lineno}): "
-                f"{str(error.message).rstrip('.')}. Fix it, or use another template (commands: "
+                f"{str(error.message).rstrip('.')}. Fix it, or use another template (in commands, set "
                 "`model.chat_template=FILE`)."
             ) from error
         except (TemplateError, TypeError, ValueError) as error:
             require_utf8(json.dumps([messages, tools], ensure_ascii=False, default=str))
             raise DataError(
                 f"the chat template rejects messages with the roles {roles}: {str(error).rstrip('.')}. Change the "
-                "messages, or use another template (commands: `model.chat_template=FILE`)."
+                "messages, or use another template (in commands, set `model.chat_template=FILE`)."
             ) from error
 
     def _to_template_message(self, message: Message) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class ChatRenderer:
         if not separator:
             raise ConfigError(
                 "chat template: expected the text of an assistant message in the rendered conversation, found none; "
-                "use another template (commands: `model.chat_template=FILE`)"
+                "use another template (in commands, set `model.chat_template=FILE`)"
             )
         return after
 
@@ -378,7 +378,7 @@ def require_utf8(text: str) -> None:
         raise DataError(
             f"expected valid UTF-8 text, found a lone surrogate after "
             f"{text[max(error.start - 20, 0) : error.start]!r}; remove it, or replace it "
-            "(commands: `rollout.invalid_text=replace`)"
+            "(in commands, set `rollout.invalid_text=replace`)"
         ) from None
 
 

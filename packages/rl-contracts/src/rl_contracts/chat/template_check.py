@@ -122,5 +122,5 @@ def _remove_whitespace(text: str) -> str:
 def _missing_error(location: str, value: Any) -> DataError:
     return DataError(
         f"{location}: expected {value!r:.60} in the rendered conversation, but the chat template omits it; "
-        "change the message, or use another template (commands: `model.chat_template=FILE`)"
+        "change the data, or use another template (in commands, set `model.chat_template=FILE`)"
     )

@@ -30,7 +30,7 @@ def decode[T: Struct](body: bytes, kind: type[T], nested: Mapping[str, type[Stru
     except msgspec.ValidationError as error:
         raise InferenceError(_sentence(str(error), kind, nested or {})) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InferenceError(f"the request body is not JSON: {error}.") from error
+        raise InferenceError(f"the request body cannot be decoded as JSON: {error}.") from error
 
 
 def _sentence(text: str, kind: type[Struct], nested: Mapping[str, type[Struct]]) -> str:

@@ -106,7 +106,11 @@ class Sandbox:
         except LaunchError as error:
             raise ConfigError(str(error)) from error
         if trial.code != 0:
-            raise ConfigError(f"the sandbox failed to run an empty program: {trial}. Raise the limits.")
+            reason = trial.stopped or f"it ended with exit code {trial.code}"
+            raise ConfigError(
+                f"the sandbox failed to run an empty program: {reason}; stderr ends with {trial.errors[-200:]!r}. "
+                "Raise the SandboxLimits."
+            )
 
     def run(self, code: str, stdin: str = "", seconds: float = math.inf) -> SandboxRun:
         """Run a program and wait until it ends, for at most `limits.seconds`.

@@ -125,7 +125,7 @@ def verify_receipt(expected: WeightReceipt, actual: WeightReceipt, route: str) -
         if name not in actual.checksums:
             raise WeightUpdateError(
                 f"{where}: parameter {name!r} was sent but not received "
-                f"({len(actual.checksums)} of {len(expected.checksums)} arrived). "
+                f"({len(expected.checksums)} parameters sent, {len(actual.checksums)} received). "
                 "Check the parameter names of the server's model."
             )
         if actual.checksums[name] != value:

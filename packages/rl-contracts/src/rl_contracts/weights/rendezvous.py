@@ -110,7 +110,7 @@ class Rendezvous:
             name and backend of the group to use: a group that all members still have, or a new group to form.
 
         Raises:
-            WeightUpdateError: the trainer is gone or does not start in time, or the update was canceled.
+            WeightUpdateError: the trainer is gone or does not start the broadcast in time, or the update was canceled.
         """
         address, deadline = self._address, time.monotonic() + self._address.timeout
         try:
@@ -120,7 +120,7 @@ class Rendezvous:
                 if time.monotonic() > deadline:
                     raise WeightUpdateError(
                         f"receiver {address.rank} joined, but the trainer at {address.host}:{address.port} did not "
-                        f"start within {address.timeout:g} s. Check that all other servers joined."
+                        f"start the broadcast within {address.timeout:g} s. Check that all other servers joined."
                     )
                 time.sleep(_POLL)
         except RuntimeError as error:

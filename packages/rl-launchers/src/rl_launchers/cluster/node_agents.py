@@ -171,7 +171,7 @@ class NodeAgents:
             machine.pending[order_id] = result
         try:
             if machine.wire is None or machine.lost:
-                raise OSError("no agent")
+                raise OSError("its agent is not connected")
             machine.wire.send({"do": order, "id": order_id, "with": arguments})
         except OSError as error:
             self._mark_lost(machine, f"could not receive an order ({error})")

@@ -47,7 +47,7 @@ class Receiver:
         """Join the sender's group, and receive the parameters into host memory.
 
         Raises:
-            RejectedError: the trainer did not start in time or was lost, or the update was canceled.
+            RejectedError: the trainer did not start the broadcast in time or was lost, or the update was canceled.
         """
         address = Address(part["location"])
         try:
@@ -97,7 +97,7 @@ class Receiver:
             if time.monotonic() > deadline:
                 raise RejectedError(
                     f"receiver {address.rank} joined, but the trainer at {address.host}:{address.port} did not start "
-                    f"within {address.timeout:g} s. Check that all other servers joined."
+                    f"the broadcast within {address.timeout:g} s. Check that all other servers joined."
                 )
             time.sleep(0.002)
         if start["group"] != self._group_name or self._group is None:

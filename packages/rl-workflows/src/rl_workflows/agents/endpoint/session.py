@@ -338,8 +338,8 @@ class Session(RolloutSession):
             raise CallError("the session was closed before the call arrived.", 401, "invalid_api_key")
         if call.schema is not None and not self.engine.capabilities.schemas:
             raise CallError(
-                "response_format: expected text; the servers of this run cannot constrain completions to a format. "
-                "vLLM and SGLang can."
+                "response_format (Responses API: text.format): expected text; the servers of this run cannot constrain "
+                "completions to a format. vLLM and SGLang can."
             )
         self.admit(prompt.added, call.n, prepared.memory)
         task = asyncio.ensure_future(self._generate(call, prompt))
@@ -412,7 +412,7 @@ class Session(RolloutSession):
             failure = _first_error(errors)
             if call.schema is not None and isinstance(failure, InferenceError):
                 # most likely the server rejected the schema
-                raise CallError(f"response_format: {failure}") from errors
+                raise CallError(f"response_format (Responses API: text.format): {failure}") from errors
             self._failure = self._failure or failure
             raise self._failure from errors
         return [task.result() for task in tasks]

@@ -43,7 +43,8 @@ if code or "--dry-run" in settings:
 
 # 3. The result.
 # The evaluation reports the fraction of held-out pairs that the policy ranks correctly, and the mean difference of its
-# implied rewards. Before the first step the policy equals the reference, so both metrics are 0.
+# implied rewards. Before the first step the policy equals the reference, so every pair is a tie: the difference is 0,
+# and the fraction is 50 %, because a tie counts half.
 records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 evaluations = [record for record in records if record.get("eval/accuracy") is not None]
 for record in (evaluations[0], evaluations[-1]):

@@ -59,14 +59,14 @@ def test_stop_swallowed_by_an_import_ends_the_trainer(tmp_path, sigterm):
         os.kill(os.getpid(), signal.SIGTERM)
 
     with _components(tmp_path) as components, pytest.raises(SystemExit, match="143"):
-        components.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
+        components.recovery({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
 
 
 def test_stop_is_requested_while_the_command_lives_else_exits(tmp_path, servers_are_ready, sigterm, monkeypatch):
     engine = SimpleNamespace(parallel=ParallelContext())
     with _components(tmp_path) as components:
         client = _client(components)
-        checkpoints = components.recover({"actor": engine}, {})
+        checkpoints = components.recovery({"actor": engine}, {})
         assert not checkpoints.stop_requested()
         assert not client._router.final
         os.kill(os.getpid(), signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, mon
         return False
 
     with _components(tmp_path) as components:
-        checkpoints = components.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
+        checkpoints = components.recovery({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
         os.kill(os.getpid(), signal.SIGTERM)
         assert checkpoints.stop_requested()
         assert not is_abandoned()

@@ -75,16 +75,15 @@ def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
 
 
 def train(
-    config: GRPOConfig, engine: Any, publisher: Any, gate: Any, recorded: Path, run_dir: Path, warmup: int
+    config: GRPOConfig, engine: Any, run_log: Any, servers: Any, recorded: Path, run_dir: Path, warmup: int
 ) -> float:
     """Return the seconds per training step on the recorded batches."""
-    from rl_trainers import PolicyActor, RunLog
+    from rl_trainers import PolicyActor
     from rl_trainers import train as run_loop
 
     actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
     source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
-    run_log = RunLog(engine, run_dir, config.checkpoint)
-    run_loop(source, actor, run_log, config.total_steps, publisher=publisher, gap=gate)
+    run_loop(source, actor, run_log, config.total_steps, servers)
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     seconds = [record["time/step"] for record in records if record["step"] > warmup]
     return sum(seconds) / len(seconds)
@@ -107,10 +106,11 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         client = components.client(engine)
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
         rollout = components.runtime(client, components.workflow(components.reward()), engine, prompts)
-        publisher, gate = components.publisher(engine, client), components.gate(engine, client)
+        run_log = components.run_log(engine, [])
+        servers = components.servers(run_log, engine, client)
         if mode == "training":
-            return train(config, engine, publisher, gate, recorded, run.directory, warmup)
-        publisher.publish(0)
+            return train(config, engine, run_log, servers, recorded, run.directory, warmup)
+        servers.start(0)
         return generate(rollout, config.total_steps, warmup)
 
 

@@ -26,6 +26,7 @@ from rl_trainers import (
     MemorySharing,
     PolicyActor,
     RunLog,
+    ServerSync,
     train,
 )
 from rl_trainers.algorithms.config import AlgorithmConfig, LossConfig
@@ -345,7 +346,7 @@ def test_train_servers_sleep_from_batch_to_commit(engine, tmp_path, monkeypatch,
     with LoopThread("test") as loop:
         sharing = MemorySharing(engine, _Servers(calls), loop, 10)
         run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
-        train(_Batches(engine, 2), learner, run_log, 2, publisher=_Publisher(calls), sharing=sharing)
+        train(_Batches(engine, 2), learner, run_log, 2, ServerSync(run_log, _Publisher(calls), sharing=sharing))
 
     step = ["sleep", "update"] if can_sleep else ["update"]
     assert calls == ["publish 0", *step, "publish 1", *step, "publish 2"]
@@ -372,7 +373,7 @@ def test_train_servers_sleep_before_gap_check_unless_it_scores(engine, tmp_path,
         sharing = MemorySharing(engine, _Servers(calls), loop, 10)
         run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
-        train(_Batches(engine, 1), actor, run_log, 1, publisher=_Publisher(calls), gap=Gate(), sharing=sharing)
+        train(_Batches(engine, 1), actor, run_log, 1, ServerSync(run_log, _Publisher(calls), Gate(), sharing))
 
     first = ["before", "sleep"] if scores else ["sleep", "before"]
     assert calls == ["publish 0", *first, "publish 1", "after"]
@@ -390,7 +391,7 @@ def test_train_without_publication_wakes_servers(engine, tmp_path):
         run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = Skips(engine, AlgorithmConfig())
         with pytest.raises(EngineError, match="none of 2"):
-            train(_Batches(engine, 2), actor, run_log, 2, publisher=_Publisher(calls), sharing=sharing)
+            train(_Batches(engine, 2), actor, run_log, 2, ServerSync(run_log, _Publisher(calls), sharing=sharing))
 
     assert calls == ["publish 0", *["sleep", "wake"] * 2]
 
@@ -413,4 +414,4 @@ def test_train_servers_that_fail_to_sleep_end_run(engine, tmp_path):
         run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0))
         actor = PolicyActor(engine, AlgorithmConfig())
         with pytest.raises(InferenceError, match="injected"):
-            train(_Batches(engine, 2), actor, run_log, 2, publisher=_Publisher([]), sharing=sharing)
+            train(_Batches(engine, 2), actor, run_log, 2, ServerSync(run_log, _Publisher([]), sharing=sharing))

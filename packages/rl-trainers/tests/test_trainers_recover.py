@@ -33,6 +33,7 @@ from rl_trainers import (
     RecoverConfig,
     RecoveryCheckpoints,
     RunLog,
+    ServerSync,
     train,
 )
 from rl_trainers.algorithms.config import AlgorithmConfig
@@ -145,7 +146,8 @@ def run(
     components = {"source": source, "run_log": run_log}
     recover = RecoveryCheckpoints(run_dir, RecoverConfig(every), {"actor": engine}, components, stop)
     try:
-        train(source, learner, run_log, STEPS, recover=recover, publisher=publisher)
+        servers = ServerSync(run_log, publisher) if publisher else None
+        train(source, learner, run_log, STEPS, servers, recover)
         return {name: value.clone() for name, value in engine.model.state_dict().items()}
     finally:
         engine.destroy()

@@ -37,41 +37,27 @@ def check(run: Run[GRPOConfig]) -> list[str]:
 
 def train(run: Run[GRPOConfig]) -> None:
     """Run one trainer process, from the prompts of the data set to the updated weights."""
-    from rl_datasets import PromptLoader
-
-    config = run.config
     with Components(run) as components:
         examples = components.rows("train", "rl")
         engine = components.engine()  # policy model, with the parallel layout of the trainer
-        ranks = engine.parallel
-        prompts = PromptLoader(
-            examples,
-            seed=config.seed,
-            epochs=config.total_epochs or None,
-            num_shards=ranks.dp_size,
-            shard=ranks.dp_rank,
-        )
-        epochs = partial(getattr, prompts, "epoch")
+        prompts = components.prompts(examples, engine)
         client = components.client(engine)
-        reward = components.reward()
-        workflow = components.workflow(reward)
+        workflow = components.workflow(components.reward())
         rollout = components.runtime(client, workflow, engine, prompts)
         actor = components.actor(engine)
-        publisher = components.publisher(engine, client)
-        sharing = components.memory_sharing(engine, client)
-        gap = components.gate(engine, client, sharing)
-        evaluations = [components.completion_evaluation(engine, rollout)] if config.evaluation.examples else []
-        sources = {
-            "counters": rollout.stats,
-            "outcomes": rollout.outcomes,
-            "write_learned": components.writer(engine).write_learned,
-        }
-        run_log = components.run_log(engine, evaluations, epochs=epochs, **sources)
-        engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = components.recover(engines, {"rollout": rollout, "run_log": run_log}, epochs)
-        rl_trainers.train(
-            rollout, actor, run_log, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
+        run_log = components.run_log(
+            engine,
+            components.completion_evaluations(engine, rollout),
+            counters=rollout.stats,
+            outcomes=rollout.outcomes,
+            write_learned=components.writer(engine).write_learned,
+            epochs=lambda: prompts.epoch,
         )
+        servers = components.servers(run_log, engine, client)
+        recovery = components.recovery(
+            actor.engines, {"rollout": rollout, "run_log": run_log}, epochs=lambda: prompts.epoch
+        )
+        rl_trainers.train(rollout, actor, run_log, run.config.total_steps, servers, recovery)
 
 
 APP = App(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_apps.settings.data import Rows
+    from rl_contracts.inference import InferenceEngine
     from rl_trainers.run_log.evaluation import Evaluation
 
 __all__ = ["check", "train"]
@@ -44,15 +45,13 @@ def train(run: Run[SFTConfig]) -> None:
                 supervised_sequences(rows, renderer, components.max_length, truncate), engine.parallel
             )
 
+        learner, client = rl_trainers.LossLearner(engine), None
         evaluations: list[Evaluation] = []
-        publisher = gap = None
         if run.servers:
             client = components.client(engine)
             rollout = components.runtime(client, components.workflow(components.reward()), engine)
-            publisher, gap = components.publisher(engine, client), components.gate(engine, client)
-            evaluations.append(components.completion_evaluation(engine, rollout))
-        learner = rl_trainers.LossLearner(engine)
-        learn_rows(components, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
+            evaluations += components.completion_evaluations(engine, rollout)
+        learn_rows(components, rows, "sft", learner, batch_of, evaluations, client)
 
 
 def learn_rows(
@@ -62,7 +61,7 @@ def learn_rows(
     learner: rl_trainers.LossLearner,
     batch_of: Callable[[list[dict[str, Any]]], TensorDict],
     evaluations: Sequence[Evaluation] = (),
-    **served: Any,
+    client: InferenceEngine | None = None,
 ) -> None:
     """Run the training steps on the examples of a data set, and evaluate the loss on held-out examples.
 
@@ -71,7 +70,7 @@ def learn_rows(
         form: form of the examples; see `load_rows`.
         batch_of: builds this rank's shard of a batch from examples.
         evaluations: further evaluations.
-        served: publisher and log-prob gap gate, passed to `rl_trainers.train`.
+        client: client of the servers that receive the weights; None without servers.
     """
     from rl_datasets import BatchLoader
 
@@ -80,10 +79,14 @@ def learn_rows(
     source = rl_trainers.DataSource(batches, batch_of)
     held_out = components.rows("test", form, config.evaluation.examples)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
-    epochs = partial(getattr, batches, "epoch")
-    run_log = components.run_log(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
-    recover = components.recover({"actor": engine}, {"source": source, "run_log": run_log}, epochs)
-    rl_trainers.train(source, learner, run_log, config.total_steps, recover=recover, **served)
+    run_log = components.run_log(
+        engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=lambda: batches.epoch
+    )
+    servers = components.servers(run_log, engine, client) if client else None
+    recovery = components.recovery(
+        {"actor": engine}, {"source": source, "run_log": run_log}, epochs=lambda: batches.epoch
+    )
+    rl_trainers.train(source, learner, run_log, config.total_steps, servers, recovery)
 
 
 APP = App(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine, ServerSource
     from rl_contracts.rollout import RolloutRuntime
     from rl_contracts.workflow import RolloutWorkflow
+    from rl_datasets import PromptLoader
     from rl_trainers.run_log.evaluation import Evaluation
 
 __all__ = ["Components"]
@@ -71,7 +72,7 @@ class Destroyable(Protocol):
 class SigtermHandler:
     """SIGTERM handler while a trainer is being built. It exits normally, so that all open components are closed.
 
-    If an import swallows the SystemExit, `Components.recover` sees the request in `received` and exits.
+    If an import swallows the SystemExit, `Components.recovery` sees the request in `received` and exits.
     """
 
     received = False
@@ -152,6 +153,15 @@ class Components(ExitStack):
     def renderer(self) -> ChatRenderer:
         """Return the renderer of the model's chat template."""
         return ChatRenderer(self.tokenizer)
+
+    def prompts(self, examples: Rows, engine: TrainEngine) -> PromptLoader:
+        """Return the loader of this rank's shard of the prompts."""
+        from rl_datasets import PromptLoader
+
+        epochs, ranks = self.config.total_epochs or None, engine.parallel
+        return PromptLoader(
+            examples, seed=self.config.seed, epochs=epochs, num_shards=ranks.dp_size, shard=ranks.dp_rank
+        )
 
     def client(self, engine: TrainEngine) -> InferenceEngine:
         """Wait until the servers are ready, and build their client (collective). Only data-parallel leaders use it.
@@ -296,37 +306,35 @@ class Components(ExitStack):
             critic = rl_trainers.Critic(value_engine, config.critic.clip, config.actor.minibatches)
         return rl_trainers.PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic)
 
-    def publisher(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.WeightPublisher:
-        """Build the publisher of new weights to the servers."""
-        settings, interrupt, dtype = self.config.publish, self.config.rollout.interrupt, self.config.actor.dtype
-        directory = str(weights_directory(self.run.directory, settings.route))
-        return self.add(rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, interrupt, dtype))
+    def servers(
+        self, run_log: rl_trainers.RunLog, engine: TrainEngine, client: InferenceEngine
+    ) -> rl_trainers.ServerSync:
+        """Connect the servers to the training loop: weight publisher, log-prob gap gate and memory sharing.
 
-    def memory_sharing(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.MemorySharing | None:
-        """Build the memory sharing, which lets servers sleep during training; None without shared GPUs (`|`)."""
-        if not self.run.layout.shared:
-            return None
-        return rl_trainers.MemorySharing(engine, client, self.loop, self.config.rollout.client.update_timeout)
+        With shared GPUs (`|` in the allocation), servers sleep during training.
+        """
+        config, loop = self.config, self.loop
+        dtype, interrupt = config.actor.dtype, config.rollout.interrupt
+        directory = str(weights_directory(self.run.directory, config.publish.route))
+        publisher = rl_trainers.WeightPublisher(engine, client, loop, config.publish, directory, interrupt, dtype)
+        sharing = None
+        if self.run.layout.shared:
+            sharing = rl_trainers.MemorySharing(engine, client, loop, config.rollout.client.update_timeout)
+        gap = rl_trainers.GapGate(engine, client, loop, config.gap, dtype, client.served_dtype, sharing)
+        return rl_trainers.ServerSync(run_log, self.add(publisher), gap, sharing)
 
-    def gate(
-        self, engine: TrainEngine, client: InferenceEngine, sharing: rl_trainers.MemorySharing | None = None
-    ) -> rl_trainers.GapGate:
-        """Build the log-prob gap gate, which detects differences between servers and trainer."""
-        dtypes = self.config.actor.dtype, client.served_dtype
-        return rl_trainers.GapGate(engine, client, self.loop, self.config.gap, *dtypes, sharing)
+    def completion_evaluations(
+        self, engine: TrainEngine, rollout: RolloutRuntime
+    ) -> list[rl_trainers.CompletionEvaluation]:
+        """Build the evaluation of completions on held-out examples; empty without such examples."""
+        settings = self.config.evaluation
+        if not settings.examples:
+            return []
+        rows = self.rows("test", "rl", settings.examples)
+        return [rl_trainers.CompletionEvaluation(rollout, rows, settings, engine.parallel, self.writer(engine))]
 
-    def completion_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.CompletionEvaluation:
-        """Build the evaluation of completions on held-out examples."""
-        rows = self.rows("test", "rl", self.config.evaluation.examples)
-        return rl_trainers.CompletionEvaluation(
-            rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine)
-        )
-
-    def recover(
-        self,
-        engines: Mapping[str, TrainEngine],
-        parts: Mapping[str, Any],
-        epochs: Callable[[], int] | None = None,
+    def recovery(
+        self, engines: Mapping[str, TrainEngine], components: Mapping[str, Any], epochs: Callable[[], int] | None = None
     ) -> rl_trainers.RecoveryCheckpoints:
         """Build the component that saves and restores the run, and handle SIGTERM from here on.
 
@@ -336,7 +344,7 @@ class Components(ExitStack):
 
         Args:
             engines: see `rl_trainers.RecoveryCheckpoints`.
-            parts: see `rl_trainers.RecoveryCheckpoints`.
+            components: see `rl_trainers.RecoveryCheckpoints`.
             epochs: see `rl_trainers.RecoveryCheckpoints`.
         """
         requested, launcher = self.stop_requested, os.getppid()
@@ -358,7 +366,7 @@ class Components(ExitStack):
         if isinstance(before, SigtermHandler) and before.received:
             sys.exit(128 + signal.SIGTERM)
         return rl_trainers.RecoveryCheckpoints(
-            self.run.directory, self.config.recover, engines, parts, stopping, epochs
+            self.run.directory, self.config.recover, engines, components, stopping, epochs
         )
 
     def _abandon_at_second_request(self, ranks: ParallelContext) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rl_trainers.weight_sync.gap.gate import GapConfig, GapGate
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
     from rl_trainers.weight_sync.publisher import PublishConfig, WeightPublisher
+    from rl_trainers.weight_sync.servers import ServerSync
 
     __version__: str
 else:
@@ -52,6 +53,7 @@ else:
             "RecoverConfig": "recovery.lookup",
             "RecoveryCheckpoints": "recovery.checkpoints",
             "RolloutWriter": "run_log.rollouts",
+            "ServerSync": "weight_sync.servers",
             "TrackersConfig": "run_log.tracking",
             "Tracking": "run_log.tracking",
             "WeightPublisher": "weight_sync.publisher",
@@ -83,6 +85,7 @@ __all__ = [
     "RecoveryCheckpoints",
     "RolloutWriter",
     "RunLog",
+    "ServerSync",
     "TrackersConfig",
     "Tracking",
     "WeightPublisher",

@@ -68,6 +68,11 @@ class PolicyActor:
         """Number of training batches applied."""
         return self.engine.version
 
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Engines that learn, by name: `actor`, and `critic` if there is one."""
+        return {"actor": self.engine} | ({"critic": self.critic.engine} if self.critic else {})
+
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
         """Add the entries that `update` reads, [B, T] each (collective).
 

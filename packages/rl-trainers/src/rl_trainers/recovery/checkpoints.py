@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError, RLError
@@ -60,7 +60,7 @@ class RecoveryCheckpoints:
         run_dir: str | Path,
         config: RecoverConfig,
         engines: Mapping[str, TrainEngine],
-        components: Mapping[str, Any],
+        components: Mapping[str, object],
         stop: Callable[[], bool] = lambda: False,
         epochs: Callable[[], int] | None = None,
     ) -> None:
@@ -76,7 +76,8 @@ class RecoveryCheckpoints:
             config = replace(config, every_minutes=0.0)
         self.run_dir, self.config = Path(run_dir), config
         self.directory = self.run_dir / "recover"
-        self.engines, self.components = dict(engines), dict(components)
+        self.engines = dict(engines)
+        self.components = {name: component for name, component in components.items() if _can_be_saved(component)}
         self.parallel = next(iter(self.engines.values())).parallel
         self._stop, self._stateless, self._schedule = stop, sorted(stateless), Schedule(config, epochs)
         self._completed_steps: list[int] = []
@@ -271,7 +272,7 @@ class RecoveryCheckpoints:
         raise SystemExit(128 + signal.SIGTERM)
 
 
-def _can_be_saved(component: Any) -> bool:
+def _can_be_saved(component: object) -> TypeGuard[Stateful]:
     return isinstance(component, Stateful) and getattr(component, "can_be_saved", True)
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,7 +62,7 @@ class AgentCommand(AgentWorkflow):
     """True if a confined process can also write in /dev/shm, which `multiprocessing` requires. Weights on their way to
     servers are stored there, so allow this only for trusted programs."""
 
-    def __init__(self, reward: Callable[..., Any]) -> None:
+    def __init__(self, reward: Callable[..., float | Awaitable[float]]) -> None:
         self._reward, self._idle = reward, list[_Process]()
         self._process_slots = asyncio.Semaphore(self.processes)
         name = type(self).__name__
@@ -141,7 +141,7 @@ class AgentContainer(AgentCommand):
     inherited = (*AgentCommand.inherited, "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST")
     confined = False  # this process is the engine's client, not the agent
 
-    def __init__(self, reward: Callable[..., Any]) -> None:
+    def __init__(self, reward: Callable[..., float | Awaitable[float]]) -> None:
         if not self.image:
             raise ConfigError(f"{type(self).__name__}.image: expected the name of an image, found none.")
         self._container_command, self.command = self.command, (self.engine,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class VerifiersAgent(AgentCommand):
     program = str(Path(__file__).with_name("verifiers_program.py"))
     """Path of the program that runs the tasks."""
 
-    def __init__(self, reward: Callable[..., Any]) -> None:
+    def __init__(self, reward: Callable[..., float | Awaitable[float]]) -> None:
         if not self.config.get("taskset", {}).get("id"):
             raise ConfigError(
                 f"{type(self).__name__}.config: expected the id of a taskset, such as "

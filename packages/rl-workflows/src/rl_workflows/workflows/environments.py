@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from rl_workflows.workflows.multi_turn import MultiTurnWorkflow
 
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.config import GenerationConfig
     from rl_contracts.endpoint import Credit
     from rl_contracts.inference import InferenceEngine
 
@@ -39,14 +40,22 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
 
     def __init__(
         self,
-        *given: Any,
+        tokenizer: Any,
+        generation: GenerationConfig,
+        reward: Callable[..., float | Awaitable[float]],
+        max_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        *,
         environment: Callable[[], Environment],
         turns: int = 16,
         seconds: float = 60.0,
         credit: Credit = "episode",
-        **more: Any,
+        discount: float = 1.0,
+        form: str = "auto",
     ) -> None:
-        super().__init__(*given, turns=turns, **more)
+        super().__init__(
+            tokenizer, generation, reward, max_length, template_options, turns=turns, discount=discount, form=form
+        )
         require(seconds > 0, "workflow.seconds", "more than 0", seconds)
         self._make_environment, self._seconds, self._credit = environment, seconds, credit
 

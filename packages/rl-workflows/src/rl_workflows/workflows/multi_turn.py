@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.chat.rendering import replace_invalid_text
@@ -20,6 +20,7 @@ from rl_workflows.workflows.rlvr import RLVRWorkflow
 
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.config import GenerationConfig
     from rl_contracts.inference import InferenceEngine
 
 FEEDBACK = "Your answer is not right. Find the mistake, and answer again."
@@ -43,15 +44,19 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     def __init__(
         self,
-        *given: Any,
+        tokenizer: Any,
+        generation: GenerationConfig,
+        reward: Callable[..., float | Awaitable[float]],
+        max_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        *,
         turns: int = 2,
         feedback: str = FEEDBACK,
         enough: float = 1.0,
         discount: float = 1.0,
         form: str = "auto",
-        **more: Any,
     ) -> None:
-        super().__init__(*given, **more)
+        super().__init__(tokenizer, generation, reward, max_length, template_options)
         require(turns >= 1, "workflow.turns", "at least 1", turns)
         require(0 < discount <= 1, "workflow.discount", "in (0, 1]", discount)
         self._turns, self._feedback, self._enough, self._discount = turns, feedback, enough, discount
@@ -121,11 +126,11 @@ class ToolWorkflow(MultiTurnWorkflow):
     The result or error of each call is added to the conversation. The episode gets the reward of the last completion.
 
     Args:
+        tokenizer, generation, reward, max_length, template_options, form: see `MultiTurnWorkflow`.
         tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`,
             `python`).
         tool_seconds: time limit of a call; after it the model gets an error message as the result.
         turns: maximum number of completions.
-        given, more: other arguments of `MultiTurnWorkflow`.
 
     Raises:
         ConfigError: no tools, a tool without docstring or annotations, a chat template that does not list tools, or an
@@ -134,13 +139,18 @@ class ToolWorkflow(MultiTurnWorkflow):
 
     def __init__(
         self,
-        *given: Any,
+        tokenizer: Any,
+        generation: GenerationConfig,
+        reward: Callable[..., float | Awaitable[float]],
+        max_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        *,
         tools: Sequence[Tool | Callable[..., Any] | str] = (),
         tool_seconds: float = 10.0,
         turns: int = 8,
-        **more: Any,
+        form: str = "auto",
     ) -> None:
-        super().__init__(*given, turns=turns, **more)
+        super().__init__(tokenizer, generation, reward, max_length, template_options, turns=turns, form=form)
         self._tools = load_tools(tools)
         self._schemas = [tool.schema for tool in self._tools.values()]
         require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self,
         tokenizer: Any,
         generation: GenerationConfig,
-        reward: Callable[..., Any],
+        reward: Callable[..., float | Awaitable[float]],
         max_length: int | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:

@@ -268,6 +268,7 @@ def main() -> None:
                 sys.exit(f"tests of {area} fail without a mutant:\n{output[-2000:]}")
         tests = pool.map(copies.test, [mutant.area for mutant in mutants], mutants)
         for mutant, (survived, _) in zip(mutants, tests, strict=True):
+            print(f"{tested.total()} of {len(mutants)} mutants tested", end="\r", file=sys.stderr)
             tested[mutant.area] += 1
             killed[mutant.area] += not survived
             if survived:

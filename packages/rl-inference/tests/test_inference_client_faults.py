@@ -431,7 +431,7 @@ async def test_agenerate_server_with_older_version_is_evicted_and_tokens_dropped
 
         assert (completion.output_ids, completion.versions) == ([1, 1, 3, 3], [2, 2, 2, 2])
         assert engine.servers == [addresses[0], addresses[2]]
-        assert "serves version 1, but earlier tokens have version 2" in str(engine._router.servers[1].evicted)
+        assert "serves version 1, but earlier tokens have version 2" in str(engine._router.servers[1].reason)
 
 
 @pytest.mark.parametrize(("instances", "count"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])

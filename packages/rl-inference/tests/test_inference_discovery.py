@@ -14,11 +14,18 @@ from rl_contracts.config import ClientConfig
 from rl_contracts.runtime.clock import SystemClock
 from rl_inference.client.discovery import Discovery
 from rl_inference.client.router import Router
+from rl_inference.client.server_state import ServerState
 from rl_inference.client.transport import Server, ServerLostError
 
 NAMES = [f"rollout/{number}" for number in range(4)]
 ADDRESSES = [f"http://s{number}" for number in range(6)]
 FIRST = dict(zip(NAMES[:2], ADDRESSES[:2], strict=True))
+
+
+def rejoin(router: Router, server: Server, version: int) -> None:
+    """Readmit a server that is not live, as after a successful check."""
+    server.move(ServerState.REJOINING)
+    router.readmit(server, version)
 
 
 def create_discovery(source: Callable[[], dict[str, str]] = dict) -> tuple[Router, Discovery]:
@@ -37,15 +44,9 @@ def test_apply_new_server_is_added_but_evicted_until_readmitted() -> None:
     assert discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
 
     new = router.servers[-1]
-    assert (new.address, new.name, new.is_live, new.is_healthy, new.is_accepted) == (
-        ADDRESSES[2],
-        NAMES[2],
-        False,
-        False,
-        False,
-    )
+    assert (new.address, new.name, new.state) == (ADDRESSES[2], NAMES[2], ServerState.STARTING)
     assert {router.choose().address for _ in range(20)} == set(FIRST.values())  # type: ignore[union-attr]
-    router.readmit(new, 3)
+    rejoin(router, new, 3)
     assert len(router.live) == 3
     assert router.rejoins == 0, "a first join is not a rejoin"
     assert not discovery.apply(FIRST | {NAMES[2]: ADDRESSES[2]})
@@ -63,7 +64,7 @@ def test_apply_server_missing_twice_in_a_row_is_removed() -> None:
 
     assert addresses(router) == [ADDRESSES[1]]
     assert (removed.is_live, removed.failures) == (False, 0)
-    router.readmit(removed, 1)  # a rejoin that was in progress has no effect
+    rejoin(router, removed, 1)  # a rejoin that was in progress has no effect
     assert not removed.is_live
 
 
@@ -74,7 +75,7 @@ def test_apply_moved_server_replaces_old_address_and_counts_as_rejoin() -> None:
     discovery.apply(FIRST | {NAMES[0]: ADDRESSES[4]})
 
     assert addresses(router) == [ADDRESSES[1], ADDRESSES[4]]
-    router.readmit(router.servers[-1], 1)
+    rejoin(router, router.servers[-1], 1)
     assert router.rejoins == 1
 
 
@@ -96,7 +97,7 @@ def test_apply_last_live_server_is_kept_until_another_is_live() -> None:
         discovery.apply(reading)
 
     assert addresses(router) == [ADDRESSES[0], ADDRESSES[2]], "only the lost server may be removed"
-    router.readmit(router.servers[1], 0)
+    rejoin(router, router.servers[1], 0)
     discovery.apply(reading)
     assert addresses(router) == [ADDRESSES[2]]
 
@@ -123,11 +124,11 @@ def test_apply_random_readings_keep_live_server_and_follow_source(
             assert {server.address for server in router.live} == set(before)
         for server in router.servers if may_join else ():
             if not server.is_live and server.address not in unhealthy:
-                router.readmit(server, 0)
+                rejoin(router, server, 0)
     for _ in range(3):
         for server in router.servers:
             if not server.is_live:
-                router.readmit(server, 0)
+                rejoin(router, server, 0)
         discovery.apply(last)
 
     if last:

@@ -147,7 +147,7 @@ async def test_update_servers_may_leave_but_join_only_after_commit(start: Start,
         del names["servers/rollout/1"]
         names["servers/rollout/2"] = added.address
         await until(
-            lambda: any(server.address == added.address and server.is_healthy for server in engine._router.servers)
+            lambda: any(server.address == added.address and server.instance for server in engine._router.servers)
         )
         await until(lambda: engine.servers == [remaining.address])
         during = await engine.agenerate(request(1, 12))

@@ -181,7 +181,7 @@ async def test_decode_thread_stuck_client_uses_other_server(model_path: Path, tm
                     await asyncio.sleep(0.02)
 
             assert {response.server for response in responses} == {healthy.address}
-            assert "the decode thread has made no progress for" in str(engine._router.servers[0].evicted)
+            assert "the decode thread has made no progress for" in str(engine._router.servers[0].reason)
         finally:
             await engine.destroy()
 

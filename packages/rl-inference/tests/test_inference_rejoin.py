@@ -25,6 +25,7 @@ from publishing import (
 )
 
 from rl_contracts.errors import InferenceError, NoServersError, WeightUpdateError
+from rl_inference.client.server_state import ServerState
 from rl_inference.testing import ServerProcess, reference_model
 
 pytestmark = pytest.mark.slow  # each test starts its own servers
@@ -169,7 +170,7 @@ async def test_stage_late_response_evicts_server_and_is_ignored(servers: list[Se
         await trainer.publish(engine)
         servers[0].signal(signal.SIGSTOP)
         meta = await trainer.stage(engine)
-        assert "no response within 4 s" in str(engine._router.servers[0].evicted)
+        assert "no response within 4 s" in str(engine._router.servers[0].reason)
 
         servers[0].signal(signal.SIGCONT)  # the server stages now; the client ignores its response
         await trainer.commit(engine, meta)
@@ -296,7 +297,7 @@ async def test_monitor_fails_requests_fail_with_its_error(
 
     async with client(servers[:1]) as engine:
         await trainer.publish(engine)
-        monkeypatch.setattr("rl_inference.client.weight_update.WeightUpdates.rejoin", broken)
+        monkeypatch.setattr("rl_inference.client.weight_update.WeightUpdateClient.rejoin", broken)
         engine._router.evict(engine._router.servers[0], "was evicted by the test")
 
         with pytest.raises(InferenceError, match=r"server monitor ended: .*ZeroDivisionError"):
@@ -345,7 +346,7 @@ async def test_rejoin_with_route_without_files_happens_at_next_update(
         await trainer.publish(engine)  # the frozen server does not delay the update
         assert [server.address for server in engine._router.live] == [servers[1].address]
         servers[0].signal(signal.SIGCONT)
-        await until(lambda: engine._router.servers[0].is_healthy)
+        await until(lambda: engine._router.servers[0].state is ServerState.REJOINING)
         await trainer.publish(engine)
         assert len(engine._router.live) == 2
         await assert_both_serve(engine, trainer, 3)

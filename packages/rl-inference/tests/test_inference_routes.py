@@ -26,6 +26,7 @@ from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine
+from rl_inference.client.server_state import ServerState
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]
@@ -286,7 +287,7 @@ def test_broadcast_servers_added_or_removed_between_updates_get_ranks(
     names["3"] = third
     wait_until(
         lambda: any(
-            server.address == third and server.is_healthy and server.is_accepted for server in engine._router.servers
+            server.address == third and server.state is ServerState.REJOINING for server in engine._router.servers
         )
     )
     assert engine.servers == [first, second], "without stored weights, it joins with the next update"

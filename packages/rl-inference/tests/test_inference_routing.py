@@ -10,6 +10,7 @@ import pytest
 from rl_contracts.errors import InferenceError
 from rl_contracts.runtime.clock import SystemClock
 from rl_inference.client.router import Router
+from rl_inference.client.server_state import ServerState
 from rl_inference.client.transport import Server, ServerLostError
 
 
@@ -20,6 +21,12 @@ class Clock(SystemClock):
 
     def now(self) -> float:
         return self.time
+
+
+def rejoin(router: Router, server: Server, version: int) -> None:
+    """Readmit a server that is not live, as after a successful check."""
+    server.move(ServerState.REJOINING)
+    router.readmit(server, version)
 
 
 @pytest.fixture
@@ -164,7 +171,7 @@ async def test_wait_live_returns_after_readmit_or_timeout(router: Router) -> Non
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
 
-    router.readmit(router.servers[1], 7)
+    rejoin(router, router.servers[1], 7)
     assert await asyncio.gather(*waiting) == [True] * 3
 
     router.evict(router.servers[1], "died again")
@@ -188,7 +195,7 @@ async def test_evict_cancels_requests_and_readmit_resets_failures(router: Router
         await task
     assert not server.tasks
 
-    router.readmit(server, 4)
+    rejoin(router, server, 4)
     assert (server.version, server.failures, server.avoid_until, server.is_live) == (4, 0, 0.0, True)
     for other in router.servers[1:]:
         other.open = 1

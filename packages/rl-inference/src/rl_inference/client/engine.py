@@ -21,6 +21,7 @@ from rl_inference.client.file_limit import raise_file_limit
 from rl_inference.client.health import ServerMonitor
 from rl_inference.client.protocol import Exchange, GenerationChunk, ServerProtocol, Stats
 from rl_inference.client.router import Group, Router
+from rl_inference.client.server_state import ServerState
 from rl_inference.client.stop_strings import StopStrings, tokenizer_of
 from rl_inference.client.transport import (
     Server,
@@ -33,7 +34,7 @@ from rl_inference.client.transport import (
     Transport,
     failures,
 )
-from rl_inference.client.weight_update import WeightUpdates
+from rl_inference.client.weight_update import WeightUpdateClient
 
 _MAX_RETRY_SECONDS = 5.0
 _COUNTERS = ("generated_tokens", "busy_seconds")
@@ -99,7 +100,7 @@ class HttpEngine(InferenceEngine):
     def _connect(self, servers: list[Server], key: str) -> None:
         self._router = Router(servers, self._clock, self.config.affinity_slack, self.spec.version)
         self._transport = Transport(self.config, self._protocol, key)
-        self._updates = WeightUpdates(self.spec, self._router, self._transport, self.server_config.program())
+        self._updates = WeightUpdateClient(self.spec, self._router, self._transport, self.server_config.program())
         self._monitor = ServerMonitor(self._router, self._transport, self._updates)
 
     @property
@@ -212,7 +213,7 @@ class HttpEngine(InferenceEngine):
             InferenceError: this is the second such server. The request may be the cause, so it is not sent to another
                 server, even if tokens were received.
         """
-        if server.is_removed:
+        if server.state is ServerState.LEAVING:
             return
         fatal = isinstance(error, (ServerFailedError, ServerEndedError))
         if not fatal and isinstance(error, ServerGoneError):  # the server had ended before the request
@@ -248,7 +249,7 @@ class HttpEngine(InferenceEngine):
 
     def _handle_failure(self, server: Server, error: InferenceError) -> None:
         """Evict a server whose process ended or changed; avoid and probe a lost one; avoid a busy one."""
-        if server.is_removed:
+        if server.state is ServerState.LEAVING:
             return
         server.last_error = str(error)
         if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.is_enabled):
@@ -361,7 +362,7 @@ class HttpEngine(InferenceEngine):
             completion.drop_attempt()
             self._router.evict(server, f"serves version {oldest}, but earlier tokens have version {previous}")
         if not server.is_live:
-            raise ServerLostError(f"{server.address}: {server.evicted}")
+            raise ServerLostError(f"{server.address}: {server.reason}")
         completion.add(chunk, committed)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
@@ -522,7 +523,7 @@ class HttpEngine(InferenceEngine):
     async def destroy(self) -> None:
         """Close all connections. Waiting requests fail with an `InferenceError`."""
         await self._monitor.stop()
-        self._updates.end_lease()
+        self._updates.stop_renewal()
         self._router.stop_waiting(InferenceError("the client was closed"))
         tasks = [task for server in self._router.servers for task in server.tasks]
         for task in tasks:

@@ -12,8 +12,9 @@ from rl_contracts.runtime.logging import get_logger
 from rl_inference.client.discovery import Discovery
 from rl_inference.client.file_limit import TooManyFilesError
 from rl_inference.client.router import Router
+from rl_inference.client.server_state import ServerState
 from rl_inference.client.transport import Server, ServerGoneError, Transport
-from rl_inference.client.weight_update import WeightUpdates
+from rl_inference.client.weight_update import WeightUpdateClient
 
 logger = get_logger("inference.client")
 
@@ -25,11 +26,11 @@ class ServerMonitor:
     """Background task that probes all servers, from the first use of the client until it is closed.
 
     A live server is evicted if its process ended, or if it does not respond after a failed request or for the progress
-    timeout. An evicted server that responds is passed to `WeightUpdates.rejoin`, which decides whether to readmit it.
+    timeout. An evicted server that responds is passed to `WeightUpdateClient.rejoin`, which decides whether to use it.
     If the task itself fails, all waits for a server end with its error.
     """
 
-    def __init__(self, router: Router, transport: Transport, updates: WeightUpdates) -> None:
+    def __init__(self, router: Router, transport: Transport, updates: WeightUpdateClient) -> None:
         self._router = router
         self._transport = transport
         self._updates = updates
@@ -117,9 +118,10 @@ class ServerMonitor:
         except InferenceError as error:
             self._on_unhealthy(server, error)
             return
-        if server.is_removed:  # removed during the probe
+        if server.state is ServerState.LEAVING:  # removed during the probe
             return
-        server.is_healthy = True
+        if server.state is ServerState.EVICTED:
+            server.move(ServerState.REJOINING, server.reason)
         server.other_requests = max((health.open or 0) - server.open, 0)
         self._silent_since.pop(server, None)
         if server.is_live and health.version is not None and health.version < committed:
@@ -130,8 +132,9 @@ class ServerMonitor:
             tasks.create_task(self._readmit(server, state), name=f"rejoin {server.address}")
 
     def _on_unhealthy(self, server: Server, error: InferenceError) -> None:
-        server.is_healthy = False
         if not server.is_live:
+            if server.state is ServerState.REJOINING:
+                server.move(ServerState.EVICTED, server.reason)
             server.instance = ""  # the next response may come from another process
             self._log_once(server, error)
             return

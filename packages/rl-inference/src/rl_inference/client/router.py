@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from rl_contracts.errors import InferenceError
 from rl_contracts.runtime.clock import Clock
 from rl_contracts.runtime.logging import get_logger
+from rl_inference.client.server_state import ServerState
 from rl_inference.client.transport import Server
 
 logger = get_logger("inference.client")
@@ -131,21 +132,30 @@ class Router:
         """Stop using a server until it is readmitted, and cancel its requests, which then continue on other servers."""
         if server.is_live:
             logger.error("server %s is evicted: it %s", server.address, reason)
-            self._mark_evicted(server, reason)
+            self._end_service(server, ServerState.EVICTED, reason)
             self.interrupt(server)
 
-    def _mark_evicted(self, server: Server, reason: str) -> None:
-        server.evicted = server.last_error = reason
+    def _end_service(self, server: Server, state: ServerState, reason: str) -> None:
+        was_live = server.is_live
+        server.move(state, reason)
+        server.last_error = reason
         server.instance = ""
-        if not self.live:
+        if was_live and not self.live:
             self._no_server_since = self.clock.now()
 
-    def readmit(self, server: Server, version: int) -> None:
-        """Start to use an evicted or new server, and reset its failures. Do nothing if it was removed meanwhile."""
-        if server.is_removed:
+    def readmit(self, server: Server, version: int, state: ServerState = ServerState.SERVING) -> None:
+        """Start to use a rejoining server, and reset its failures. Do nothing if it was removed meanwhile.
+
+        Args:
+            server: server to use.
+            version: version that it serves.
+            state: its state, serving or paused.
+        """
+        if server.state is ServerState.LEAVING:
             return
         logger.log(*_JOINED[server.served_before], server.address, version)
-        server.evicted, server.version = None, version
+        server.move(state)
+        server.version = version
         self.succeeded(server)
         self.rejoins += server.served_before
         server.served_before = True
@@ -153,19 +163,17 @@ class Router:
         self._changed.set()
 
     def add(self, address: str, name: str, served_before: bool) -> None:
-        """Add a server of a source. It counts as evicted until it is readmitted.
+        """Add a server of a source, which must rejoin before it is used.
 
         Args:
             address: address of the server.
             name: name in the source (see `Server.name`).
             served_before: whether it got requests before, at another address.
         """
-        reason = "is waiting to join"
-        server = Server(
-            address, self.version, name, is_accepted=False, served_before=served_before, is_healthy=False, counted=None
+        state, reason = ServerState.STARTING, "is waiting to join"
+        self.servers.append(
+            Server(address, self.version, name, state, reason, served_before, last_error=reason, counted=None)
         )
-        server.evicted = server.last_error = reason
-        self.servers.append(server)
 
     def remove(self, server: Server, reason: str, patience: float = 0.0) -> None:
         """Remove a server, which does not count as a failure. Its requests continue on other servers.
@@ -177,9 +185,7 @@ class Router:
                 may depend on them.
         """
         self.servers.remove(server)
-        server.is_removed = True
-        if server.is_live:
-            self._mark_evicted(server, reason)
+        self._end_service(server, ServerState.LEAVING, reason)
         if patience and server.steps:
             asyncio.get_running_loop().call_later(patience, self.interrupt, server)
         for task in server.tasks - server.steps if patience else list(server.tasks):

@@ -17,6 +17,7 @@ from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError
 from rl_inference.client.file_limit import NO_FILE_LEFT, TooManyFilesError
 from rl_inference.client.protocol import Call, Exchange, ServerProtocol
+from rl_inference.client.server_state import SERVER_TRANSITIONS, ServerState, require_transition
 
 
 class ServerLostError(InferenceError):
@@ -60,18 +61,14 @@ class Server:
     """Last version that the server committed."""
     name: str = ""
     """Name of the server in the source of servers, independent of its address; empty if it has none."""
-    is_accepted: bool = True
-    """True if the server's self-description was accepted. True also for servers that do not come from a source."""
+    state: ServerState = ServerState.SERVING
+    """What the client may do with the server; `move` sets it."""
+    reason: str = ""
+    """Reason why the server is not live, as the predicate of a sentence; empty while it is live."""
     served_before: bool = True
     """True if the server got requests before, at this address or another one."""
     instance: str = ""
     """Id of the server's process, from a response header; empty until the next response."""
-    is_healthy: bool = True
-    """True if the last health probe succeeded."""
-    evicted: str | None = None
-    """Reason why the server is not used now; None while it is live."""
-    is_removed: bool = False
-    """True if the server was removed, so that its failures no longer count."""
     open: int = 0
     """Number of open requests of this client."""
     other_requests: int = 0
@@ -105,15 +102,29 @@ class Server:
     @property
     def is_live(self) -> bool:
         """True if the server gets requests and takes part in weight updates."""
-        return self.evicted is None
+        return self.state.is_live
+
+    def move(self, state: ServerState, reason: str = "") -> None:
+        """Set the state. A server that leaves keeps its state and its reason.
+
+        Args:
+            state: next state.
+            reason: see `reason`.
+
+        Raises:
+            TransitionError: the state cannot follow the current one.
+        """
+        if self.state is not ServerState.LEAVING:
+            require_transition(SERVER_TRANSITIONS, self.state, state, f"server {self.address}")
+            self.state, self.reason = state, reason
 
     @property
     def trouble(self) -> str:
         """Problem of the server, as text for an error message."""
-        if self.evicted is None:
+        if self.is_live:
             return self.last_error or "no error seen"
-        since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
-        return f"{self.evicted} (evicted{since})"
+        since = "" if self.reason in self.last_error else f"; since then: {self.last_error}"
+        return f"{self.reason} ({self.state}{since})"
 
     async def run[T](self, work: Coroutine[Any, Any, T], step: bool = False) -> T:
         """Run `work` in a separate task, which an eviction cancels, and return its result.
@@ -135,7 +146,7 @@ class Server:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise ServerLostError(f"{self.address}: {self.evicted or 'the client was closed'}") from None
+            raise ServerLostError(f"{self.address}: {self.reason or 'the client was closed'}") from None
         finally:
             task.cancel()
             self.tasks.discard(task)

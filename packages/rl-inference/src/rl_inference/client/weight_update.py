@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 from rl_contracts.config import require_choice
 from rl_contracts.data import RENDEZVOUS_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
@@ -17,6 +18,7 @@ from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, with_rank
 from rl_inference.client.all_servers import AllLostError, AllServers
 from rl_inference.client.router import Router
+from rl_inference.client.server_state import UPDATE_TRANSITIONS, ServerState, UpdateState, require_transition
 from rl_inference.client.transport import Server, ServerBusyError, ServerLostError, Transport, failures
 from rl_inference.client.weight_loading import InPlaceLoad, StagedLoad
 
@@ -28,10 +30,20 @@ _REJOIN_SECONDS = 10.0
 """Seconds for which an update waits for a rejoin in progress."""
 
 
-class WeightUpdates:
+@dataclass(frozen=True)
+class _StagedUpdate:
+    """Version that the servers can commit."""
+
+    weights: CommittedWeights
+    joining: list[Server]
+    """Rejoining servers that have staged the version. They become live at the commit."""
+
+
+class WeightUpdateClient:
     """Weight updates (stage, pause, commit and resume on all servers), pauses, sleep, and the rejoin of a server.
 
-    `rl_inference.client.weight_loading` implements how one server stages and commits.
+    `rl_inference.client.weight_loading` implements how one server stages and commits. `server_state` lists the states
+    of a server and of an update.
 
     Invariant: when a server resumes, all live servers have committed the same version. Therefore no server rejoins
     between a stage and its commit.
@@ -48,18 +60,23 @@ class WeightUpdates:
         loading = StagedLoad if transport.protocol.capabilities.staged_load else InPlaceLoad
         self._loading = loading(self._all_servers, spec.model_path)
         self._lock = asyncio.Lock()
-        self._is_paused = self._is_sleeping = self._controls_servers = False
-        self._lease_task: asyncio.Task[None] | None = None
-        self._lease_lock = asyncio.Lock()
-        self._staged: CommittedWeights | None = None
+        self._pauses = PauseRenewal(self._all_servers)
+        self.state = UpdateState.IDLE
+        self._is_paused = False
+        """True between `pause` and `resume`; updates then leave the servers paused."""
+        self._controls_servers = False
+        """True if this client pauses or updates the servers. Otherwise another client does."""
+        self._staged: _StagedUpdate | None = None
         self._committed: CommittedWeights | None = None
-        self._joining: list[Server] = []
-        self._rejoining: Server | None = None
 
     @property
     def is_in_progress(self) -> bool:
         """True if this client is changing the servers: a step is in progress, a version is staged, or they sleep."""
-        return self._lock.locked() or self._staged is not None or self._is_sleeping
+        return self._lock.locked() or self.state is not UpdateState.IDLE
+
+    def _move(self, state: UpdateState) -> None:
+        require_transition(UPDATE_TRANSITIONS, self.state, state, "the weight update")
+        self.state = state
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a new version on all servers while the current one is served. See `InferenceEngine.stage_weights`.
@@ -68,9 +85,9 @@ class WeightUpdates:
         the others, but frequent updates must not exclude a healthy server forever.
         """
         self._controls_servers = True
-        self._is_sleeping = self._is_sleeping and bool(self._router.live)  # a server that rejoins is awake
-        if self._rejoining is not None:
-            await self._end_rejoin(self._rejoining)
+        if self.state is UpdateState.SLEEPING and not self._router.live:
+            self._move(UpdateState.IDLE)  # a server that rejoins is awake
+        await self._end_rejoin()
         while await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
             with contextlib.suppress(AllLostError):
                 async with self._lock:
@@ -88,8 +105,9 @@ class WeightUpdates:
                 if self._committed is None or self._committed.version != version:
                     raise
             finally:
-                await self._set_pause_renewal("keep" if self._is_paused else "")
-                self._is_sleeping = False
+                await self._pauses.renew("keep" if self._is_paused else "")
+                self._staged = None
+                self._move(UpdateState.IDLE)
                 self._loading.release()
         # All servers were lost during the commit. The version counts as committed, so a server must load it to rejoin.
         if not await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
@@ -103,20 +121,22 @@ class WeightUpdates:
             AllLostError: all servers were lost. If the version was staged, it counts as committed.
         """
         all_servers, loading = self._all_servers, self._loading
+        was_sleeping = self.state is UpdateState.SLEEPING
+        self._move(UpdateState.COMMITTING)
         try:
-            was_sleeping = await self._wake_all()
+            if was_sleeping:
+                await self._wake_all()
             await loading.before_pause(version, canary, self._is_paused or was_sleeping)
             start = self._router.clock.now()
-            await self._set_pause_renewal(interrupt)
-            await all_servers.call_all(lambda s: all_servers.pause(s, interrupt), f"pause for version {version}")
+            await self._pauses.renew(interrupt)
+            await self._pause_all(interrupt, f"pause for version {version}")
             await all_servers.call_all(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
             await self._admit_joining(version)
         except AllLostError:
-            if self._staged is not None and self._staged.version == version:
+            if self._staged is not None and self._staged.weights.version == version:
                 self._set_committed(version)
             raise
         except BaseException:
-            self._staged = None
             # no server may stay paused; report the first error
             with contextlib.suppress(WeightUpdateError):
                 await self._resume_all()
@@ -129,7 +149,7 @@ class WeightUpdates:
             await loading.prove(version)
         finally:
             if self._is_paused:
-                await all_servers.call_all(lambda s: all_servers.pause(s, "keep"), "pause again")
+                await self._pause_all("keep", "pause again")
         pause_seconds = [seconds for seconds in pauses if seconds is not None]
         return max(pause_seconds) if pause_seconds and not loading.needs_proof else self._router.clock.now() - start
 
@@ -146,21 +166,19 @@ class WeightUpdates:
         if self.is_in_progress:
             return
         async with self._lock:
-            if server.is_live or self._staged is not None:
-                return
-            self._rejoining = server
-            try:
+            if not server.is_live and self.state is UpdateState.IDLE:
                 await self._readmit(server)
-            finally:
-                self._rejoining = None
 
-    async def _end_rejoin(self, server: Server) -> None:
+    async def _end_rejoin(self) -> None:
+        """Wait for a rejoin in progress, if there is one, and cancel it after `_REJOIN_SECONDS`."""
         try:
             async with asyncio.timeout(_REJOIN_SECONDS), self._lock:
                 return
         except TimeoutError:
-            logger.warning("server %s takes too long to rejoin; canceled for a weight update", server.address)
-            self._router.interrupt(server)
+            for server in self._router.servers:
+                if server.tasks and not server.is_live:
+                    logger.warning("server %s takes too long to rejoin; canceled for a weight update", server.address)
+                    self._router.interrupt(server)
 
     async def _readmit(self, server: Server) -> None:
         """Load the committed version on a server if necessary, check its weights, and readmit it."""
@@ -169,6 +187,8 @@ class WeightUpdates:
         version = self._router.version
         if server.name:
             await self._check_identity(server, committed)
+        else:
+            server.move(ServerState.REJOINING, server.reason)
         health = await self._transport.call_until_evicted(server, self._transport.protocol.health())
         if self._controls_servers and self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
             await self._transport.call_until_evicted(server, self._transport.protocol.wake())
@@ -186,7 +206,7 @@ class WeightUpdates:
         if self._controls_servers:  # otherwise the client that paused the server, perhaps for an update, must resume it
             exchange = protocol.pause("keep", self._all_servers.lease) if self._is_paused else protocol.resume()
             await self._transport.call_until_evicted(server, exchange)
-        self._router.readmit(server, version)
+        self._router.readmit(server, version, ServerState.PAUSED if self._is_paused else ServerState.SERVING)
 
     async def _check_identity(self, server: Server, committed: CommittedWeights | None) -> None:
         """Check the self-description of a server, because another server may have taken over its address.
@@ -194,7 +214,7 @@ class WeightUpdates:
         Raises:
             WeightUpdateError: the run cannot use this server.
         """
-        server.is_accepted = False
+        server.move(ServerState.STARTING, server.reason)
         try:
             description = await self._transport.call_until_evicted(server, self._transport.protocol.describe())
             if description is not None:
@@ -204,20 +224,21 @@ class WeightUpdates:
             raise
         except InferenceError as error:
             raise WeightUpdateError(f"this run cannot use the server {server.address}: {error}") from error
-        server.is_accepted = True
+        server.move(ServerState.REJOINING, server.reason)
 
     async def pause(self) -> None:
         """Pause all servers until `resume`. Updates in between leave them paused."""
         async with self._lock:
             self._is_paused = self._controls_servers = True
-            await self._set_pause_renewal("keep")
-            await self._all_servers.call_all(lambda server: self._all_servers.pause(server, "keep"), "pause")
+            await self._pauses.renew("keep")
+            await self._pause_all("keep", "pause")
 
     async def resume(self) -> None:
-        """Resume all servers after `pause`."""
+        """Resume all servers after `pause`; sleeping servers resume when they wake."""
         async with self._lock:
             self._is_paused = False
-            await self._resume_all()
+            if self.state is not UpdateState.SLEEPING:
+                await self._resume_all()
 
     async def sleep(self) -> float:
         """Release the servers' device memory until the next commit or `wake`.
@@ -229,10 +250,11 @@ class WeightUpdates:
         """
         async with self._lock:
             self._router.close()
-            self._is_sleeping = self._controls_servers = True
+            self._controls_servers = True
+            self._move(UpdateState.SLEEPING)
             try:
-                await self._set_pause_renewal("recompute")
-                await self._all_servers.call_all(lambda s: self._all_servers.pause(s, "recompute"), "pause")
+                await self._pauses.renew("recompute")
+                await self._pause_all("recompute", "pause")
                 call, protocol = self._transport.call_until_evicted, self._all_servers.protocol
                 return sum(await self._all_servers.call_all(lambda s: call(s, protocol.sleep()), "sleep"))
             except BaseException:
@@ -243,65 +265,39 @@ class WeightUpdates:
     async def wake(self) -> None:
         """Wake the servers after `sleep`, unless a commit already woke them."""
         async with self._lock:
-            if self._is_sleeping:
+            if self.state is UpdateState.SLEEPING:
                 await self._wake_and_resume()
 
     async def _wake_and_resume(self) -> None:
         """Wake all servers, evict those that do not wake, and resume generation unless `pause` was called."""
-        all_servers = self._all_servers
         try:
             await self._wake_all()
+            self._move(UpdateState.STAGED if self._staged else UpdateState.IDLE)
             await self._resume_all(stay_paused=False)
             if self._is_paused:
-                await all_servers.call_all(lambda s: all_servers.pause(s, "keep"), "pause again")
+                await self._pause_all("keep", "pause again")
         except BaseException as error:
             for server in self._router.live:
                 self._router.evict(server, f"could not wake: {error}")
             raise
         finally:
-            await self._set_pause_renewal("keep" if self._is_paused else "")
-            self._is_sleeping = False
+            await self._pauses.renew("keep" if self._is_paused else "")
+            self._move(UpdateState.STAGED if self._staged else UpdateState.IDLE)
             self._router.open()
 
-    async def _wake_all(self) -> bool:
-        """Wake the servers if they sleep, without resuming generation, and return whether they slept."""
-        if self._is_sleeping:
-            call, protocol = self._transport.call_until_evicted, self._all_servers.protocol
-            await self._all_servers.call_all(lambda s: call(s, protocol.wake()), "wake")
-        return self._is_sleeping
+    async def _wake_all(self) -> None:
+        """Wake the sleeping servers, without resuming generation."""
+        call, protocol = self._transport.call_until_evicted, self._all_servers.protocol
+        await self._all_servers.call_all(lambda s: call(s, protocol.wake()), "wake")
 
-    def end_lease(self) -> None:
-        """Stop renewing the lease of a pause."""
-        if self._lease_task is not None:
-            self._lease_task.cancel()
-
-    async def _set_pause_renewal(self, mode: str) -> None:
-        """Start to renew the pause of all servers with `mode` regularly; an empty `mode` only stops the renewal.
-
-        Returns after all earlier renewals have ended, so that none of them follows a resume.
-        """
-        async with self._lease_lock:
-            self.end_lease()
-            self._lease_task = asyncio.create_task(self._renew_pauses(mode), name="pause") if mode else None
-
-    async def _renew_pauses(self, mode: str) -> None:
-        transport, lease = self._transport, self._all_servers.lease
-        while True:
-            await self._router.clock.sleep(lease / 3)
-            async with self._lease_lock:
-                calls = (
-                    transport.call_until_evicted(
-                        server, transport.protocol.pause(mode, lease), transport.config.probe_timeout
-                    )
-                    for server in self._router.live
-                )
-                await asyncio.gather(*calls, return_exceptions=True)
+    def stop_renewal(self) -> None:
+        """Stop renewing the pauses of the servers."""
+        self._pauses.stop()
 
     def _set_committed(self, version: int) -> None:
         """Make `version` the committed version."""
-        if self._staged is not None and self._staged.version == version:
-            self._committed = self._staged
-        self._staged = None
+        if self._staged is not None and self._staged.weights.version == version:
+            self._committed = self._staged.weights
         self._router.version = max(self._router.version, version)
 
     def _committed_weights(self) -> CommittedWeights | None:
@@ -347,14 +343,14 @@ class WeightUpdates:
     async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Stage a version on all live servers and return their receipts.
 
-        If the route stores no weights, also stage it on evicted servers that are healthy again: they can get weights
-        only from an update. They rejoin at the commit.
+        If the route stores no weights, also stage it on rejoining servers: they can get weights only from an update.
         """
-        self._staged, self._joining = None, []
+        self._staged = None
+        was_sleeping = self.state is UpdateState.SLEEPING
+        if not was_sleeping:
+            self._move(UpdateState.IDLE)
         await self._loading.prepare(meta)
-        joining = [
-            server for server in self._router.servers if not server.is_live and server.is_healthy and server.is_accepted
-        ]
+        joining = [server for server in self._router.servers if server.state is ServerState.REJOINING]
         if meta.route in STORED_ROUTES:
             joining = []
         for server in joining:
@@ -366,7 +362,12 @@ class WeightUpdates:
             receipts = await self._all_servers.call_all(
                 lambda s: self._stage(s, meta), f"stage version {meta.version}", servers
             )
-        self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
+        self._staged = _StagedUpdate(CommittedWeights(meta, receipts[0]), joining)
+        if not was_sleeping:
+            self._move(UpdateState.STAGED)
+        for server in self._router.live:
+            if server.state is ServerState.SERVING:
+                server.move(ServerState.STAGED)
         return receipts
 
     async def _stage_together(self, servers: list[Server], meta: WeightUpdateMeta) -> list[WeightReceipt]:
@@ -395,8 +396,7 @@ class WeightUpdates:
         failed = failures(servers, errors)
         lost = [(server, error) for server, error in failed if isinstance(error, ServerLostError)]
         for server, error in lost:
-            server.is_healthy = False  # until the next successful probe
-            self._router.evict(server, f"could not stage version {meta.version}: {error}")
+            self._drop(server, f"could not stage version {meta.version}: {error}")
         reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
         if lost and (self._router.live or self._transport.config.rejoin_timeout):
             raise ReceiversLostError(f"route {meta.route}, version {meta.version}: servers were lost: {reasons}.")
@@ -404,8 +404,9 @@ class WeightUpdates:
 
     async def _admit_joining(self, version: int) -> None:
         """Commit the version on the servers that were staged while evicted, and readmit them."""
-        joining, self._joining = self._joining, []
-        for server in joining:
+        for server in self._staged.joining if self._staged is not None else ():
+            if server.state is not ServerState.REJOINING:
+                continue
             try:
                 if self._is_paused:
                     await self._all_servers.pause(server, "keep")
@@ -413,16 +414,28 @@ class WeightUpdates:
             except InferenceError as error:
                 server.last_error = f"could not commit version {version}: {error}"
             else:
-                self._router.readmit(server, version)
+                self._router.readmit(server, version, ServerState.PAUSED)
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         try:
             return await self._loading.stage(server, meta)
         except InferenceError as error:
-            server.is_healthy = False  # an evicted server is staged again only after a successful probe
             if server.is_live:
                 raise
-            raise ServerLostError(str(error)) from error  # even a rejection by an evicted server fails no update
+            self._drop(server, str(error))
+            raise ServerLostError(str(error)) from error  # even a rejection by a rejoining server fails no update
+
+    def _drop(self, server: Server, reason: str) -> None:
+        """Evict a server. A rejoining server takes part again only after a successful probe."""
+        if server.is_live:
+            self._router.evict(server, reason)
+        elif server.state is ServerState.REJOINING:
+            server.move(ServerState.EVICTED, reason)
+
+    async def _pause_all(self, mode: str, what: str) -> None:
+        await self._all_servers.call_all(lambda server: self._all_servers.pause(server, mode), what)
+        for server in self._router.live:
+            server.move(ServerState.PAUSED)
 
     async def _resume_all(self, stay_paused: bool | None = None) -> list[float | None]:
         """Resume all live servers, unless `pause` holds them paused.
@@ -435,8 +448,51 @@ class WeightUpdates:
         """
         if self._is_paused if stay_paused is None else stay_paused:
             return []
-        await self._set_pause_renewal("")
+        await self._pauses.renew("")
         protocol = self._transport.protocol
-        return await self._all_servers.call_all(
+        pauses: list[float | None] = await self._all_servers.call_all(
             lambda s: self._transport.call_until_evicted(s, protocol.resume()), "resume"
         )
+        for server in self._router.live:
+            server.move(ServerState.STAGED if self.state is UpdateState.STAGED else ServerState.SERVING)
+        return pauses
+
+
+class PauseRenewal:
+    """Renews the pauses of all live servers, which end by themselves if their client is lost.
+
+    Args:
+        all_servers: the servers.
+    """
+
+    def __init__(self, all_servers: AllServers) -> None:
+        self._all_servers = all_servers
+        self._task: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+
+    def stop(self) -> None:
+        """Stop the renewal without waiting."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def renew(self, mode: str) -> None:
+        """Start to renew the pauses with `mode` regularly; an empty `mode` only stops the renewal.
+
+        Returns after all earlier renewals have ended, so that none of them follows a resume.
+        """
+        async with self._lock:
+            self.stop()
+            self._task = asyncio.create_task(self._repeat(mode), name="pause") if mode else None
+
+    async def _repeat(self, mode: str) -> None:
+        servers = self._all_servers
+        while True:
+            await servers.router.clock.sleep(servers.lease / 3)
+            async with self._lock:
+                calls = (
+                    servers.transport.call_until_evicted(
+                        server, servers.protocol.pause(mode, servers.lease), servers.config.probe_timeout
+                    )
+                    for server in servers.router.live
+                )
+                await asyncio.gather(*calls, return_exceptions=True)

@@ -105,6 +105,7 @@ def test_help_of_section_lists_exactly_its_settings(topic: str) -> None:
         assert not [key for key in keys if key and not key.startswith("-") and not key.startswith(topic)]
 
 
+@pytest.mark.guarantee("The help of a command imports neither torch nor transformers.", area="boundaries")
 def test_help_is_fast_and_imports_no_heavy_library() -> None:
     code = (
         "import sys, time; from rl_apps.cli.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "

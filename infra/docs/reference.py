@@ -1,5 +1,7 @@
 """Write the generated pages of docs/: settings from dataclasses, commands from parsers, tutorials from programs.
 
+`guarantees.py` generates the page of guarantees from test markers.
+
     uv run python infra/docs/reference.py
 
 `tests/docs/test_docs_site.py` fails if a page differs from the output of this script.
@@ -17,6 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from guarantees import guarantees_page
 
 from rl_apps.run.app import App
 from rl_apps.settings.compose import FILLED_IN, FLAGS, describe
@@ -289,6 +293,7 @@ def _listed(names: Iterable[str]) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
     "docs/commands.md": commands_page,
+    "docs/guarantees.md": partial(guarantees_page, COMMAND),
     **{
         program.with_suffix(".md").relative_to(ROOT).as_posix(): partial(tutorial_page, program)
         for program in sorted((ROOT / "docs" / "tutorials").glob("*.py"))

@@ -138,6 +138,7 @@ def test_faults_are_each_injected_once_before_any_repeats(tmp_path: Path) -> Non
     assert part.missing_kinds() == ["kill_reward"]
 
 
+@pytest.mark.guarantee("Kills of a server, a trainer and the launcher lose no prompt and repeat none.", area="prompts")
 @pytest.mark.nightly  # test_clusters_learn.py and test_trainer_restarts.py test each kind of kill
 def test_local_run_with_three_kills_uses_every_prompt_once(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]

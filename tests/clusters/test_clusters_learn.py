@@ -89,6 +89,10 @@ def _assert_steps_complete(steps: list[dict[str, Any]], number: int, prompts: in
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.guarantee(
+    "`gsm8k-grpo` with its default settings raises held-out accuracy from at most 0.55 to at least 0.90.",
+    area="algorithms",
+)
 @pytest.mark.nightly
 @pytest.mark.parametrize("route", ["broadcast", "disk"])
 def test_default_run_with_server_and_trainer_on_two_nodes_learns(

@@ -169,6 +169,9 @@ def is_writing(run_dir):
     return _last_step(run_dir) >= 7 and any((run_dir / "recover").glob(".step_*.partial"))
 
 
+@pytest.mark.guarantee(
+    "A deterministic GRPO run that is killed three times equals an uninterrupted run bit for bit.", area="failures"
+)
 @pytest.mark.nightly  # five runs
 @pytest.mark.timeout(900)
 def test_deterministic_run_killed_three_times_equals_uninterrupted_run(run):

@@ -132,6 +132,10 @@ async def _converse(agent: openai.AsyncOpenAI, messages: list[Any], turns: int, 
             messages.append({"role": "user", "content": f"and {turn}?"})
 
 
+@pytest.mark.guarantee(
+    "The trainer trains on exactly the token ids that the server sampled, also over several turns with tools.",
+    area="algorithms",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAT_FORMATS)
 async def test_conversation_with_tools_and_branch_is_trained_as_sampled(

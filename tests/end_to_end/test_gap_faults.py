@@ -82,6 +82,9 @@ def _steps(run, count):
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.guarantee(
+    "If a server misses an update, the run stops and reports missing weights as the cause.", area="gap"
+)
 def test_gap_weights_not_sent_reports_cause(run, fault_file):
     fault_file.write_text("weights not sent")
     message = _alarm(_steps, run, 1)
@@ -101,6 +104,9 @@ def test_gap_stale_fused_copy_reports_cause(run, fault_file):
     assert "Likely cause: stale fused copy" in _alarm(_steps, run, 1)
 
 
+@pytest.mark.guarantee(
+    "If a server samples at a wrong temperature, the run stops and reports the temperature.", area="gap"
+)
 def test_gap_wrong_temperature_reports_cause_and_temperature(run, fault_file):
     fault_file.write_text("temperature")
     message = _alarm(_steps, run, 3)
@@ -113,6 +119,9 @@ def test_gap_truncated_sampling_reports_cause(run, fault_file):
     assert "Likely cause: truncated sampling" in _alarm(_steps, run, 3)
 
 
+@pytest.mark.guarantee(
+    "If a server reuses an outdated prefix cache, the run stops and reports the cache as the cause.", area="gap"
+)
 def test_gap_stale_prefix_cache_reports_cause(run, fault_file):
     fault_file.write_text("stale prefix")
     message = _alarm(_steps, run, 4)

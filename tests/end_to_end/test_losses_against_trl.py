@@ -145,6 +145,7 @@ def project_loss(batch, theta, settings):
     return value / denominator(loss_mask, config.aggregation.kind)
 
 
+@pytest.mark.guarantee("Loss and gradient equal those of TRL, for every loss that both implement.", area="algorithms")
 @pytest.mark.parametrize("name", CASES)
 def test_loss_value_and_gradient_match_trl(name, batch):
     trl_settings, settings = CASES[name]

@@ -170,6 +170,7 @@ def test_files_with_text_returns_their_modes(tmp_path):
     assert _files_with("secret", [tmp_path]) == {tmp_path / "open": 0o644, tmp_path / "private": 0o600}
 
 
+@pytest.mark.guarantee("Keys are in no command line and in no file that other users can read.", area="boundaries")
 def test_keys_are_in_no_command_line_and_no_readable_file(run):
     secrets = [run.key()]
     agent_files = list((run.run_dir / "logs").glob(".agents-*"))
@@ -234,6 +235,7 @@ def _cluster_variables(run: RunInProgress) -> dict[str, str]:
     return {k: v for k, v in psutil.Process(run.value("status")["pid"]).environ().items() if k.startswith("RAY_")}
 
 
+@pytest.mark.guarantee("All ports of a run on one machine listen only on loopback.", area="boundaries")
 def test_run_listens_only_on_loopback(run):
     ports = run.ports()
     kinds = {"launcher": 0 if run.kind == "local" else 1, "servers": 1, "store": 1, "gloo": 2}
@@ -241,6 +243,7 @@ def test_run_listens_only_on_loopback(run):
     assert [port for port in ports.items() if not ipaddress.ip_address(port[0][0]).is_loopback] == []
 
 
+@pytest.mark.guarantee("Servers reject requests without the key of the run.", area="boundaries")
 @pytest.mark.parametrize("key", ["", "Bearer wrong", "Bearer "])
 def test_server_endpoints_reject_missing_or_wrong_key(run, key):
     (server,) = (worker for worker in run.value("workers") if worker["name"] == "rollout-0")
@@ -278,6 +281,7 @@ class FileCreatingPickle:
         return os.mknod, (str(self._marker),)
 
 
+@pytest.mark.guarantee("No process of a run executes a pickle that is sent to one of its ports.", area="boundaries")
 def test_pickles_sent_to_every_port_are_not_executed(run, tmp_path):
     """Send pickles raw, with a length prefix as in `multiprocessing`, and as request bodies."""
     payload = pickle.dumps(FileCreatingPickle(tmp_path / "executed"))

@@ -41,6 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
 
 
+@pytest.mark.guarantee(
+    "After SIGKILL of a trainer the run restarts automatically and trains on every prompt once.", area="prompts"
+)
 @pytest.mark.slow
 def test_grpo_trainer_killed_restarts_and_trains_on_every_prompt_once(model: Path, tmp_path: Path) -> None:
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8}

@@ -266,6 +266,9 @@ def test_lint_undeclared_dependency_in_a_function_is_reported(tmp_path, declared
 PACKAGES = [*sorted(path.name for path in (ROOT / "packages").iterdir()), "rl-apps"]
 
 
+@pytest.mark.guarantee(
+    "Each package passes its quick tests without the other packages, except `rl-contracts`.", area="boundaries"
+)
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("package", PACKAGES)

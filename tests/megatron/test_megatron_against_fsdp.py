@@ -70,6 +70,9 @@ def fsdp_reference(directory, architecture):
     return model, directory, gradients, metrics
 
 
+@pytest.mark.guarantee(
+    "GRPO with Megatron in tensor, pipeline, data or context parallel layout matches FSDP.", area="layout"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"context": 2}], ids=str)
 def test_grpo_on_replayed_batches_matches_fsdp(dense_reference, tmp_path, layout, record_property):

@@ -135,6 +135,9 @@ def test_sum_and_max_over_replicas_are_new_tensors(ranks: Any) -> None:
         assert results["untouched"] is True
 
 
+@pytest.mark.guarantee(
+    "An error on one rank is raised on all ranks, so that no rank hangs in a collective.", area="failures"
+)
 def test_agree_failure_on_one_rank_raises_on_all_and_names_it(ranks: Any) -> None:
     for rank, results in enumerate(ranks):
         message, local_error_is_cause, is_user_error = results["one"]

@@ -245,6 +245,9 @@ async def test_worker_imports_neither_torch_nor_transformers() -> None:
         assert await score(wrapper, "", names=["torch", "numpy", "transformers", "tensordict"]) == 0.0
 
 
+@pytest.mark.guarantee(
+    "A reward that raises, crashes or returns no finite number is an error, never a reward of 0.", area="failures"
+)
 @pytest.mark.usefixtures("rewards")
 @pytest.mark.parametrize(
     ("completion", "match"),

@@ -168,6 +168,7 @@ def test_copy_with_checksum_equals_copy_then_checksum(target: torch.dtype, size:
 SENT = WeightReceipt("trainer", 3, {"a": 1, "b": 2})
 
 
+@pytest.mark.guarantee("The error of a wrong receipt names the first wrong parameter.", area="weights")
 @pytest.mark.parametrize(
     ("receipt", "match"),
     [

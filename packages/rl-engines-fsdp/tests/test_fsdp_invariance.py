@@ -57,6 +57,10 @@ def assert_same_step(actual, expected):
     assert distance(actual[2], weights, RATE * norm) < TOLERANCE
 
 
+@pytest.mark.guarantee(
+    "Loss, gradients and statistics of an FSDP step do not depend on sequence order, micro-batch size or padding.",
+    area="layout",
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     order=st.permutations(range(NUM_SEQUENCES)),
@@ -125,6 +129,9 @@ def two_ranks(model_path, tmp_path_factory):
     return out
 
 
+@pytest.mark.guarantee(
+    "A step on two data-parallel ranks equals a step on one rank, for every split of the batch.", area="layout"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [19, 45])
 @pytest.mark.parametrize("split", SPLITS)

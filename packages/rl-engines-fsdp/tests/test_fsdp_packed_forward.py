@@ -33,6 +33,9 @@ def plain_logprobs_and_entropy(path: str, batch) -> tuple[torch.Tensor, torch.Te
     return logprobs, entropy
 
 
+@pytest.mark.guarantee(
+    "Packing does not change results: log-probs equal those of transformers on each sequence alone.", area="layout"
+)
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_forward_equals_plain_transformers_per_sequence(family, tmp_path):
     path, batch = make_model(tmp_path, family), make_batch()

@@ -88,6 +88,7 @@ def split(request, models, one_process, tmp_path_factory):
     return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(ranks)], out
 
 
+@pytest.mark.guarantee("A step over tensor- or context-parallel ranks equals a step in one process.", area="layout")
 def test_train_batch_over_split_replicas_equals_one_process(split, one_process):
     for report in split[0]:
         for family, family_report in report["numerics"].items():

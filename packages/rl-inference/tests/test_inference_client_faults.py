@@ -403,6 +403,10 @@ async def test_agenerate_is_abandoned_after_second_server_crash_not_after_aborts
     assert len(called) == calls
 
 
+@pytest.mark.guarantee(
+    "The versions of the tokens of one completion never decrease, even if it continues on another server.",
+    area="staleness",
+)
 @pytest.mark.parametrize("stamped", ["per token", "at the end"])
 async def test_agenerate_server_with_older_version_is_evicted_and_tokens_dropped(
     monkeypatch: pytest.MonkeyPatch, stamped: str

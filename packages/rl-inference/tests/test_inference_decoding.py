@@ -164,6 +164,10 @@ def check_stops(each: GenerationJob, tokenizer: Any) -> None:
         assert each.finish_reason["matched"] == each.output_ids[-1]
 
 
+@pytest.mark.guarantee(
+    "The embedded server stamps each token with the version of the weights that computed its log-prob.",
+    area="staleness",
+)
 @pytest.mark.parametrize(
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE_FAMILIES)]
 )

@@ -85,6 +85,9 @@ async def until_both_running(servers: list[ServerProcess]) -> None:
                 await asyncio.sleep(0.001)
 
 
+@pytest.mark.guarantee(
+    "The unfinished completions of a dead server continue on another server and lose no token.", area="prompts"
+)
 async def test_agenerate_server_killed_resumes_elsewhere(ready_servers: list[ServerProcess], model_path: Path) -> None:
     model = reference_model(model_path)
     async with client([server.address for server in ready_servers]) as engine:
@@ -136,6 +139,9 @@ async def test_agenerate_no_server_left_raises_with_last_error_of_each() -> None
             await engine.stage_weights(WeightUpdateMeta("disk", 1))
 
 
+@pytest.mark.guarantee(
+    "A server that does not commit is evicted, and its requests continue at the new version elsewhere.", area="weights"
+)
 @pytest.mark.nightly
 async def test_commit_frozen_server_is_evicted_and_requests_get_new_version(
     ready_servers: list[ServerProcess], model_path: Path

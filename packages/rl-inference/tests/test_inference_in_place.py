@@ -100,6 +100,9 @@ def check(response: ModelResponse) -> None:
 # ---- order of requests
 
 
+@pytest.mark.guarantee(
+    "After an update, servers without checksums accept requests only after the canary prompt.", area="weights"
+)
 async def test_commit_in_place_runs_canary_before_releasing_requests(trainer: Trainer) -> None:
     async with fleet() as (engine, servers):
         requests = asyncio.create_task(_send_requests(engine))

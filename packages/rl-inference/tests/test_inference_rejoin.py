@@ -51,6 +51,7 @@ def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
                 server.stop()
 
 
+@pytest.mark.guarantee("A restarted server loads the committed version before it rejoins.", area="weights")
 async def test_agenerate_server_killed_resumes_elsewhere_and_server_rejoins(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -179,6 +180,9 @@ async def test_stage_late_response_evicts_server_and_is_ignored(servers: list[Se
         await assert_both_serve(engine, trainer, 2)
 
 
+@pytest.mark.guarantee(
+    "A restarted server with a wrong tensor stays evicted, and a warning names the parameter.", area="weights"
+)
 async def test_rejoin_wrong_tensor_is_named_and_server_stays_evicted(
     servers: list[ServerProcess], trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

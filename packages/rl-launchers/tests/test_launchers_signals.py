@@ -221,6 +221,9 @@ def test_uv_run_killed_by_sigkill_stops_run(start: Callable[..., Program]) -> No
     assert (program.folder / "recover").read_text() == "saved while the server answered"
 
 
+@pytest.mark.guarantee(
+    "After SIGKILL of the launcher, all processes of the run end and the port of the server is free.", area="failures"
+)
 @pytest.mark.parametrize("reaper_killed_first", [False, True])
 def test_launcher_killed_by_sigkill_reaper_ends_all_processes(
     start: Callable[..., Program], reaper_killed_first: bool

@@ -73,6 +73,9 @@ def _sequences(batch, rows):
     return select(batch, list(rows))
 
 
+@pytest.mark.guarantee(
+    "Groups are found by id: advantages do not depend on which rank holds a sequence.", area="prompts"
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_advantages_any_placement_on_replicas_gives_the_same(name):
     config = AlgorithmConfig(**SETTINGS[name])

@@ -468,6 +468,7 @@ def test_gate_server_unknown_to_another_dp_leader_is_not_compared(engine, loop):
     assert fleet.requests == [*fleet.servers[1:], *fleet.servers[1:]]
 
 
+@pytest.mark.guarantee("A failed comparison is null and counted, never 0, and stops the run if it repeats.", area="gap")
 @pytest.mark.slow
 def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, caplog):
     fleet = Fleet(engine)
@@ -497,6 +498,9 @@ def test_gate_without_live_server_reports_none(engine, loop):
 # ---- servers that are behind
 
 
+@pytest.mark.guarantee(
+    "One server of four that is one version behind is named, even at a learning rate of 1e-6.", area="gap"
+)
 @pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
 def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))

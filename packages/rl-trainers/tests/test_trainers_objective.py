@@ -69,6 +69,10 @@ QUICK = ("clip", "sapo", "masked geometric means", "two masks", "weighted kl k3"
 WHOLE = [range(9)]
 
 
+@pytest.mark.guarantee(
+    "Value, gradient and statistics of the policy losses are the same for every split into micro-batches.",
+    area="layout",
+)
 @pytest.mark.parametrize("name", ALL)
 def test_objective_any_split_and_order_gives_the_same(name):
     config = AlgorithmConfig(**ALL[name])

@@ -49,6 +49,7 @@ def test_publish_writes_record_of_last_committed_version(components, tmp_path):
     assert record.receipt.checksums == {name: checksum(tensor) for name, tensor in open_weights(record.meta)}
 
 
+@pytest.mark.guarantee("No server commits a version whose checksums differ from those of the trainer.", area="weights")
 def test_publish_corrupt_tensor_is_named_and_not_committed(components):
     _, server, _, publisher = components
     server.faults.corrupt = lambda name: name.endswith("q_proj.weight")

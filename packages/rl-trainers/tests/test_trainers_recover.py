@@ -159,6 +159,9 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith(("time", "throughput/", "memory/"))} for r in records]
 
 
+@pytest.mark.guarantee(
+    "A run on fixed data that resumes ends with the same weights and metrics bit for bit.", area="failures"
+)
 @pytest.mark.parametrize("kind", ["sft", pytest.param("replayed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop_at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 6))])
 def test_resume_after_stop_at_any_step_is_bitwise_identical(

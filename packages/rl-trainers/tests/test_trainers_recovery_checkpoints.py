@@ -567,6 +567,7 @@ def test_directory_with_listed_marker_of_other_rank_completes(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["weights"]
 
 
+@pytest.mark.guarantee("SIGKILL at any moment leaves a complete recovery checkpoint of one step.", area="failures")
 @pytest.mark.slow
 def test_kill_at_any_moment_leaves_complete_checkpoint_of_one_step(tmp_path: Path) -> None:
     run_dir, rng, reached = tmp_path / "run", random.Random(5), 0

@@ -62,6 +62,9 @@ def scheduler_with(make_scheduler):
     return make
 
 
+@pytest.mark.guarantee(
+    "If episodes make no progress, the run stops and reports the stuck stage, its age and its stack.", area="failures"
+)
 @pytest.mark.parametrize("name", ["reward", "environment", "workflow"])
 def test_stall_hanging_episode_reports_stage_age_and_stack(clock, scheduler_with, caplog, name):
     async def waits_forever():

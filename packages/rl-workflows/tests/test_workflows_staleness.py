@@ -141,6 +141,10 @@ def drive(
     return steps
 
 
+@pytest.mark.guarantee(
+    "No consumed group is older than `max_staleness` versions, and admission never exceeds its capacity.",
+    area="staleness",
+)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 6),

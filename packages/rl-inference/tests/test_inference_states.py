@@ -268,6 +268,7 @@ class Simulation:
         assert self.updates.state is not UpdateState.COMMITTING, event
 
 
+@pytest.mark.guarantee("When a server generates, all live servers serve the same committed version.", area="weights")
 @pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize(("staged_load", "route"), [(True, "shm"), (True, "broadcast"), (False, "disk")])
 async def test_generating_servers_serve_the_committed_version(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import InferenceError, RLError
@@ -48,7 +48,6 @@ async def evaluate_held_out(
     budget = FailureBudget(config, total=len(examples) * n)
     finished: dict[int, FinishedGroup] = {}
     remaining = iter(enumerate(examples, first))
-    stalled: list[BaseException] = []
 
     async def run_examples() -> None:
         for index, row in remaining:
@@ -56,22 +55,30 @@ async def evaluate_held_out(
             episodes.record_progress()
             _check_failures(budget, finished[index], n)
 
+    def describe() -> str:
+        missing = len(examples) - len(finished)
+        return f"evaluation: {missing} examples remaining, {len(episodes.running)} episodes running"
+
+    workers = min(len(examples), max(config.eval_concurrent // n, 1))
+    await _run_watched([asyncio.create_task(run_examples()) for _ in range(workers)], episodes, describe, config)
+    budget.check()
+    groups = [group for _, group in sorted(finished.items())]
+    _finish(groups, episodes, version, n)
+    return groups
+
+
+async def _run_watched(
+    tasks: list[asyncio.Task[None]], episodes: Episodes, describe: Callable[[], str], config: RolloutConfig
+) -> None:
+    """Wait for all tasks; the first error, or a stall, cancels the others and is raised."""
+    stalled: list[BaseException] = []
+
     def on_stall(error: BaseException) -> None:
         stalled.append(error)
         for task in tasks:
             task.cancel()
 
-    tasks = [
-        asyncio.create_task(run_examples()) for _ in range(min(len(examples), max(config.eval_concurrent // n, 1)))
-    ]
-    watchdog = Watchdog(
-        episodes,
-        lambda: (
-            f"evaluation: {len(examples) - len(finished)} examples remaining, {len(episodes.running)} episodes running"
-        ),
-        on_stall,
-        config.stall_timeout,
-    )
+    watchdog = Watchdog(episodes, describe, on_stall, config.stall_timeout)
     watchdog.begin_wait()
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -83,10 +90,6 @@ async def evaluate_held_out(
     for error in [*stalled, *(task.exception() for task in done if not task.cancelled())]:
         if error is not None:
             raise error
-    budget.check()
-    groups = [group for _, group in sorted(finished.items())]
-    _finish(groups, episodes, version, n)
-    return groups
 
 
 def _check_failures(budget: FailureBudget, group: FinishedGroup, n: int) -> None:

@@ -25,7 +25,8 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
 from rl_trainers import GapConfig, GapGate, MemorySharing
-from rl_trainers.weight_sync.gap.gate import Alarm, _sample_sequences
+from rl_trainers.weight_sync.gap.alarm import Alarm
+from rl_trainers.weight_sync.gap.gate import _sample_sequences
 from rl_trainers.weight_sync.gap.lag import LIMIT
 
 
@@ -249,7 +250,7 @@ def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
     fleet = Fleet(engine)
     gate, batch = _gate(fleet, loop, sequences=4), _batch(size=16)
     gate.before_update(batch)
-    assert sorted(gate._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
+    assert sorted(gate._scores._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -296,9 +297,9 @@ class SleepingFleet(Fleet):
 def _gate_with_sleep(fleet, loop, served="float32", **settings):
     """Return a gate that is about to call `before_update`, with sleeping servers if it allows that."""
     gate = _gate(fleet, loop, served, **settings)
-    gate.sharing = MemorySharing(fleet.engine, fleet, loop, 10)
+    gate.measurements.sharing = MemorySharing(fleet.engine, fleet, loop, 10)
     if not gate.scores_before_update():
-        gate.sharing.sleep()
+        gate.measurements.sharing.sleep()
     return gate
 
 
@@ -371,7 +372,7 @@ def test_gate_prompt_tokens_are_ignored(engine, loop):
     fleet = Fleet(engine)
     gate, batch = _gate(fleet, loop, sequences=3), _batch()
     gate.before_update(batch)
-    sequences = gate._comparison.sequences
+    sequences = gate._scores._comparison.sequences
     generated, score = sequences["versions"] >= 0, fleet.score
 
     async def score_with_wrong_prompts(input_ids, temperature=1.0, server=None):

@@ -28,7 +28,7 @@ from rl_trainers.run_log.checkpoints import CheckpointConfig
 from rl_trainers.run_log.evaluation import EvaluationConfig, HeldOutConfig
 from rl_trainers.run_log.rollouts import RolloutLogConfig, RolloutsConfig
 from rl_trainers.run_log.tracking import TrackersConfig
-from rl_trainers.weight_sync.gap.gate import GapConfig
+from rl_trainers.weight_sync.gap.config import GapConfig
 from rl_trainers.weight_sync.publisher import PublishConfig
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig

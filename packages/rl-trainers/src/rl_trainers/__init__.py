@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rl_trainers.run_log.rollouts import RolloutWriter
     from rl_trainers.run_log.run_log import RunLog
     from rl_trainers.run_log.tracking import TrackersConfig, Tracking
-    from rl_trainers.weight_sync.gap.gate import GapConfig, GapGate
+    from rl_trainers.weight_sync.gap.config import GapConfig
+    from rl_trainers.weight_sync.gap.gate import GapGate
     from rl_trainers.weight_sync.memory_sharing import MemorySharing
     from rl_trainers.weight_sync.publisher import PublishConfig, WeightPublisher
     from rl_trainers.weight_sync.servers import ServerSync
@@ -41,7 +42,7 @@ else:
             "Critic": "learners.critic",
             "DataSource": "learners.supervised",
             "EvaluationConfig": "run_log.evaluation",
-            "GapConfig": "weight_sync.gap.gate",
+            "GapConfig": "weight_sync.gap.config",
             "GapGate": "weight_sync.gap.gate",
             "LossEvaluation": "learners.supervised",
             "LossLearner": "learners.supervised",

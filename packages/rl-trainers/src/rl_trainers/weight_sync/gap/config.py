@@ -1,0 +1,38 @@
+"""Settings of the log-prob gap gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rl_contracts.config import Settings, bounded, require
+
+
+@dataclass
+class GapConfig(Settings):
+    """Thresholds of the log-prob gap gate."""
+
+    setting: ClassVar[str] = "gap"
+    sequences: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
+    """Number of sequences to compare per batch, over all replicas. Each replica compares at least one. The sequences
+    come from as many groups as possible; with fewer than 4 groups, it takes more steps to detect a server with old
+    weights. 0 switches the gate off."""
+    warn: float = bounded(0.02, "more than 0", lambda nats: nats > 0)
+    """Mean absolute log-prob gap, in nats, above which a warning is logged. bfloat16 on either side causes 0.01 to
+    0.05."""
+    stop: float = 0.5
+    """Mean absolute log-prob gap, in nats, above which the run stops at once; at least `warn`."""
+    patience: int = bounded(5, "at least 1", lambda times: times >= 1)
+    """Number of consecutive failed comparisons at which the run stops, counted for each server and for recorded
+    log-probs. Comparisons that cannot be made have a separate count with the same limit. Gaps that rounding to 16 bits
+    explains do not count."""
+    regenerate_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
+    """Number of consecutive steps without tokens of the current version, after which the gate requests new completions
+    from the servers. These use the prompts of the compared sequences and have at most 16 tokens. 0: never. Batches of
+    asynchronous runs seldom contain tokens of the current version."""
+    timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
+    """Seconds to wait for the servers to score the sequences or to generate completions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.stop >= self.warn, "gap.stop", f"at least gap.warn ({self.warn})", self.stop)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.runtime.json_lines import LineFile, append, json_lines, to_json
+from rl_contracts.runtime.json_lines import LineFile, LineReader, append, json_lines, to_json
 
 FULL = Path("/dev/full")
 
@@ -81,3 +81,24 @@ def test_line_file_permanent_error_raises_at_once(tmp_path: Path) -> None:
     file.path.mkdir()
     with pytest.raises(IsADirectoryError):
         file.write("one\n")
+
+
+def test_line_reader_yields_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    reader = LineReader(path)
+    assert not list(reader.read())
+    path.write_text('{"a": 1}\nnot JSON\n{"a": 2')
+    assert list(reader.read()) == [{"a": 1}]
+    append(path, "2}\n")
+    assert list(reader.read()) == [{"a": 22}]
+    assert not list(LineReader(path, skip=True).read())
+
+
+def test_line_reader_replaced_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("1\n")
+    reader = LineReader(path, skip=True)
+    assert not reader.replaced()
+    (tmp_path / "new").write_text("2\n")
+    (tmp_path / "new").rename(path)
+    assert reader.replaced()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.runtime.json_lines import LineReader
 from rl_contracts.runtime.terminal import leave_pipe
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RunProgress:
         self.console = console or Console(highlight=False)
         self.console.on_broken_pipe = leave_pipe  # type: ignore[assignment, method-assign]  # the run continues without output
         self.columns, self.total_steps = columns, total_steps
-        self._metrics = metrics
+        self._metrics, self._reader = metrics, LineReader(metrics)
         self._warned: Counter[str] = Counter()
         self._last_stage = ""
         self._screen: Screen | None = None
@@ -114,9 +114,8 @@ class RunProgress:
             self._screen = Screen(
                 RunView(str(metrics.parent), total_steps, metrics_shown), metrics.parent, self.console
             )
-        self.rewind()  # skip the records that exist already
-        if from_the_start:
-            self._read = 0
+        if not from_the_start:
+            self.rewind()  # skip the records that exist already
 
     def __enter__(self) -> RunProgress:
         if self._screen:
@@ -127,6 +126,7 @@ class RunProgress:
         try:
             self.tick()
         finally:
+            self._reader.close()
             if self._screen:
                 self._screen.__exit__()
 
@@ -140,23 +140,17 @@ class RunProgress:
 
     def rewind(self) -> None:
         """Start over: records were removed from the file and will be written again."""
-        self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
+        self._reader.close()
+        self._reader = LineReader(self._metrics, skip=self._screen is None)
         if self._screen:  # the view shows curves over all steps
-            self._read = 0
             self._screen.view.records.clear()
             self._warned.clear()
 
     def tick(self) -> None:
         """Show the records appended since the last call."""
-        if not self._metrics.exists():
-            return
-        if self._metrics.stat().st_size < self._read:
+        if self._reader.replaced():
             self.rewind()
-        with self._metrics.open("rb") as file:
-            file.seek(self._read)
-            lines, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(lines + newline)
-        for record in map(json.loads, lines.splitlines()):
+        for record in self._reader.read():
             if self._screen:
                 self._screen.view.add(record)
                 self._screen.view.stage = "training"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl_contracts.runtime.logging import get_logger
 
@@ -50,6 +50,47 @@ def json_lines(path: Path) -> Iterator[Any]:
         for line in file:
             with nullcontext() if line.endswith(b"\n") else suppress(ValueError):
                 yield json.loads(line)
+
+
+class LineReader:
+    """Reader of a file of JSON lines that grows, and that its writer may replace by another file.
+
+    Args:
+        path: path of the file, which may not exist yet.
+        skip: whether to skip the lines that the file has now.
+    """
+
+    def __init__(self, path: Path, skip: bool = False) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        if skip:
+            for _ in self.read():
+                pass
+
+    def read(self) -> Iterator[Any]:
+        """Yield the objects of complete lines that were not read yet; skip lines that are not JSON."""
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        while self._file is not None:
+            start = self._file.tell()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                self._file.seek(start)
+                return
+            with suppress(ValueError):
+                yield json.loads(line)
+
+    def replaced(self) -> bool:
+        """Return whether the path now names another file, or none."""
+        if self._file is None:
+            return False
+        inode = self._path.stat().st_ino if self._path.exists() else None
+        return inode != os.fstat(self._file.fileno()).st_ino
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def to_json(value: Any, **options: Any) -> str:

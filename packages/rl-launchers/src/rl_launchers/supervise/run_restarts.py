@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from rl_contracts.errors import LaunchError, RLError
+from rl_launchers.supervise.restart_window import RestartWindow
 from rl_launchers.supervise.server_health import RestartConfig, ServersLostError
 
 IDLE_RESTARTS = 2
@@ -56,7 +56,7 @@ class RunRestarts:
     def __init__(self, config: RestartConfig, resume: Resume | None) -> None:
         self._limit, self._window, self._resume = config.trainer_restarts, config.restart_window, resume
         self._furthest = resume.reached() if resume else (0, 0)
-        self._times: deque[float] = deque()
+        self._restarts = RestartWindow(self._limit, self._window)
         self._idle = -1
         self.count = 0
         """Number of restarts so far."""
@@ -82,16 +82,14 @@ class RunRestarts:
         restartable = restartable and not isinstance(error, UserCodeError)
         if self._resume is None or not self._limit or not restartable:
             self._refuse(error, "")
-        reached, now = self._resume.reached(), time.monotonic()
+        reached = self._resume.reached()
         progressed = any(step > before for step, before in zip(reached, self._furthest, strict=True))
         self._idle = 0 if progressed else self._idle + 1
         if not self.count and not progressed and isinstance(error, TrainersLostError) and error.raised:
             self._refuse(error, "The run was not restarted, because it failed before its first step.")
         if self._idle >= IDLE_RESTARTS:
             self._refuse(error, f"The run did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
-        while self._times and now - self._times[0] > self._window:
-            self._times.popleft()
-        if len(self._times) >= self._limit:
+        if self._restarts.is_used_up():
             reason = f"launcher.trainer_restarts={self._limit} within {self._window:g} s: all restarts are used."
             self._refuse(error, reason)
         try:
@@ -99,9 +97,8 @@ class RunRestarts:
         except RLError as obstacle:
             self._refuse(error, f"The run was not restarted: {obstacle}")
         self._furthest = (max(self._furthest[0], reached[0]), max(self._furthest[1], reached[1]))
-        self._times.append(now)
         self.count += 1
-        count = f"restart {len(self._times)} of {self._limit} within {self._window:g} s"
+        count = self._restarts.add()
         where = f"after step {step}, the newest recovery checkpoint" if step else "from the beginning"
         self._record(error, f"{time.strftime('%H:%M:%S')}, {count}, {where}.")
         return f"{headline(error)} Restarting all processes {where} ({count})."

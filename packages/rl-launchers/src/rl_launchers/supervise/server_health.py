@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from rl_contracts.errors import LaunchError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.supervise.exit_report import describe_end
+from rl_launchers.supervise.restart_window import RestartWindow
 
 logger = get_logger("launcher")
 
@@ -104,7 +105,9 @@ class ServerHealth:
     def __init__(self, scheduler: Scheduler, config: RestartConfig, specs: Sequence[JobSpec]) -> None:
         self._scheduler, self._config = scheduler, config
         self._specs = {spec.role: spec for spec in specs}
-        self._restarts: dict[str, deque[float]] = defaultdict(deque)
+        self._restarts: dict[str, RestartWindow] = defaultdict(
+            lambda: RestartWindow(config.max_restarts, config.restart_window)
+        )
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
         self._states: dict[tuple[str, int], _ServerState] = {}
         """State by a server's name and number of restarts."""
@@ -175,16 +178,13 @@ class ServerHealth:
 
         If the restart fails while other servers are healthy, a later call retries it.
         """
-        limit, now = self._config.max_restarts, time.monotonic()
+        now = time.monotonic()
         if now < self._retry_at.get(worker.name, now):
             return True
-        times = self._restarts[worker.name]
-        while times and now - times[0] > self._config.restart_window:
-            times.popleft()
-        if len(times) >= limit:
+        restarts = self._restarts[worker.name]
+        if restarts.is_used_up():
             return False
-        times.append(now)
-        count = f"restart {len(times)} of {limit} within {self._config.restart_window:g} s"
+        count = restarts.add()
         logger.warning("%s %s; restarting it (%s). Log: %s", worker.name, problem, count, worker.log)
         try:
             self._scheduler.restart_worker(worker, f"it {problem}; {count}")
@@ -194,7 +194,7 @@ class ServerHealth:
                     f"{worker.name} {problem}, no other server is healthy, and it cannot be restarted now: {error}"
                 )
                 raise ServersLostError(message) from error
-            times.pop()
+            restarts.remove_last()
             self._retry_at[worker.name] = now + RETRY_SECONDS
             logger.warning("%s cannot be restarted now; retrying in %g s: %s", worker.name, RETRY_SECONDS, error)
         else:

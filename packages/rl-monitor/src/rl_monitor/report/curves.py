@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from rl_contracts.runtime.json_lines import LineReader
 
 STAGES = ("rollout_wait", "gap", "sleep", "train", "publish", "save", "recover")
 """Stages of a step in their order, `time/<stage>`. The rest of `time/step` is `other`."""
@@ -20,11 +21,8 @@ Curve = tuple[list[int], list[float]]
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
     """Return the complete records of `metrics.jsonl`, or an empty list before the first one."""
-    records = []
-    with suppress(FileNotFoundError), (directory / "metrics.jsonl").open("rb") as file:
-        for line in file:
-            with suppress(ValueError):  # incomplete line of a trainer that is writing or was killed
-                records.append(json.loads(line))
+    with closing(LineReader(directory / "metrics.jsonl")) as reader:
+        records = [*reader.read()]
     return [record for record in records if isinstance(record, dict) and isinstance(record.get("step"), int)]
 
 

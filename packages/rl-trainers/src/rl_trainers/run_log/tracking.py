@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from rl_contracts.config import ComponentConfig, bounded
 from rl_contracts.registry import load_components
+from rl_contracts.runtime.json_lines import LineReader
 from rl_contracts.tracker import TrackedRun, Tracker
 
 POLL_SECONDS = 0.5
@@ -161,8 +162,8 @@ class _Follower:
             whether the run has ended.
         """
         run_id, sent = self._read()
-        file = _GrowingFile(self._metrics)
-        records = list(numbered(file.records()))
+        file = LineReader(self._metrics)
+        records = list(numbered(file.read()))
         initial = records[: self._initial_records]  # the trainers of this command may have added further records
         self._initial_records = None
         last = initial[-1][0] if initial else START
@@ -182,7 +183,7 @@ class _Follower:
                 break
             finished = self._finished.wait(POLL_SECONDS)
             replaced = file.replaced()
-            records = list(numbered(file.records(), last))
+            records = list(numbered(file.read(), last))
         self._tracker.close()
         return finished and not replaced
 
@@ -196,38 +197,6 @@ class _Follower:
         scratch = self._state.with_suffix(".partial")
         scratch.write_text(json.dumps({"id": run_id, "step": sent[0], "lines": sent[1]}))
         os.replace(scratch, self._state)
-
-
-class _GrowingFile:
-    """Reader of a growing file of JSON lines.
-
-    Args:
-        path: path of the file, which may not exist yet.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of complete lines not read yet; skip lines that are not JSON."""
-        if self._file is None and self._path.exists():
-            self._file = self._path.open("rb")
-        while self._file is not None:
-            start = self._file.tell()
-            line = self._file.readline()
-            if not line.endswith(b"\n"):
-                self._file.seek(start)
-                return
-            with suppress(ValueError):
-                yield json.loads(line)
-
-    def replaced(self) -> bool:
-        """Return whether the path now names another file."""
-        if self._file is None:
-            return False
-        inode = self._path.stat().st_ino if self._path.exists() else None
-        return inode != os.fstat(self._file.fileno()).st_ino
 
 
 def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iterator[tuple[Position, dict[str, Any]]]:

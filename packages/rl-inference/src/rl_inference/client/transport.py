@@ -62,7 +62,7 @@ class Server:
     name: str = ""
     """Name of the server in the source of servers, independent of its address; empty if it has none."""
     state: ServerState = ServerState.SERVING
-    """What the client may do with the server; `move` sets it."""
+    """State as the client sees it; `move` sets it."""
     reason: str = ""
     """Reason why the server is not live, as the predicate of a sentence; empty while it is live."""
     served_before: bool = True

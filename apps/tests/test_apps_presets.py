@@ -89,9 +89,7 @@ def test_docs_list_the_correction_of_each_preset():
         assert (correction.kind == "truncate") == bool(cap), name
         if cap:
             assert (correction.level, correction.cap) == ("token", float(cap[1])), name
-    exceptions = re.search(r"\*\*every preset but (.*?) weighs a token by old / behavior, truncated", DOCS, re.DOTALL)[
-        1
-    ]
+    exceptions = re.search(r"\*\*Every preset but (.*?) multiplies the loss of a token by", DOCS, re.DOTALL)[1]
     assert set(re.findall(r"`(\w+)`", exceptions)) == {
         name for name, cell in documented.items() if "at most" not in cell
     }

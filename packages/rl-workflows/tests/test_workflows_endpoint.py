@@ -190,7 +190,7 @@ async def test_rewards_without_value_or_completion_are_rejected() -> None:
             ({"call_id": call_id}, 400, "`reward`"),
             ({"reward": "good"}, 400, "reward: expected"),
             ({"reward": 1e9}, 400, "reward: expected"),
-            (b'{"reward": NaN}', 400, "not JSON"),
+            (b'{"reward": NaN}', 400, "as JSON"),
             ({"reward": 1, "call_id": "chatcmpl-1"}, 404, "call_id: expected"),
             ({"reward": 1, "call_id": call_id, "index": 1}, 400, "index: expected"),
             ({"reward": 1, "calls": 1}, 400, "unknown parameter"),
@@ -210,8 +210,8 @@ async def test_body_large_malformed_or_compressed_is_rejected() -> None:
     async with served(engine, EndpointConfig(max_body_bytes=4096)) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
         for body, status, message in (
-            (b"{", 400, "not JSON"),
-            (b"\xff", 400, "not JSON"),
+            (b"{", 400, "as JSON"),
+            (b"\xff", 400, "as JSON"),
             (b"[]", 400, "expected object"),
             (b"[" * 4000, 400, ""),
             (json.dumps({"messages": MESSAGES, "mesages": 1}).encode(), 400, "did you mean 'messages'"),

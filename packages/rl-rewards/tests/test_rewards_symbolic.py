@@ -205,6 +205,8 @@ def test_math_reward_with_boxes_reads_the_last_answer(completion, answer, reward
         ("<answer>no solution</answer>", "no solution", 1.0),
         (r"That is \boxed{200}. Final Answer: The final answer is $10,455$. I hope it is correct.", "10455", 1.0),
         (r"That is \boxed{200}. Final Answer: The final answer is $10,455$. I hope it is correct.", "200", 0.0),
+        ("That is \\boxed{200}. The final answer is\n$10,455$.\nI hope it is correct.", "10455", 1.0),
+        (r"That is \boxed{200}. The Final Answer is $10,455$. I hope it is correct.", "10455", 1.0),
         (r"That is \boxed{200}. So the final answer is $10,455$.", "10455", 1.0),
         (r"That is \boxed{200}. So the final answer is shown above.", "200", 1.0),
         ("Answer: C", "C", 1.0),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.batch.packing import balance, even_ranges, pack_first_fit
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.trajectory import Trajectory, stack
+from rl_contracts.data import FinetuneSpec, MicroBatchConfig
 from rl_contracts.errors import DataError
+from rl_contracts.models.micro_batches import plan
 
 sizes = st.lists(st.integers(1, 20), max_size=30)
 
@@ -53,6 +58,29 @@ def test_pack_first_fit_known_case_and_no_sequences() -> None:
 def test_pack_first_fit_sequence_longer_than_bin_raises_data_error() -> None:
     with pytest.raises(DataError, match=r"1 has 11 tokens.* 10\..*micro_batch\.max_tokens"):
         pack_first_fit([3, 11], capacity=10)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "multiple", "expected"),
+    [
+        (False, 1, [[0, 2], [1]]),  # 6 + 4 and 5 tokens
+        (False, 3, [[0], [1], [2]]),
+        (True, 1, [[0], [1], [2]]),
+        (True, 2, [[], [0], [1], [2]]),
+    ],
+)
+def test_plan_packs_sequences_only_if_not_deterministic(
+    deterministic: bool, multiple: int, expected: list[list[int]]
+) -> None:
+    batch = stack([_sequence(length) for length in (4, 5, 6)])
+    spec = FinetuneSpec("", 1, micro_batch=MicroBatchConfig(max_tokens=10), deterministic=deterministic)
+
+    assert sorted(plan(batch, spec, ParallelContext(), multiple)) == expected
+
+
+def _sequence(length: int) -> Trajectory:
+    ids = np.ones(length, np.int64)
+    return Trajectory(ids, ids > 0, ids.astype(np.float32), ids.astype(np.int32))
 
 
 @given(sizes, st.integers(1, 6))

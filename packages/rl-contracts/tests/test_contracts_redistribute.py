@@ -18,6 +18,7 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import redistribute, shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, concatenate, empty, stack
 from rl_contracts.errors import EngineError
+from rl_contracts.models.micro_batches import check_same_rows
 
 torch_threads = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
 
@@ -162,11 +163,14 @@ def test_redistribute_missing_token_rewards_become_zero() -> None:
         assert torch.equal(result["token_rewards"], has_rewards.float())
 
 
-def test_redistribute_different_entries_raise_on_all_ranks() -> None:
+@pytest.mark.parametrize("has_other_dtype", [False, True], ids=["missing", "dtype"])
+def test_redistribute_different_entries_raise_on_all_ranks(has_other_dtype: bool) -> None:
     def work(parallel: ParallelContext) -> str:
         batch = make_sequences(parallel.rank, 2)
         if parallel.rank == 1:
             batch["own_score"] = torch.zeros(2)
+        elif has_other_dtype:
+            batch["own_score"] = torch.zeros(2, dtype=torch.int32)
         try:
             redistribute(batch, parallel)
         except EngineError as error:
@@ -174,6 +178,28 @@ def test_redistribute_different_entries_raise_on_all_ranks() -> None:
         return ""
 
     assert all("rank 1" in text and "own_score" in text for text in run_on_threads(3, 1, work))
+
+
+@pytest.mark.parametrize("changed_rank", [None, 1, 4])
+def test_check_same_rows_names_rank_that_differs_in_replica(changed_rank: int | None) -> None:
+    def work(parallel: ParallelContext) -> str:
+        batch = make_sequences(parallel.dp_rank, 3)
+        if parallel.rank == changed_rank:
+            batch["input_ids"][2, 0] += 1
+        try:
+            check_same_rows(batch, parallel)
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    texts = run_on_threads(6, 3, work)  # replicas of ranks 0 to 2 and 3 to 5
+
+    if changed_rank is None:
+        assert texts == [""] * 6
+    else:
+        first = changed_rank - 1
+        assert all(f"ranks {first} to {first + 2}" in text for text in texts)
+        assert all(f"{first} and {changed_rank} have different" in text for text in texts)
 
 
 @pytest.mark.slow

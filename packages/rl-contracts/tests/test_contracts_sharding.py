@@ -37,6 +37,13 @@ def test_shard_batch_any_split_keeps_each_sequence_in_its_minibatch(sizes, repli
     assert sorted(actual) == sorted(expected.items())
 
 
+def test_shard_batch_sorts_by_minibatch_on_every_replica():
+    batch = _batch([4] * 18, 0)
+    for rank in range(3):
+        shard = shard_batch(batch, ParallelContext(dp_rank=rank, dp_size=3), 3)
+        assert shard["minibatch"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
 def test_global_order_shuffled_batch_sorts_by_group_then_episode():
     batch = _batch([2, 3, 4, 5, 6], seed=1)
     ordered = batch[global_order(batch)]

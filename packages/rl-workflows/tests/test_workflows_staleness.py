@@ -209,6 +209,21 @@ def _started(manager, number):
     return [manager.admit() for _ in range(number)]
 
 
+def test_take_batch_only_oldest_group_too_old_is_rejected():
+    manager = NoLookAhead(batch_size=2, max_staleness=1)
+    oldest, *others = _started(manager, 3)
+    for version in (1, 2):
+        for ticket in others:
+            manager.accept(ticket)
+        manager.take_batch()
+        manager.end_step(version)
+        others = _started(manager, 2)
+    manager.accept(oldest)
+    manager.accept(others[0])
+    with pytest.raises(RLError, match="exceeds max_staleness=1"):
+        manager.take_batch()
+
+
 def test_ready_due_group_running_waits_for_it():
     manager = StalenessManager(batch_size=2, max_staleness=1)
     slow, a, b, c = _started(manager, 4)
@@ -282,6 +297,19 @@ def test_group_ended_twice_is_rejected(event):
         getattr(manager, event)(ticket)
 
 
+def test_return_batch_due_groups_are_released_again():
+    manager = StalenessManager(batch_size=1, max_staleness=1)
+    first, second = _started(manager, 2)
+    manager.accept(first)
+    manager.accept(second)
+    manager.return_batch(manager.take_batch())
+    released = []
+    for version in (1, 2):
+        released += manager.take_batch()
+        manager.end_step(version)
+    assert released == [first, second]
+
+
 def test_end_step_version_jump_is_rejected():
     manager = StalenessManager(batch_size=1, max_staleness=1)
     manager.accept(manager.admit())
@@ -318,6 +346,11 @@ def test_group_ids_of_two_leaders_are_disjoint():
     managers = [StalenessManager(8, 1, first_id=rank, id_stride=2) for rank in range(2)]
     ids = [ticket.group_id for manager in managers for ticket in _started(manager, 8)]
     assert len(set(ids)) == 16
+
+
+def test_admit_given_group_id_keeps_next_id():
+    manager = StalenessManager(8, 1, first_id=1, id_stride=2)
+    assert [manager.admit(group_id).group_id for group_id in (None, 40, None)] == [1, 40, 3]
 
 
 @pytest.mark.parametrize("settings", [{"max_staleness": -1}, {"max_concurrent": 0}], ids=str)

@@ -79,16 +79,16 @@ def main(route: str, out: Path) -> None:
         # a rank that is not a data-parallel leader has no client
         publisher = WeightPublisher(engine, server if parallel.is_dp_leader else None, loop, config, directory)
 
-        def publish(version: int) -> None:
+        def publish(version: int) -> dict[str, float]:
             engine.step = version
-            publisher.publish(version)
+            return publisher.publish(version)
 
         def expected() -> dict[str, int]:
             values = {name: engine.value(name) for name in SHAPES}
             return {n: checksum(v.bfloat16() if n == "bias" else v) for n, v in values.items()}
 
         for version in (1, 2):
-            publish(version)
+            seen["times"] = publish(version)
             seen[f"published {version}"] = publisher.receipt.checksums == expected()
         seen["specs"] = [spec.name for spec in engine.param_specs()]
         seen["record"] = [[spec.name for spec in part.params] for part in read_committed(directory).meta.parts]

@@ -239,6 +239,15 @@ def test_maxrl_group_without_positive_mean_has_no_advantage(rewards):
     assert not batch["advantages"].any()
 
 
+def test_assign_credit_counts_groups_without_variance_and_of_one():
+    batch = stack([_row(episode, reward, 2) for episode, reward in enumerate([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])])
+    batch["group_ids"] = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+
+    counts = assign_credit(batch, AlgorithmConfig(), ParallelContext())
+
+    assert (counts["groups/trained"], counts["groups/zero_variance"], counts["groups/singleton"]) == (4, 2, 1)
+
+
 def test_gdpo_adds_separately_normalized_components():
     components = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], "length": [0.0, 0.0, 9.0, 7.0, 3.0, 3.0, 3.0, 3.0]}
     rows = [_row(episode, sum(values), 2) for episode, values in enumerate(zip(*components.values(), strict=True))]

@@ -104,8 +104,8 @@ def test_whiten_masked_values_have_mean_zero_and_sample_std_one():
     torch.testing.assert_close(whitened, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [4.0]])
-def test_whiten_equal_values_are_zero(values):
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [4.0], [3e-8, -3e-8]])
+def test_whiten_values_equal_up_to_rounding_are_zero(values):
     values = torch.tensor(values)
     mask = torch.ones_like(values).bool()
     assert whiten(values, mask, moments(values, mask)).abs().max() == 0

@@ -25,6 +25,11 @@ def test_publish_two_ranks_merges_parts_and_receipts(ranks):
     assert first["record"] == [first["specs"], second["specs"]] == [["first", "last", "scale"], ["norm", "bias"]]
 
 
+def test_publish_two_ranks_only_rank_0_reports_times(ranks):
+    assert ranks[0]["times"]["time/stage"] > 0
+    assert ranks[1]["times"] == {"time/stage": 0, "time/paused": 0}
+
+
 def test_publish_two_ranks_receivers_lost_both_resend(ranks):
     assert [observed["receivers lost"]["error"] for observed in ranks] == ["", ""]
     assert ranks[0]["receivers lost"]["right"]

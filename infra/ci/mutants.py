@@ -70,7 +70,9 @@ AREAS = {
             ),
             "packages/rl-trainers/src/rl_trainers/algorithms/objective.py",
         ),
-        _trainers("policy_losses", "functional", "corrections", "objective", "preference", "actor", "algorithm"),
+        _trainers(
+            "policy_losses", "functional", "corrections", "objective", "preference", "rewards", "actor", "algorithm"
+        ),
     ),
     "advantages": Area(
         (
@@ -89,6 +91,7 @@ AREAS = {
         (
             "packages/rl-contracts/tests/test_contracts_packing.py",
             "packages/rl-contracts/tests/test_contracts_logprobs.py",
+            "packages/rl-contracts/tests/test_contracts_redistribute.py",
             "packages/rl-contracts/tests/test_contracts_step_gate.py",
             "packages/rl-engines-fsdp/tests/test_fsdp_packed_forward.py",
             "packages/rl-engines-fsdp/tests/test_fsdp_invariance.py",
@@ -143,7 +146,7 @@ AREAS = {
         ),
         tuple(
             f"packages/rl-rewards/tests/test_rewards_{name}.py"
-            for name in ("gsm8k", "formatting", "labeled", "properties", "reasoning")
+            for name in ("gsm8k", "formatting", "labeled", "properties", "reasoning", "symbolic")
         ),
     ),
 }

@@ -121,6 +121,13 @@ def test_publisher_adapter_always_without_support_is_rejected(components, tmp_pa
         WeightPublisher(engine, server, loop, PublishConfig(adapter="always"), str(tmp_path / "weights"))
 
 
+@pytest.mark.parametrize(("interrupt", "seconds"), [("keep", 5.0), ("recompute", 5.0), ("wait", 25.0)])
+def test_commit_timeout_includes_drain_timeout_only_to_wait(components, interrupt, seconds):
+    *_, publisher = components
+    publisher.config, publisher.interrupt = PublishConfig(timeout=5.0, drain_timeout=20.0), interrupt
+    assert publisher._commit_timeout == seconds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("drain", "committed"), [pytest.param(60.0, 1, marks=pytest.mark.nightly), (0.1, 0)])
 def test_publish_interrupt_wait_uses_drain_timeout(components, drain, committed):

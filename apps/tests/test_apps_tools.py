@@ -30,12 +30,13 @@ from pathlib import Path
 from rl_monitor.run_directory import names_of
 from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec
-from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
+from rl_launchers import Launcher, LocalScheduler, RunControl
+from rl_launchers.supervise import server_scaling
 from rl_contracts.conformance.scheduler import SLEEP, python, server
 root = Path(sys.argv[1])
-config = LauncherConfig(drain_seconds=0.1, health_interval=0.1)
+server_scaling.DRAIN_SECONDS = 0.1
 with LocalScheduler(root / "logs") as scheduler, RunControl(names_of(root), beat=0.4) as control:
-    launcher = Launcher(scheduler, config, control=control)
+    launcher = Launcher(scheduler, control=control)
     sys.exit(launcher.run([server("rollout")], lambda _: [JobSpec("actor", python(SLEEP))]))
 """
 

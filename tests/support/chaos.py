@@ -364,13 +364,12 @@ def grpo_command(model: Path, run_dir: Path, prompts: int, epochs: int, **more: 
         "rollout.reward_timeout": 5,
         "rollout.failure_budget": 0.9,
         "rollout.client.probe_timeout": 2,
-        "rollout.client.progress_timeout": 12,
+        "rollout.client.progress_timeout": 13,
         "rollout.client.rejoin_timeout": 60,
         "checkpoint.save_batches": "true",
         "recover.every": 2,
         "recover.keep": 3,
         "launcher.health_timeout": 10,
-        "launcher.health_interval": 1,
     }
     arguments = [f"{key}={value}" for key, value in (settings | more).items()]
     return [str(Path(sys.executable).parent / "gsm8k-grpo"), *arguments]

@@ -182,10 +182,12 @@ def test_trainer_restarts_used_up_ends_run(scheduler: LocalScheduler, tmp_path: 
 
 
 @pytest.mark.slow
-def test_trainer_restarts_outside_window_do_not_count(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_trainer_restarts_outside_window_do_not_count(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.supervise.restart_window.WINDOW_SECONDS", 0.01)
     run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
-    config = LauncherConfig(trainer_restarts=1, restart_window=0.01)
-    assert Launcher(scheduler, config).run([], run.trainers, resume=run.resume) == 0
+    assert Launcher(scheduler, LauncherConfig(trainer_restarts=1)).run([], run.trainers, resume=run.resume) == 0
 
 
 def test_prepare_error_ends_run_with_reason(scheduler: LocalScheduler, tmp_path: Path) -> None:
@@ -312,8 +314,7 @@ def test_rank_ignoring_sigterm_is_killed_before_restart(scheduler: LocalSchedule
     def collect_pids(workers: list[Worker]) -> None:
         pids.extend(w.pid for w in workers if w.role == "other" and w.pid and not run.resumed)
 
-    config = LauncherConfig(stop_seconds=0.2)
-    assert Launcher(scheduler, config).run([], trainers, on_tick=collect_pids, resume=run.resume) == 0
+    assert Launcher(scheduler).run([], trainers, on_tick=collect_pids, resume=run.resume) == 0
     assert pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

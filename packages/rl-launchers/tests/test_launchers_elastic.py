@@ -15,6 +15,7 @@ from rl_contracts.runtime.run_files import read_json
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
+from rl_launchers.supervise import server_scaling
 from rl_launchers.supervise.server_scaling import ServerScaler
 
 WAITS = """
@@ -26,7 +27,8 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalScheduler]:
+    monkeypatch.setattr(server_scaling, "DRAIN_SECONDS", 0.2)
     with LocalScheduler(tmp_path / "logs") as scheduler:
         yield scheduler
 
@@ -60,9 +62,10 @@ class Requester:
             self.done.touch()
 
     def run(self, scheduler: LocalScheduler, servers: list[JobSpec], **settings: Any) -> int:
-        config = LauncherConfig(**{"drain_seconds": 0.2, "health_interval": 0.1} | settings)  # type: ignore[arg-type]
         with RunControl(self.names, beat=0.1) as control:
-            return Launcher(scheduler, config, control=control).run(servers, self.trainers, on_tick=self.tick)
+            return Launcher(scheduler, LauncherConfig(**settings), control=control).run(
+                servers, self.trainers, on_tick=self.tick
+            )
 
 
 def test_scale_up_then_down_starts_and_stops_last_servers(scheduler: LocalScheduler, tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_scale_to_many_servers_starts_a_few_per_poll(tmp_path: Path) -> None:
             return [Worker(role, index, "127.0.0.1", None, Path("log")) for index in range(count)]
 
     with RunControl(FileNames(tmp_path / "names"), beat=60) as control:
-        scaler = ServerScaler(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
+        scaler = ServerScaler(Scheduler(), control, [spec], 0.0)  # type: ignore[arg-type]
         control._scales.put(("rollout", "20"))
         for _ in range(4):
             scaler.poll([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
@@ -192,7 +195,7 @@ def test_scale_target_persists_across_run_restart(scheduler: LocalScheduler, tmp
             os.kill(actor.pid or 0, signal.SIGKILL)
 
     with RunControl(names, beat=0.1) as control:
-        launcher = Launcher(scheduler, LauncherConfig(health_interval=0.1), control=control)
+        launcher = Launcher(scheduler, control=control)
         code = launcher.run([server("rollout")], trainers, on_tick=tick, resume=Resume(lambda: (0, 0), lambda: 0))
 
     assert code == 0

@@ -21,7 +21,7 @@ def test_restarted_server_hang_after_ready_is_found_by_health_timeout(monkeypatc
     scheduler = SimpleNamespace(restart_worker=lambda worker, note: restarts.append(note))
     spec = JobSpec("rollout", ("serve",), ready_path="/health", ready_timeout=600.0)
     worker = Worker("rollout", 0, "here", 1, Path("r.log"), restarts=1)
-    health = ServerHealth(scheduler, RestartConfig(health_timeout=1.0, health_interval=2.0), [spec])
+    health = ServerHealth(scheduler, RestartConfig(health_timeout=1.0), [spec])
 
     def check_for(seconds):
         end = time.monotonic() + seconds

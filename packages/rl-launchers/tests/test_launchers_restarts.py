@@ -70,7 +70,7 @@ def once_running(signum: int, times: int) -> Callable[[list[Worker]], None]:
 def test_server_lost_is_restarted_and_run_continues(
     scheduler: LocalScheduler, signum: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = LauncherConfig(health_timeout=1.0, health_interval=0.1)
+    config = LauncherConfig(health_timeout=1.0)
 
     code = Launcher(scheduler, config).run([server("rollout")], trainer_of(2), on_tick=once_running(signum, 1))
 
@@ -83,7 +83,7 @@ def test_server_lost_is_restarted_and_run_continues(
 
 @pytest.mark.slow
 def test_server_restarts_used_up_error_names_server_and_log(scheduler: LocalScheduler) -> None:
-    config = LauncherConfig(max_restarts=2, health_interval=0.1)
+    config = LauncherConfig(max_restarts=2)
 
     with pytest.raises(LaunchError) as caught:
         Launcher(scheduler, config).run([server("rollout")], trainer_of(9), on_tick=once_running(signal.SIGKILL, 9))
@@ -96,8 +96,11 @@ def test_server_restarts_used_up_error_names_server_and_log(scheduler: LocalSche
 
 
 @pytest.mark.slow
-def test_server_restarts_outside_window_do_not_count(scheduler: LocalScheduler) -> None:
-    config = LauncherConfig(max_restarts=1, restart_window=0.01, health_interval=0.1)
+def test_server_restarts_outside_window_do_not_count(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.supervise.restart_window.WINDOW_SECONDS", 0.01)
+    config = LauncherConfig(max_restarts=1)
 
     code = Launcher(scheduler, config).run([server("rollout")], trainer_of(3), on_tick=once_running(signal.SIGKILL, 2))
 
@@ -106,7 +109,7 @@ def test_server_restarts_outside_window_do_not_count(scheduler: LocalScheduler) 
 
 @pytest.mark.nightly
 def test_restarted_server_never_ready_ends_run_with_last_result(scheduler: LocalScheduler) -> None:
-    config = LauncherConfig(max_restarts=1, health_interval=0.1)
+    config = LauncherConfig(max_restarts=1)
     spec = server("rollout", ready_timeout=8.0)
     broken = python(
         "import os, pathlib, sys\n"
@@ -136,7 +139,7 @@ def test_server_without_resources_is_retried_while_others_run(
         return restart(self, worker, note)
 
     monkeypatch.setattr(LocalScheduler, "restart_worker", restart_later)
-    config = LauncherConfig(max_restarts=1, health_interval=0.1)
+    config = LauncherConfig(max_restarts=1)
     kill = once_running(signal.SIGKILL, 1)
 
     def tick(workers: list[Worker]) -> None:

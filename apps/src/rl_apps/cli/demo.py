@@ -98,7 +98,7 @@ DEMOS = {
     "frozen-server": Demo(
         "the only server is stopped (SIGSTOP) and no longer responds",
         "restart 1 of",
-        ["launcher.health_timeout=5", "launcher.health_interval=1"],
+        ["launcher.health_timeout=5"],
         sent=signal.SIGSTOP,
         goes_on=True,
     ),

@@ -110,3 +110,13 @@ RENAMED = {
     "rollout.rehearsal": "rollout.trial_episode",
 }
 """Earlier names of settings, each with the current one."""
+
+REMOVED: dict[str, str] = {
+    "launcher.drain_seconds": "now fixed at 5 s",
+    "launcher.health_interval": "now fixed at 2 s",
+    "launcher.log_lines": "now fixed at 30 lines",
+    "launcher.restart_window": "now fixed at 600 s",
+    "launcher.stop_seconds": "now fixed at 3 s",
+    "launcher.tick_seconds": "now fixed at 0.2 s",
+}
+"""Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

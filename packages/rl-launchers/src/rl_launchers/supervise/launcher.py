@@ -29,6 +29,13 @@ SETTLE_SECONDS = 0.5
 """Seconds to wait after a worker ends, so that the error also names workers that end soon after it. A later end may be
 the consequence or the cause of the first."""
 
+TICK_SECONDS = 0.2
+"""Seconds between two polls of the processes. A poll costs milliseconds, and a person does not notice this delay."""
+
+STOP_SECONDS = 3.0
+"""Seconds for all processes to end after SIGTERM when a run has ended or failed; then they are killed. Nothing remains
+to be saved at that time, so a longer wait would only delay a restart."""
+
 USERS_FAULT = 2
 """Exit code of a trainer whose error would recur, so that a restart is useless."""
 
@@ -51,14 +58,6 @@ class LauncherConfig(RestartConfig):
     """Seconds for the running step to finish after a stop request, before trainers abandon it. 0: no limit. Slurm kills
     a job soon after its stop request. Therefore 0 means a third of `grace_seconds` with Slurm, and saving gets the
     other two thirds."""
-    stop_seconds: float = bounded(3.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds for all processes to end after SIGTERM when a run has ended or failed. Then they are killed."""
-    drain_seconds: float = bounded(5.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds between removing a server from routing and stopping its process."""
-    log_lines: int = bounded(30, "at least 1", lambda lines: lines >= 1)
-    """Number of last log lines in an error message."""
-    tick_seconds: float = bounded(0.2, "in (0, 2]", lambda seconds: 0 < seconds <= 2)
-    """Seconds between two polls of the processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,11 +151,7 @@ class Launcher:
         self._on_tick, self._remedies = on_tick, {spec.role: spec.remedy for spec in servers}
         self._health = ServerHealth(self._scheduler, self._config, servers)
         self._scaler = ServerScaler(
-            self._scheduler,
-            self._control,
-            [self._with_key(spec) for spec in servers],
-            self._config.drain_seconds,
-            self._config.stop_seconds,
+            self._scheduler, self._control, [self._with_key(spec) for spec in servers], STOP_SECONDS
         )
         self._control.heartbeats.timeout = self._config.health_timeout
         self._step_seconds = resume.step_seconds if resume else lambda: 0.0
@@ -182,7 +177,7 @@ class Launcher:
         try:
             self._start(trainer_specs, interrupts, together)
             while not self._poll(interrupts):
-                interrupts.wait(self._config.tick_seconds)
+                interrupts.wait(TICK_SECONDS)
             return True
         except LaunchError as error:
             self._control.set_status(state="restarting", error=headline(error))
@@ -320,7 +315,7 @@ class Launcher:
         after = [f"After it, {worker.name} {describe_end(worker)} (log: {worker.log})." for worker in later]
         before = [f"Before it: {sentence}" for sentence in self._health.history]
         problem = "\n".join(filter(None, [problem, *remedy, *after, *before]))
-        return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
+        return with_log(problem, first.log, self._scheduler.logs(first))
 
     def _stop(self, interrupts: Interrupts, patient: bool) -> None:
         """Stop all processes; if `patient`, first the trainers, with time to save a recovery checkpoint.
@@ -332,7 +327,7 @@ class Launcher:
             if patient:
                 self._stop_trainers(interrupts)
             with interrupts.raise_on_second():
-                self._scheduler.delete_workers(grace=0.0 if interrupts.requests > 2 else self._config.stop_seconds)
+                self._scheduler.delete_workers(grace=0.0 if interrupts.requests > 2 else STOP_SECONDS)
         except SecondInterrupt:
             self._scheduler.delete_workers(grace=0.0)
         finally:
@@ -391,7 +386,7 @@ class Launcher:
                 return True
             if len(running) < len(trainers) or any(self._control.heartbeats.is_hung(worker.name) for worker in running):
                 deadline = min(deadline, now + grace)
-            time.sleep(self._config.tick_seconds)
+            time.sleep(TICK_SECONDS)
         return False
 
     def _for_each_trainer_role(self, action: Callable[[str], None]) -> None:

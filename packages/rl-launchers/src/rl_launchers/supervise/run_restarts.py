@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rl_contracts.errors import LaunchError, RLError
-from rl_launchers.supervise.restart_window import RestartWindow
+from rl_launchers.supervise import restart_window
 from rl_launchers.supervise.server_health import RestartConfig, ServersLostError
 
 IDLE_RESTARTS = 2
@@ -49,14 +49,14 @@ class RunRestarts:
     """Policy that decides whether to restart a run.
 
     Args:
-        config: limits `trainer_restarts` and `restart_window`.
+        config: limit `trainer_restarts`.
         resume: functions of the run; None for no restarts.
     """
 
     def __init__(self, config: RestartConfig, resume: Resume | None) -> None:
-        self._limit, self._window, self._resume = config.trainer_restarts, config.restart_window, resume
+        self._limit, self._resume = config.trainer_restarts, resume
         self._furthest = resume.reached() if resume else (0, 0)
-        self._restarts = RestartWindow(self._limit, self._window)
+        self._restarts = restart_window.RestartWindow(self._limit)
         self._idle = -1
         self.count = 0
         """Number of restarts so far."""
@@ -90,8 +90,8 @@ class RunRestarts:
         if self._idle >= IDLE_RESTARTS:
             self._refuse(error, f"The run did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
         if self._restarts.is_used_up():
-            reason = f"launcher.trainer_restarts={self._limit} within {self._window:g} s: all restarts are used."
-            self._refuse(error, reason)
+            limit = f"launcher.trainer_restarts={self._limit} within {restart_window.WINDOW_SECONDS:g} s"
+            self._refuse(error, f"{limit}: all restarts are used.")
         try:
             step = self._resume.prepare()
         except RLError as obstacle:

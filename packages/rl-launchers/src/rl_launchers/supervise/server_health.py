@@ -23,6 +23,9 @@ PROBE_SECONDS = 5.0
 """Timeout of one health check in seconds, if `health_timeout` is not shorter."""
 PROBES_AT_ONCE = 8
 """Number of threads for health checks."""
+CHECK_EVERY = 2.0
+"""Seconds between two checks of a healthy server. A server must fail for `health_timeout` before its restart, so more
+frequent checks hardly find a loss sooner."""
 FIRST_ANSWER_EVERY = 0.2
 """Seconds between two checks of a server that has not been healthy yet."""
 RETRY_SECONDS = 10.0
@@ -62,20 +65,16 @@ class RestartConfig(Settings):
 
     setting: ClassVar[str] = "launcher"
     max_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
-    """Maximum number of restarts of a server that died or hangs, within `restart_window`. The next loss ends the run.
+    """Maximum number of restarts of a server that died or hangs, within 600 s. The next loss ends the run.
     0: the first loss of a server ends the run."""
     trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
-    """Maximum number of restarts of the whole run from its newest recovery checkpoint, within `restart_window`. A
+    """Maximum number of restarts of the whole run from its newest recovery checkpoint, within 600 s. A
     restart follows the loss of a trainer or of the last server, but not an error of the user. Repeated restarts without
     progress end the run earlier. 0: the first such loss ends the run. A loss also ends a run that has no recovery
     checkpoint and saves none periodically (`recover.every_minutes=0`)."""
-    restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds after which a restart no longer counts towards the limits."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
     """Seconds without a successful readiness check after which a server is killed and restarted. A trainer without a
     heartbeat for that long counts as lost. 0: only the end of a process counts."""
-    health_interval: float = bounded(2.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds between two readiness checks of a server."""
 
 
 @dataclass
@@ -92,7 +91,7 @@ class ServerHealth:
     """Monitor that checks and restarts servers once all of them have been ready.
 
     A server that ended for any reason, or fails its readiness checks for too long, is restarted at its address. The
-    limit is `max_restarts` within `restart_window` seconds. The kind of the server decides which weights it loads after
+    limit is `max_restarts` within `WINDOW_SECONDS`. The kind of the server decides which weights it loads after
     a restart. Clients send the committed version to the server and check its weights before they use it again. Checks
     run in threads, so that a silent server does not delay the others.
 
@@ -105,9 +104,7 @@ class ServerHealth:
     def __init__(self, scheduler: Scheduler, config: RestartConfig, specs: Sequence[JobSpec]) -> None:
         self._scheduler, self._config = scheduler, config
         self._specs = {spec.role: spec for spec in specs}
-        self._restarts: dict[str, RestartWindow] = defaultdict(
-            lambda: RestartWindow(config.max_restarts, config.restart_window)
-        )
+        self._restarts: dict[str, RestartWindow] = defaultdict(lambda: RestartWindow(config.max_restarts))
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
         self._states: dict[tuple[str, int], _ServerState] = {}
         """State by a server's name and number of restarts."""
@@ -163,7 +160,7 @@ class ServerHealth:
         if state.probe is None and now >= state.next_check:
             state.last_check = now
             # check often until the first success: a server that hangs before it gets the whole ready_timeout
-            state.next_check = now + (self._config.health_interval if state.was_healthy else FIRST_ANSWER_EVERY)
+            state.next_check = now + (CHECK_EVERY if state.was_healthy else FIRST_ANSWER_EVERY)
             state.probe = self._threads.submit(
                 probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit or PROBE_SECONDS)
             )

@@ -10,6 +10,9 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.supervise.control import RunControl
 
+DRAIN_SECONDS = 5.0
+"""Seconds between removing a server from the published list and stopping it. Clients read the list about
+once per second, and stop routing to a server after two readings without it."""
 RETRY_SECONDS = 10.0
 """Seconds until the next attempt to stop a server that did not end."""
 MOST_SERVERS = 1000
@@ -38,26 +41,19 @@ class ServerScaler:
     """Starts or stops servers until each role has the number requested last.
 
     New servers are started and published to clients. Surplus servers (the last ones of the role) are first removed from
-    the published list, so that clients move their requests to other servers. After `drain_seconds` they are stopped.
+    the published list, so that clients move their requests to other servers. After `DRAIN_SECONDS` they are stopped.
 
     Args:
         scheduler: scheduler that starts and stops the servers.
         control: source of the requests and receiver of the replies.
         specs: initial roles of the servers, with the run key.
-        drain_seconds: seconds between removing a server from the published list and stopping it.
         stop_seconds: seconds for a server to end after SIGTERM.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        control: RunControl,
-        specs: Sequence[JobSpec],
-        drain_seconds: float,
-        stop_seconds: float,
+        self, scheduler: Scheduler, control: RunControl, specs: Sequence[JobSpec], stop_seconds: float
     ) -> None:
-        self._scheduler, self._control = scheduler, control
-        self._drain, self._stop = drain_seconds, stop_seconds
+        self._scheduler, self._control, self._stop = scheduler, control, stop_seconds
         self._roles = {spec.role: _Role(spec, spec.count) for spec in specs}
 
     @property
@@ -134,14 +130,14 @@ class ServerScaler:
                 role.problem = f"{str(error).rstrip('.')}. "
                 role.spec, role.stop_at = replace(role.spec, count=role.ready_count), time.monotonic()
         elif target < current and role.stop_at is None:
-            role.stop_at = time.monotonic() + self._drain
-            self._reply(role, f"{_names(workers[target:])} will stop in {self._drain:g} s", done=False)
+            role.stop_at = time.monotonic() + DRAIN_SECONDS
+            self._reply(role, f"{_names(workers[target:])} will stop in {DRAIN_SECONDS:g} s", done=False)
         elif target < current and time.monotonic() >= (role.stop_at or 0):
             surplus = _names(workers[target:])
             try:
                 self._scheduler.resize_workers(role.spec.role, target, grace=self._stop)
             except LaunchError as error:
-                role.stop_at = time.monotonic() + max(self._drain, RETRY_SECONDS)
+                role.stop_at = time.monotonic() + RETRY_SECONDS
                 self._reply(role, f"{surplus} did not stop; retrying later: {error}", done=False)
                 return
             role.ready_count = min(role.ready_count, target)

@@ -105,13 +105,11 @@ def test_lock_waits_for_trainers_of_a_killed_command(trainer, tmp_path, capsys, 
 
     monkeypatch.setattr(directories, "TRAINERS_END", 60.0)
     monkeypatch.setattr(directories.time, "sleep", sleep)
-    cluster = "allocation: fsdp:d1\nlauncher: {kind: slurm, options: {heartbeat_timeout: 25.0}}"
-    (tmp_path / "run" / "config.yaml").write_text(cluster)
     capsys.readouterr()
     with lock_run_directory(tmp_path / "run"):
         assert trainer.poll() == 0
     assert capsys.readouterr().out.startswith(
-        f"waiting up to 85 s for trainers of an earlier command: process {trainer.pid}"
+        f"waiting up to 60 s for trainers of an earlier command: process {trainer.pid}"
     )
     assert (tmp_path / "run" / FINISHED).exists()
 

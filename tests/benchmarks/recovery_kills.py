@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_launchers.cluster.node_agents import HEARTBEAT_TIMEOUT
+
 CLUSTERS = Path(__file__).parents[2] / "infra" / "clusters"
 INTERVAL = 2
 """Steps between two recovery checkpoints."""
@@ -26,7 +28,7 @@ LOST_AFTER = 10
 """SlurmdTimeout in seconds; Slurm's default is 300."""
 REQUEUE_AFTER = 15
 """Seconds that a requeued job waits (cred_expire of munge); 120 is usual."""
-HEARTBEAT_TIMEOUT = {"launcher.options.heartbeat_timeout": 20.0}
+NODE_TIMEOUT = {"heartbeat timeout of a node": HEARTBEAT_TIMEOUT}
 """Seconds without a heartbeat after which a node is lost, if its connection does not break."""
 WAIT_TIMEOUT = 400.0
 """Longest wait for a run to start or to continue, in seconds."""
@@ -240,7 +242,7 @@ def ray(directory: Path) -> Iterator[Deployment]:
         yield Deployment(
             settings,
             cluster.environment,
-            timeouts | HEARTBEAT_TIMEOUT,
+            timeouts | NODE_TIMEOUT,
             # the name of a node begins with its address, 127.0.0.(number + 2)
             kill=lambda node: cluster.kill_node(int(node.partition("-")[0].rpartition(".")[2]) - 2),
             replace_node=lambda node: cluster.add_node(cpus=2),
@@ -262,7 +264,7 @@ def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
         cluster_directory, clusters.Shape(lost_after=LOST_AFTER, requeue_after=REQUEUE_AFTER)
     ) as cluster:
         settings = {f"launcher.options.{name}": value for name, value in options.items()}
-        timeouts = {"SlurmdTimeout": LOST_AFTER, "cred_expire": REQUEUE_AFTER} | HEARTBEAT_TIMEOUT
+        timeouts = {"SlurmdTimeout": LOST_AFTER, "cred_expire": REQUEUE_AFTER} | NODE_TIMEOUT
         yield Deployment(
             {"launcher": "slurm", **settings},
             cluster.environment,

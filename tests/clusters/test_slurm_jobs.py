@@ -24,13 +24,16 @@ from pathlib import Path
 from rl_contracts.errors import RLError
 from rl_contracts.scheduler import JobSubmission
 from rl_launchers import SlurmSchedulerConfig
+from rl_launchers.slurm import batch_job, scheduler
 command, run_dir, options = json.loads(sys.argv[1])
-config = SlurmSchedulerConfig(poll_seconds=0.3, **options)
+batch_job.POLL_SECONDS = 0.3
+scheduler.MAX_REQUEUES = options.pop("max_requeues", scheduler.MAX_REQUEUES)
+config = SlurmSchedulerConfig(**options)
 submission = JobSubmission(tuple(command), Path(run_dir), (), grace=1.0)
 code = config.attach(submission.run_dir)
 sys.exit(config.submit(submission) if code is None else code)
 """
-"""Program that attaches to the job of a run or submits it, as the driver does."""
+"""Program that attaches to the job of a run or submits it, as the driver does. `max_requeues` sets `MAX_REQUEUES`."""
 
 LAUNCHER = """
 import os, pathlib, signal, sys, time

@@ -52,12 +52,12 @@ def two_nodes(cluster):
 class TestSlurmScheduler(SchedulerConformance):
     @pytest.fixture
     def scheduler(self, tmp_path, two_nodes):
-        with SlurmScheduler(tmp_path / "logs", SlurmSchedulerConfig(poll_seconds=0.5)) as scheduler:
+        with SlurmScheduler(tmp_path / "logs", SlurmSchedulerConfig()) as scheduler:
             yield scheduler
 
 
 def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path):
-    config = SlurmSchedulerConfig(nodes=2, spare_nodes=1, poll_seconds=0.5)
+    config = SlurmSchedulerConfig(nodes=2, spare_nodes=1)
     with allocation(cluster, "-N3"), SlurmScheduler(tmp_path, config) as scheduler:
         workers = scheduler.create_workers(JobSpec("role", SLEEP, count=2, cpus=2))
         assert len({worker.node for worker in workers}) == 2
@@ -75,7 +75,7 @@ def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path
 
 @pytest.mark.nightly
 def test_scheduler_resources_omit_a_node_that_is_down(cluster, tmp_path):
-    config = SlurmSchedulerConfig(poll_seconds=0.2)
+    config = SlurmSchedulerConfig()
     with allocation(cluster, "-N3"):
         names = [node.name for node in config.resources().nodes]
 

@@ -11,7 +11,7 @@ from ray_cluster import ray
 from slurm_cluster import slurm
 
 CLUSTERS: dict[str, Callable[[], Any]] = {"local": nullcontext, "ray": ray, "slurm": slurm}
-OPTIONS = {"local": {}, "ray": {"nodes": 2}, "slurm": {"nodes": 2, "poll_seconds": 1}}
+OPTIONS = {"local": {}, "ray": {"nodes": 2}, "slurm": {"nodes": 2}}
 
 
 @contextmanager

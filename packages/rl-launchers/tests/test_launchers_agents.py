@@ -48,7 +48,7 @@ def machines() -> SimulatedMachines:
 @pytest.fixture
 def agents(machines: SimulatedMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgents]:
     monkeypatch.setattr(module, "END_SECONDS", 0.5)
-    node_agents = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0)
+    node_agents = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1")
     node_agents.start(machines.nodes())
     yield node_agents
     node_agents.close()
@@ -144,10 +144,11 @@ def test_wait_detects_losses_of_connected_and_missing_machines(agents: NodeAgent
 
 
 def test_agent_without_timely_connection_error_names_setting(machines: SimulatedMachines, tmp_path: Path) -> None:
-    agents = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=0.2, silence=20.0)
+    machines.start_seconds = 0.2
+    agents = NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1")
     agents.start(machines.nodes()[:1])
     agents.wait(lambda: None)
-    assert "launcher.options.start_timeout" in agents._machines["node0"].lost
+    assert "launcher.options.host" in agents._machines["node0"].lost
     assert "node node0 (127.0.0.1): its agent" in str(agents.failure(agents._machines["node0"]))
     agents.close()
 
@@ -208,13 +209,13 @@ def test_host_of_other_machine_is_rejected_with_setting_name(
     machines: SimulatedMachines, tmp_path: Path, host: str
 ) -> None:
     with pytest.raises(LaunchError, match=f"launcher.options.host={host}: "):
-        NodeAgents(machines, {}, tmp_path, {}, host, start_timeout=5.0, silence=20.0)
+        NodeAgents(machines, {}, tmp_path, {}, host)
 
 
 def test_init_deletes_secrets_file_of_killed_launcher(machines: SimulatedMachines, tmp_path: Path) -> None:
     stale = tmp_path / ".agents-0123"
     stale.write_text("key")
-    NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1", start_timeout=5.0, silence=20.0).close()
+    NodeAgents(machines, {}, tmp_path, {}, "127.0.0.1").close()
     assert not list(tmp_path.glob(".agents-*"))
 
 

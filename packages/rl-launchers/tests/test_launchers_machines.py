@@ -196,10 +196,12 @@ def test_run_loses_machine_of_single_server_resumes_or_requeues(
 
 
 @pytest.mark.nightly
-def test_delete_workers_is_not_delayed_by_unresponsive_servers(tmp_path: Path, machines: Machines) -> None:
+def test_delete_workers_is_not_delayed_by_unresponsive_servers(
+    tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.cluster.node_agents.HEARTBEAT_TIMEOUT", 3.0)
     machines.available = machines.available[:1]
-    config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
-    with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
+    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as scheduler:
         command = python(SILENT, "{host}", "{port}")
         workers = scheduler.create_workers(JobSpec("server", command, count=5, ready_path="/health", ready_timeout=600))
         wait_until(lambda: all(map(listens, workers)))

@@ -218,13 +218,16 @@ def _launcher_commands(processes: list[psutil.Process]) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_create_workers_on_busy_cluster_error_lists_free_resources(free_cluster: Any, tmp_path: Path) -> None:
+def test_create_workers_on_busy_cluster_error_lists_free_resources(
+    free_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.ray.scheduler.PLACEMENT_SECONDS", 1.0)
     with (
         RayScheduler(tmp_path / "one") as first,
-        RayScheduler(tmp_path / "two", RaySchedulerConfig(placement_timeout=1.0)) as second,
+        RayScheduler(tmp_path / "two") as second,
     ):
         first.create_workers(JobSpec("role", python(SLEEP)))
-        with pytest.raises(LaunchError, match=r"placement_timeout=1: .*2 bundles.*0 of 4 CPU"):
+        with pytest.raises(LaunchError, match=r"2 bundles.* within 1 s.*0 of 4 CPU"):
             second.create_workers(JobSpec("role", python(SLEEP)))
 
 
@@ -277,20 +280,24 @@ def test_node_killed_its_workers_fail_and_another_node_replaces_it(expendable_cl
 
 
 @pytest.mark.nightly
-def test_node_lost_only_later_starts_wait_for_a_new_node(expendable_cluster: Any, tmp_path: Path) -> None:
+def test_node_lost_only_later_starts_wait_for_a_new_node(
+    expendable_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = "rl_launchers.ray.scheduler.REPLACEMENT_SECONDS"
     too_few_nodes = pytest.raises(ConfigError, match="expected 4 nodes with CPU 1 each, found 3 among 3")
     with RayScheduler(tmp_path / "never", RaySchedulerConfig(nodes=4)) as scheduler, too_few_nodes:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
-    config = RaySchedulerConfig(nodes=3, placement_timeout=3.0)
+    config = RaySchedulerConfig(nodes=3)
     provider = RayNodes(tmp_path / "logs", config)
     with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
         expendable_cluster.kill_node(2)
         wait_until(lambda: len(provider._cluster_state()["living"]) == 2, PATIENCE)
         scheduler.delete_workers()
-        with pytest.raises(LaunchError, match=r"expected 3 nodes .* found 2 among 2.*placement_timeout=3 s"):
+        monkeypatch.setattr(waits, 3.0)
+        with pytest.raises(LaunchError, match=r"expected 3 nodes .* found 2 among 2.*within 3 s"):
             scheduler.create_workers(JobSpec("role", python(SLEEP)))
-        config.placement_timeout = 60.0
+        monkeypatch.setattr(waits, 60.0)
         later = Timer(2.0, expendable_cluster.add_node)
         later.start()
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))

@@ -221,7 +221,7 @@ def test_submit_passes_run_key_in_file_readable_only_by_user(outside, tmp_path, 
     ended = "JobId=5 JobState=COMPLETED ExitCode=0:0"
     slurm = Recorded(sbatch="5;cluster\n", scontrol=ended)
 
-    assert batch_job.submit(_submission(tmp_path), script, 0.2, slurm) == 0
+    assert batch_job.submit(_submission(tmp_path), script, slurm) == 0
 
     key = tmp_path / "slurm" / "key"
     assert key.read_text() == "secret-of-the-run"
@@ -230,9 +230,10 @@ def test_submit_passes_run_key_in_file_readable_only_by_user(outside, tmp_path, 
     assert "secret-of-the-run" not in script + str(slurm.calls) + str(slurm.environments)
 
 
-def test_follow_tolerates_unresponsive_controller_for_a_while(outside, tmp_path, capsys):
+def test_follow_tolerates_unresponsive_controller_for_a_while(outside, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(batch_job, "POLL_SECONDS", 0.2)
     replies = [commands.SlurmError(["scontrol"], "Unable to contact"), "JobId=5 JobState=FAILED ExitCode=3:0"]
-    assert batch_job.follow(Recorded(scontrol=replies), "5", tmp_path, 0.2, 0) == 3
+    assert batch_job.follow(Recorded(scontrol=replies), "5", tmp_path, 0) == 3
     assert "Unable to contact" in capsys.readouterr().out
 
 
@@ -240,31 +241,31 @@ def test_follow_controller_unresponsive_too_long_raises(outside, tmp_path, monke
     monkeypatch.setattr(batch_job, "CONTACT_SECONDS", 0.0)
     silent = Recorded(scontrol=commands.SlurmError(["scontrol"], "Unable to contact"))
     with pytest.raises(LaunchError, match="Job 5 may still run"):
-        batch_job.follow(silent, "5", tmp_path, 0.2, 0)
+        batch_job.follow(silent, "5", tmp_path, 0)
 
 
 def test_follow_job_unknown_to_slurm_uses_recorded_exit_code(outside, tmp_path):
     no_record = Recorded(scontrol=commands.SlurmError(["scontrol"], "Invalid job id specified"))
     with pytest.raises(LaunchError, match="job 5"):
-        batch_job.follow(no_record, "5", tmp_path, 0.2, 0)
+        batch_job.follow(no_record, "5", tmp_path, 0)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "ended").write_text("4\n")
-    assert batch_job.follow(no_record, "5", tmp_path, 0.2, 0) == 4
+    assert batch_job.follow(no_record, "5", tmp_path, 0) == 4
 
 
 def test_attach_without_unfinished_job_returns_none(outside, tmp_path):
     ended = Recorded(scontrol="JobId=5 JobState=COMPLETED ExitCode=0:0")
-    assert batch_job.attach(tmp_path, 0.2, ended) is None
+    assert batch_job.attach(tmp_path, ended) is None
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "job.json").write_text('{"job": "5"}')
-    assert batch_job.attach(tmp_path, 0.2, ended) is None
+    assert batch_job.attach(tmp_path, ended) is None
 
 
 @pytest.mark.parametrize(("recorded", "code"), [("5 4", 4), ("4", 4), ("6 2", 7)])
 def test_follow_ignores_recorded_exit_code_of_other_job(outside, tmp_path, recorded, code):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "ended").write_text(recorded + "\n")
-    assert batch_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0.2, 0) == code
+    assert batch_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0) == code
 
 
 def test_find_job_output_without_state_raises():
@@ -277,7 +278,9 @@ def test_output_with_invalid_utf8_is_decoded(tmp_path):
     assert commands.Commands().output("printf", r"a\377b") == "a\ufffdb"
 
 
-def test_submit_by_two_concurrent_commands_creates_one_job(outside, tmp_path):
+def test_submit_by_two_concurrent_commands_creates_one_job(outside, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_job, "POLL_SECONDS", 0.2)
+
     class Slow(Recorded):
         def output(self, *command, env=None):
             if command[0] == "sbatch":
@@ -289,7 +292,7 @@ def test_submit_by_two_concurrent_commands_creates_one_job(outside, tmp_path):
     first_runs, second_started = threading.Event(), threading.Event()
     states = ["JobId=5 JobState=PENDING", "JobId=5 JobState=PENDING", "JobId=5 JobState=COMPLETED ExitCode=0:0"]
     slurm = Slow(sbatch="5\n", scontrol=states)
-    submit = functools.partial(batch_job.submit, _submission(tmp_path), "#!/bin/sh\n", 0.2, slurm)
+    submit = functools.partial(batch_job.submit, _submission(tmp_path), "#!/bin/sh\n", slurm)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(submit)
         assert first_runs.wait(10)
@@ -303,7 +306,7 @@ def test_submit_rejected_by_sbatch_deletes_key_file(outside, tmp_path, monkeypat
     monkeypatch.setenv(RUN_KEY_VARIABLE, "secret-of-the-run")
     refused = Recorded(sbatch=commands.SlurmError(["sbatch"], "invalid partition specified"))
     with pytest.raises(ConfigError, match=r"launcher\.kind=slurm.*launcher\.options\.partition"):
-        batch_job.submit(_submission(tmp_path), "", 0.2, refused)
+        batch_job.submit(_submission(tmp_path), "", refused)
     assert not (tmp_path / "slurm" / "key").exists()
 
 
@@ -391,11 +394,17 @@ def test_on_nodes_lost_requeues_job_without_its_lost_node(outside, monkeypatch, 
     assert requeue == ("bash", "-c", f"trap '' TERM; scontrol requeue 5{restore_size}")
 
 
+@pytest.mark.parametrize(("image", "seconds"), [("", 120.0), ("docker://image", 1800.0)])
+def test_agents_in_containers_may_connect_later(image, seconds):
+    assert SlurmNodes(SlurmSchedulerConfig(container_image=image)).start_seconds == seconds
+
+
 def test_on_nodes_lost_respects_max_requeues(outside, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     slurm = Recorded(scontrol_show_job=JOB)
-    provider = SlurmNodes(SlurmSchedulerConfig(max_requeues=1), slurm)
+    monkeypatch.setattr("rl_launchers.slurm.scheduler.MAX_REQUEUES", 1)
+    provider = SlurmNodes(SlurmSchedulerConfig(), slurm)
     provider.nodes()
     provider.on_nodes_lost(["b"], "b was lost")
     assert not any("requeue" in word for command in slurm.calls for word in command)

@@ -19,6 +19,7 @@ from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
+from rl_launchers.cluster import node_agents
 from rl_launchers.cluster.messages import connect_to_launcher
 from rl_launchers.cluster.placement import Ledger
 from rl_launchers.slurm.commands import Commands
@@ -145,7 +146,7 @@ def no_old_garbage():
 def _measure(nodes, directory):
     """Return the cost of a run on `nodes` nodes with eight workers each; check also the placement of the workers."""
     slurm, half = Simulated(nodes), nodes * EACH // 2
-    config = SlurmSchedulerConfig(heartbeat_timeout=600.0, start_timeout=600.0)
+    config = SlurmSchedulerConfig()
     serve = JobSpec("rollout", ("serve",), half, gpus=1, cpus=8)
     train = JobSpec("actor", ("train",), half, gpus=1, cpus=8, spmd=True)
     before = time.thread_time()
@@ -203,6 +204,9 @@ def _measure(nodes, directory):
 def test_launcher_cpu_cost_is_low_and_linear_up_to_256_nodes(tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    # the threads of hundreds of simulated agents share one interpreter
+    monkeypatch.setattr(node_agents, "HEARTBEAT_TIMEOUT", 600.0)
+    monkeypatch.setattr(SlurmNodes, "start_seconds", 600.0)
     costs = {}
     for nodes in SIZES:
         with no_old_garbage():

@@ -29,11 +29,11 @@ from rl_trainers.recovery.lookup import has_no_finished_step, resumed_step
 TRAINERS_LOCK = "trainers.lock"
 """Lock file of the trainers. If a command is killed, its trainers keep running until they are stopped."""
 
-TRAINERS_END = 10.0
+TRAINERS_END = 30.0
 """Seconds that a command waits for the trainers of the previous command to end.
 
-If a local command is killed, its trainers end within 6.5 s: the reaper asks them to stop, and then kills them. On a
-cluster, this begins only `heartbeat_timeout` after the last signal of the launcher, so the command adds this timeout.
+If a command is killed, its trainers end within 6.5 s: the reaper asks them to stop, and then kills them. On a cluster,
+this begins only 20 s (`HEARTBEAT_TIMEOUT` of `rl_launchers.cluster.node_agents`) after the launcher's last message.
 """
 
 RECENT = 20
@@ -89,17 +89,14 @@ def _await_trainers(directory: Path) -> None:
     """
     if not (directory / TRAINERS_LOCK).exists():
         return
-    config = directory / "config.yaml"
-    settings = flatten(read_config(config)) if config.exists() else {}  # of the earlier command
-    seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
     with (directory / TRAINERS_LOCK).open("a+") as file:
-        deadline, announced = time.monotonic() + seconds, False
+        deadline, announced = time.monotonic() + TRAINERS_END, False
         while not _try_lock(file):
             who = f"trainers of an earlier command: process {_holders(file)}"
             if time.monotonic() > deadline:
                 raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
             if not announced:
-                print(f"waiting up to {seconds:g} s for {who}", flush=True)
+                print(f"waiting up to {TRAINERS_END:g} s for {who}", flush=True)
             announced = True
             time.sleep(0.1)
         file.truncate(0)

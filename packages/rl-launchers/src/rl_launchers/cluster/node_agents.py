@@ -32,6 +32,10 @@ logger = get_logger("launcher")
 
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats to every agent."""
+HEARTBEAT_TIMEOUT = 20.0
+"""Seconds without a message after which a machine counts as lost; its agent applies the same limit to the launcher.
+Both sides send heartbeats from a separate thread, so only a long network failure or a stopped process is silent for as
+long."""
 POLL_SECONDS = 0.1
 """Seconds between two polls of a condition."""
 END_SECONDS = 10.0
@@ -73,9 +77,6 @@ class NodeAgents:
             with the secrets that only the user can read. `close` deletes that file.
         hidden: environment variables of workers that are never sent over a connection.
         host: address on which the launcher listens; empty for `NodeProvider.address`.
-        start_timeout: seconds within which a started agent must connect.
-        silence: seconds without a message after which a machine counts as lost. The agent applies the same limit to
-            the launcher.
 
     Raises:
         LaunchError: the launcher cannot listen on that address.
@@ -88,15 +89,8 @@ class NodeAgents:
         log_dir: Path,
         hidden: Mapping[str, str],
         host: str,
-        start_timeout: float,
-        silence: float,
     ) -> None:
-        self._provider, self._log_dir, self._start_timeout, self._heartbeat_timeout = (
-            provider,
-            log_dir,
-            start_timeout,
-            silence,
-        )
+        self._provider, self._log_dir = provider, log_dir
         self._secret, self._secret_names = secrets.token_bytes(32), set(hidden)
         self._machines = machines
         self._ids = itertools.count()
@@ -120,7 +114,7 @@ class NodeAgents:
         for stale in log_dir.glob(".agents-*"):  # from a launcher that was killed
             stale.unlink(missing_ok=True)
         self._secrets_file = log_dir / f".agents-{secrets.token_hex(8)}"
-        secrets_content = {"agents": self._secret.hex(), "workers": dict(hidden), "patience": silence}
+        secrets_content = {"agents": self._secret.hex(), "workers": dict(hidden), "patience": HEARTBEAT_TIMEOUT}
         with open(os.open(self._secrets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(secrets_content, file)
         self._threads = [
@@ -152,9 +146,9 @@ class NodeAgents:
             tick()
             self.check()
             for machine in missing:
-                if time.monotonic() - machine.started > self._start_timeout:
-                    reason = f"did not connect within {self._start_timeout:g} s (launcher.options.start_timeout)"
-                    self._mark_lost(machine, reason)
+                if time.monotonic() - machine.started > (limit := self._provider.start_seconds):
+                    hint = "it must reach this address of the launcher's machine (launcher.options.host)"
+                    self._mark_lost(machine, f"did not connect to {self._address} within {limit:g} s; {hint}")
             time.sleep(POLL_SECONDS / 4)
 
     def failure(self, machine: Machine) -> LaunchError:
@@ -262,7 +256,7 @@ class NodeAgents:
     def _authenticate(self, peer: socket.socket) -> None:
         with peer:
             try:
-                wire = accept_agent(peer, self._secret, self._heartbeat_timeout / 2)
+                wire = accept_agent(peer, self._secret, HEARTBEAT_TIMEOUT / 2)
                 self._new_connections.put((str(wire.receive()["hello"]), wire))
             except (OSError, EOFError, ValueError, KeyError, AuthenticationError) as error:
                 logger.warning("rejected a connection to the launcher that is not from an agent of this run: %r", error)
@@ -278,7 +272,7 @@ class NodeAgents:
                         name, wire = self._new_connections.get_nowait()
                         machine = self._machines.get(name)
                         if machine is None or machine.lost or machine.wire is not None:
-                            wire.close()  # for example after start_timeout
+                            wire.close()  # for example after start_seconds
                             continue
                         machine.last_message, machine.wire = time.monotonic(), wire
                         selector.register(wire, selectors.EVENT_READ, machine)
@@ -318,10 +312,8 @@ class NodeAgents:
                 result.set_exception((ConfigError if kind == "config" else LaunchError)(text))
 
     def _send_heartbeat(self, machine: Machine, wire: MessageConnection, now: float) -> None:
-        if now - machine.last_message > self._heartbeat_timeout:
-            self._mark_lost(
-                machine, f"sent no message for {self._heartbeat_timeout:g} s (launcher.options.heartbeat_timeout)"
-            )
+        if now - machine.last_message > HEARTBEAT_TIMEOUT:
+            self._mark_lost(machine, f"sent no message for {HEARTBEAT_TIMEOUT:g} s")
             return
         try:
             wire.send({"do": "nothing"})

@@ -17,6 +17,9 @@ class NodeProvider(ABC):
 
     spares: int = 0
     """Number of spare machines: the last ones of `nodes`, used only if others are lost or full."""
+    start_seconds: float = 120.0
+    """Seconds within which a started agent must connect to the launcher. It needs this long only on a slow file system
+    or an unresponsive machine; `end_reason` reports an agent that ends earlier."""
     tick: Callable[[], object] = staticmethod(lambda: None)
     """Function called several times a second while `nodes` waits. An exception from it ends the wait."""
 

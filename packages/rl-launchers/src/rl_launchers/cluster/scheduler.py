@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import bounded
 from rl_contracts.errors import LaunchError, RLError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.cluster.messages import Message
@@ -38,10 +37,6 @@ class ClusterSchedulerConfig(SchedulerConfig):
     host: str = ""
     """Address of the launcher's machine to which the node agents connect. Empty for the address that the cluster
     reports. In a Slurm job with one node, empty selects loopback for the agents, servers and trainers."""
-    start_timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds within which a node agent must connect to the launcher after its start."""
-    heartbeat_timeout: float = bounded(20.0, "at least 3 seconds", lambda seconds: seconds >= 3)
-    """Seconds without a message from a machine after which it counts as lost. The machine then stops its workers."""
 
 
 @dataclass
@@ -261,22 +256,14 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """Start the agents, if none are running."""
         if self._agents is None:
             hidden = {name: spec.env[name] for name in (RUN_KEY_VARIABLE,) if name in spec.env}
-            config, self._provider.tick = self._config, self.tick
+            self._provider.tick = self.tick
             offered = self._provider.nodes()
             lost = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
             self._machines = {machine.node.name: machine for machine in lost}
             self._num_machines = max(self._num_machines, len(offered) - self._provider.spares)
             self._num_machines = min(self._num_machines, self._max_machines or self._num_machines)
             nodes = [node for node in offered if node.name not in self._machines][: self._num_machines]
-            self._agents = NodeAgents(
-                self._provider,
-                self._machines,
-                self._log_dir,
-                hidden,
-                config.host,
-                config.start_timeout,
-                config.heartbeat_timeout,
-            )
+            self._agents = NodeAgents(self._provider, self._machines, self._log_dir, hidden, self._config.host)
             self._ledger = Ledger(used_nodes(nodes, 0, self._max_cores, self._max_gpus))
             try:
                 self._agents.start(nodes)

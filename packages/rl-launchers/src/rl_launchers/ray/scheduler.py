@@ -33,6 +33,12 @@ TICK = 0.05
 """Seconds between two polls of a condition."""
 CONNECT_SECONDS = 120.0
 """Seconds to wait for a reply from Ray, or for the start of a cluster for the run."""
+PLACEMENT_SECONDS = 60.0
+"""Seconds to wait for the placement group at the start of a run. Ray places it within seconds, unless other jobs hold
+the nodes for an unknown time."""
+REPLACEMENT_SECONDS = 600.0
+"""Seconds to wait for new nodes and the placement group after the loss of a node: a cloud or Kubernetes replaces a node
+within minutes."""
 SILENCE = 60.0
 """Seconds without a state from the driver after which the cluster counts as lost."""
 
@@ -60,8 +66,6 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     """GPUs to reserve on each node; None for all."""
     node_resources: dict[str, float] = field(default_factory=dict)
     """Additional Ray resources of each bundle, for example `{rollout-pool: 1}` to select nodes with that resource."""
-    placement_timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds to wait for the placement group, for example while other jobs use the nodes."""
 
     def resources(self) -> Resources:
         """Return the resources of the bundles, or of this machine if the run will start a cluster."""
@@ -369,15 +373,15 @@ class RayNodes(NodeProvider):
     def _claim(self, connection: DriverConnection) -> None:
         if not connection.wait("found", tick=self.tick):
             raise connection.silent()
-        state, seconds = connection.state, self._config.placement_timeout
+        state, seconds = connection.state, REPLACEMENT_SECONDS if self._has_claimed else PLACEMENT_SECONDS
         bundles, self._has_claimed = self._bundles(connection, seconds), True
         connection.send(do="claim", bundles=bundles)
         if not connection.wait("placed", seconds, self.tick):
             free, total = state["free"], state["total"]
             listing = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(bundles[0]))
             raise LaunchError(
-                f"launcher.options.placement_timeout={seconds:g}: Ray could not place {len(bundles)} bundles "
-                f"({bundles}) in time; at the start, {listing} were free. Wait for other jobs to end, or lower "
+                f"Ray could not place {len(bundles)} bundles ({bundles}) within {seconds:g} s; at the start, {listing} "
+                "were free. Wait for other jobs to end, or lower "
                 "launcher.options.nodes, cores_per_node or gpus_per_node."
             )
 
@@ -396,8 +400,7 @@ class RayNodes(NodeProvider):
                 if not self._has_claimed:
                     raise
                 if (problem := connection.problem()) or time.monotonic() > deadline:
-                    timeout = f"no change within launcher.options.placement_timeout={seconds:g} s"
-                    raise LaunchError(f"{error} ({problem or timeout})") from error
+                    raise LaunchError(f"{error} ({problem or f'no change within {seconds:g} s'})") from error
             self.tick()
             time.sleep(TICK)
 

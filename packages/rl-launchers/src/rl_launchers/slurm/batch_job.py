@@ -26,6 +26,8 @@ TEMPLATE = Path(__file__).with_name("templates") / "slurm.sh.jinja"
 EARLY = 60
 """Seconds added to the grace period for the signal before the time limit, since Slurm times this signal only to the
 minute."""
+POLL_SECONDS = 5.0
+"""Seconds between two queries of Slurm's controller, which all users of the cluster share."""
 CONTACT_SECONDS = 600.0
 """Seconds without a reply from the controller after which following a job fails."""
 LOG_EVERY = 0.2
@@ -82,7 +84,7 @@ def render(submission: JobSubmission, template: str, variables: Mapping[str, obj
         raise ConfigError(f"launcher.options.template={file}: cannot render this template: {error}") from error
 
 
-def submit(submission: JobSubmission, script: str, poll_seconds: float, commands: Commands | None = None) -> int:
+def submit(submission: JobSubmission, script: str, commands: Commands | None = None) -> int:
     """Submit a run and follow its job; see `SchedulerConfig.submit`."""
     commands, run_dir = commands or Commands(), submission.run_dir
     directory = run_dir / "slurm"
@@ -99,7 +101,7 @@ def submit(submission: JobSubmission, script: str, poll_seconds: float, commands
             raise
     log = _log_path(run_dir)
     _print(f"job {job} {'already exists' if is_existing else 'was submitted'}; its script is {directory / 'job.sh'}")
-    return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
+    return follow(commands, job, run_dir, log.stat().st_size if log.exists() else 0)
 
 
 def _run_sbatch(directory: Path, submission: JobSubmission, script: str, commands: Commands) -> str:
@@ -126,7 +128,7 @@ def _run_sbatch(directory: Path, submission: JobSubmission, script: str, command
     return job
 
 
-def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None) -> int | None:
+def attach(run_dir: Path, commands: Commands | None = None) -> int | None:
     """Follow a job that was submitted earlier and has not ended; see `SchedulerConfig.attach`."""
     commands = commands or Commands()
     try:
@@ -139,7 +141,7 @@ def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None)
     log = _log_path(run_dir)
     _print(f"job {job} of this run already exists; following it. The last lines of {log}:")
     _print(run_files.tail(log, LAST_LINES))
-    return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
+    return follow(commands, job, run_dir, log.stat().st_size if log.exists() else 0)
 
 
 def state(run_dir: Path, commands: Commands | None = None) -> str:
@@ -161,14 +163,13 @@ def cancel(run_dir: Path, commands: Commands | None = None) -> None:
     (run_dir / "slurm" / "key").unlink(missing_ok=True)
 
 
-def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, position: int) -> int:
+def follow(commands: Commands, job: str, run_dir: Path, position: int) -> int:
     """Print the log of a job until the job has ended.
 
     Args:
         commands: runner of Slurm commands.
         job: id of the job.
         run_dir: directory of the run.
-        poll_seconds: seconds between two queries of the controller.
         position: offset in the log, in bytes, from which to print.
 
     Returns:
@@ -193,7 +194,7 @@ def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, pos
                 return _finish(job, status, run_dir, reader)
             if description != (description := _describe(status)):
                 _print(f"job {job}: {description}")
-            deadline = time.monotonic() + poll_seconds
+            deadline = time.monotonic() + POLL_SECONDS
             while (remaining := deadline - time.monotonic()) > 0:
                 reader.show()
                 time.sleep(min(LOG_EVERY, remaining))

@@ -45,6 +45,11 @@ AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
 END_SECONDS = 2.0
 """Seconds that `close` waits for `srun` processes to exit; with a lost node, `srun` never exits. An agent that still
 runs then exits when it gets no more messages from the launcher."""
+IMAGE_SECONDS = 1800.0
+"""Seconds for an agent in a container to connect. pyxis may first import an image of many gigabytes."""
+MAX_REQUEUES = 100
+"""Maximum number of restarts of the job that the run requests, so that no job is requeued forever. Restarts by Slurm
+itself count, too, but are not limited."""
 SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
 
 
@@ -95,10 +100,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     requeue: bool = True
     """Restart the job after a preemption, the end of its time limit, or the loss of a node. The run resumes from its
     last recovery checkpoint, or starts at the first step if there is none. A run that finished, failed or was stopped
-    is never requeued."""
-    max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
-    """Maximum number of restarts of the job that the run requests. Restarts by Slurm itself count, too, but are not
-    limited."""
+    is never requeued. A job is requeued at most 100 times; then the same command submits it again."""
     setup: list[str] = field(default_factory=list)
     """Shell commands to run in the job before the launcher starts, for example `module load cuda`. No secrets."""
     sbatch_args: list[str] = field(default_factory=list)
@@ -113,8 +115,6 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     container_mounts: list[str] = field(default_factory=list)
     """Directories to mount in the container, in the format of `srun --container-mounts`. The run directory is always
     mounted."""
-    poll_seconds: float = bounded(5.0, "at least 0.2", lambda seconds: seconds >= 0.2)
-    """Seconds between two queries of Slurm's controller."""
 
     def resources(self) -> Resources | None:
         """Return the resources without spare nodes.
@@ -160,7 +160,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
 
     def submit(self, submission: JobSubmission) -> int:
         """Submit the run with `sbatch` and follow it; see the contract."""
-        return batch_job.submit(submission, self.script(submission), self.poll_seconds)
+        return batch_job.submit(submission, self.script(submission))
 
     def script(self, submission: JobSubmission) -> str:
         """Return the batch script, or "" inside a job; see the contract."""
@@ -172,12 +172,13 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             self._options(component, nodes)
             for component, nodes in zip(self._components(), nodes_by_component, strict=True)
         ]
-        settings = {name: getattr(self, name) for name in ("requeue", "max_requeues", "spare_nodes", "setup")}
-        return batch_job.render(submission, self.template, settings | {"parts": options})
+        settings = {name: getattr(self, name) for name in ("requeue", "spare_nodes", "setup")}
+        variables = settings | {"max_requeues": MAX_REQUEUES, "parts": options}
+        return batch_job.render(submission, self.template, variables)
 
     def attach(self, run_dir: Path) -> int | None:
         """Follow the job of a run that was submitted earlier; see the contract."""
-        return batch_job.attach(run_dir, self.poll_seconds)
+        return batch_job.attach(run_dir)
 
     def job_state(self, run_dir: Path) -> str:
         """Return the job's state in Slurm, with the reason if it waits; see the contract."""
@@ -282,6 +283,8 @@ class SlurmNodes(NodeProvider):
     def __init__(self, config: SlurmSchedulerConfig, commands: Commands | None = None) -> None:
         self._config, self._commands = config, commands or Commands()
         self.spares = self._config.spare_nodes
+        if config.container_image:
+            self.start_seconds = IMAGE_SECONDS
         self._nodes: list[Node] = []
         self._last_query = float("-inf")
         self._component_of: dict[str, int] = {}
@@ -291,8 +294,8 @@ class SlurmNodes(NodeProvider):
         self._step_name, self._has_detached_steps = f"agent-{secrets.token_hex(4)}", False
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that Slurm does not report as lost. Queries Slurm at most every `poll_seconds`."""
-        if time.monotonic() - self._last_query >= self._config.poll_seconds:
+        """Return the nodes that Slurm does not report as lost. Queries Slurm at most every `POLL_SECONDS`."""
+        if time.monotonic() - self._last_query >= batch_job.POLL_SECONDS:
             try:
                 self._nodes = self._query_nodes()
             except LaunchError:
@@ -360,11 +363,11 @@ class SlurmNodes(NodeProvider):
                     )
 
     def on_nodes_lost(self, lost: Collection[str], why: str) -> None:
-        """Requeue the job if Slurm allows it and `max_requeues` is not reached.
+        """Requeue the job if Slurm allows it and `MAX_REQUEUES` is not reached.
 
         Slurm would requeue the job only after its controller has detected the loss, which is too late for the run.
         """
-        if self._can_requeue and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
+        if self._can_requeue and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < MAX_REQUEUES:
             logger.warning("%s; requeueing the job.", why)
             self._requeue(os.environ[JOB], [node.name for node in self.nodes() if node.name not in lost])
             raise LaunchError(why)

@@ -46,6 +46,11 @@ def test_client_waits_for_lost_servers_only_if_they_are_restarted(tmp_path, serv
     assert rejoin_timeout("launcher.max_restarts=0") == 0
 
 
+def test_client_evicts_slow_server_before_the_publication_fails(tmp_path, servers_are_ready):
+    with _components(tmp_path, "publish.timeout=500") as components:
+        assert _client(components).spec.update_timeout == pytest.approx(450)
+
+
 @pytest.fixture
 def sigterm():
     former = signal.getsignal(signal.SIGTERM)

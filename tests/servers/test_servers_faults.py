@@ -10,6 +10,7 @@ import asyncio
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ class Fleet:
         for index in servers:
             self.faults[index].write_text(faults)
 
-    def client(self, servers: Sequence[int], **settings: float) -> HttpEngine:
+    def client(self, servers: Sequence[int], update_timeout: float = 300.0, **settings: float) -> HttpEngine:
         """Return a client of these servers that does not wait for a rejoin."""
         addresses = [self.servers[index].address for index in servers]
         options = {"progress_timeout": 60.0, "probe_timeout": 5.0, "rejoin_timeout": 0.0, **settings}
-        return self.kind.client(self.spec, addresses, ClientConfig(**options))
+        spec = replace(self.spec, update_timeout=update_timeout)
+        return self.kind.client(spec, addresses, ClientConfig(**options))
 
     @contextmanager
     def run(self, *servers: int, **options: Any) -> Iterator[Run]:

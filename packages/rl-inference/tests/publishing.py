@@ -26,7 +26,6 @@ PROMPT = [5, 17, 40, 33, 21, 90]
 TOKENS = 480
 QUICK = {
     "probe_interval": 0.1,
-    "discover_interval": 0.1,
     "probe_timeout": 1.0,
     "progress_timeout": 1.5,
     "rejoin_timeout": 60.0,
@@ -95,9 +94,11 @@ async def client[T: EmbeddedEngine](
     weights_dir: str = "",
     names: ServerSource | None = None,
     kind: type[T] = EmbeddedEngine,
+    update_timeout: float = 300.0,
     **config: Any,
 ) -> AsyncIterator[T]:
-    engine = kind(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
+    spec = ServeSpec(weights_dir=weights_dir, update_timeout=update_timeout)
+    engine = kind(spec=spec, client=ClientConfig(**{**QUICK, **config}))
     engine.initialize([server.address for server in servers])
     if names is not None:
         assert engine.follow_discovery(names)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine
 from rl_inference.client.completion import PartialCompletion
@@ -40,8 +40,9 @@ async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def client(*addresses: str, **config: float) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(client=ClientConfig(**{"progress_timeout": 5.0, **config}))
+async def client(*addresses: str, update_timeout: float = 300.0, **config: float) -> AsyncIterator[EmbeddedEngine]:
+    spec = ServeSpec(update_timeout=update_timeout)
+    engine = EmbeddedEngine(spec=spec, client=ClientConfig(**{"progress_timeout": 5.0, **config}))
     engine.initialize(list(addresses))
     try:
         yield engine

@@ -30,8 +30,8 @@ def rejoin(router: Router, server: Server, version: int) -> None:
 
 def create_discovery(source: Callable[[], dict[str, str]] = dict) -> tuple[Router, Discovery]:
     """Return a router with two live servers, and the discovery of its source."""
-    router = Router([Server(address, 0) for address in FIRST.values()], SystemClock(), slack=4)
-    return router, Discovery(source, router, ClientConfig(discover_interval=0.01, probe_timeout=0.05))
+    router = Router([Server(address, 0) for address in FIRST.values()], SystemClock())
+    return router, Discovery(source, router, ClientConfig(probe_interval=0.02, probe_timeout=0.05))
 
 
 def addresses(router: Router) -> list[str]:

@@ -92,7 +92,7 @@ async def test_remove_server_resumes_elsewhere_and_is_no_failure(
         server.wait_ready()
     names = named(*pair)
     # discovery removes a server long before its first completion ends
-    async with client(pair, names=lambda: dict(names), discover_interval=0.02) as engine:
+    async with client(pair, names=lambda: dict(names), probe_interval=0.04) as engine:
         version = await trainer.publish(engine)
         alone = [await engine.agenerate(request(seed)) for seed in range(6)]
         completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]

@@ -135,7 +135,8 @@ def test_server_start_raises_soft_file_limit(model_path: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-async def test_client_sends_1100_concurrent_requests() -> None:
+async def test_client_sends_1100_concurrent_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_inference.client.transport._CONNECT_SECONDS", 30.0)
     arrived, all_arrived = [], asyncio.Event()
 
     async def generate(request: web.Request) -> web.Response:
@@ -151,9 +152,7 @@ async def test_client_sends_1100_concurrent_requests() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
     try:
-        async with client(
-            f"http://127.0.0.1:{runner.addresses[0][1]}", probe_interval=0.0, connect_timeout=30
-        ) as engine:
+        async with client(f"http://127.0.0.1:{runner.addresses[0][1]}", probe_interval=0.0) as engine:
             async with asyncio.timeout(60):
                 errors = await asyncio.gather(*(engine.agenerate(REQUEST) for _ in range(1100)), return_exceptions=True)
     finally:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import RENDEZVOUS_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import RENDEZVOUS_ROUTES, ModelRequest, ParamSpec, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing.waiting import wait_until
@@ -56,7 +56,7 @@ class Trainer:
 
     def __init__(self, addresses: list[str], route: str, location: str) -> None:
         self.loop = LoopThread("test")
-        self.engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20, update_timeout=DEADLINE))
+        self.engine = EmbeddedEngine(spec=ServeSpec(update_timeout=DEADLINE), client=ClientConfig(progress_timeout=20))
         self.engine.initialize(addresses)
         self.sender: WeightSender = open_sender(route, location)
         self.receipts: Any = None
@@ -275,7 +275,7 @@ def test_broadcast_servers_added_or_removed_between_updates_get_ranks(
     new, old = parameters(new_model_path), parameters(model_path)
     names = {str(number): server.address for number, server in enumerate(servers)}
     engine = trainer.engine
-    engine.config.discover_interval = engine.config.probe_interval = 0.1
+    engine.config.probe_interval = 0.1
     engine.follow_discovery(lambda: dict(names))
     first, second, third = (server.address for server in servers)
     trainer.publish(1, new)

@@ -9,7 +9,7 @@ import pytest
 
 from rl_contracts.errors import InferenceError
 from rl_contracts.runtime.clock import SystemClock
-from rl_inference.client.router import Router
+from rl_inference.client.router import AFFINITY_SLACK, Router
 from rl_inference.client.server_state import ServerState
 from rl_inference.client.transport import Server, ServerLostError
 
@@ -31,7 +31,7 @@ def rejoin(router: Router, server: Server, version: int) -> None:
 
 @pytest.fixture
 def router() -> Router:
-    return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock(), slack=4)
+    return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock())
 
 
 def test_choose_without_group_returns_least_busy_server(router: Router) -> None:
@@ -49,12 +49,13 @@ def test_sorted_by_load_least_busy_first_ties_random(router: Router) -> None:
     assert router.sorted_by_load()[-1] is router.servers[1]
 
 
-def test_choose_independent_clients_use_most_servers() -> None:
+def test_choose_independent_clients_use_most_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate 8 clients with 4 groups of 8 requests on 16 servers. Without random ties they would use 4 servers."""
+    monkeypatch.setattr("rl_inference.client.router.AFFINITY_SLACK", 4)
     random.seed(0)
     used_addresses = set()
     for client in range(8):
-        router = Router([Server(f"http://s{i}", 0) for i in range(16)], Clock(), slack=4)
+        router = Router([Server(f"http://s{i}", 0) for i in range(16)], Clock())
         for name in range(4):
             group = router.group(f"{client}-{name}")
             for _ in range(8):
@@ -86,10 +87,10 @@ def test_choose_group_keeps_its_server_within_slack(router: Router) -> None:
     group = router.group("g")
     first = router.choose(group)
     assert first is not None
-    first.open = 4
+    first.open = AFFINITY_SLACK
     assert router.choose(router.group("g")) is first
 
-    first.open = 5
+    first.open = AFFINITY_SLACK + 1
     other = router.choose(group)
 
     assert other is not first

@@ -147,7 +147,7 @@ class Simulation:
     def __init__(self, seed: int, staged_load: bool, route: str) -> None:
         self.generator, self.clock, self.route = random.Random(seed), SimulatedClock(), route
         servers = [Server(f"http://s{number}", 0) for number in range(self.generator.randint(1, 4))]
-        self.router = Router(servers, self.clock, slack=4)  # type: ignore[arg-type]
+        self.router = Router(servers, self.clock)  # type: ignore[arg-type]
         crashes = self.generator.choice([0.0, 0.02, 0.1, 0.3])
         self.transport = SimulatedTransport(self.clock, self.generator, crashes, staged_load)
         self.transport.processes = {server.address: Process() for server in servers}

@@ -54,6 +54,10 @@ log = get_logger("apps.components")
 CLOSE_SECONDS = 10.0
 """Seconds to wait for a component to close when a run ends."""
 
+_UPDATE_FRACTION = 0.9
+"""Fraction of `publish.timeout` after which the client evicts a server that stages a version, so that the publication
+can still succeed with the other servers."""
+
 STUCK_EXIT_CODE = 70
 """Exit code of a trainer process that was ended because its training thread was stuck."""
 
@@ -319,7 +323,7 @@ class Components(ExitStack):
         publisher = rl_trainers.WeightPublisher(engine, client, loop, config.publish, directory, interrupt, dtype)
         sharing = None
         if self.run.layout.shared:
-            sharing = rl_trainers.MemorySharing(engine, client, loop, config.rollout.client.update_timeout)
+            sharing = rl_trainers.MemorySharing(engine, client, loop, config.publish.timeout)
         gap = rl_trainers.GapGate(engine, client, loop, config.gap, dtype, client.served_dtype, sharing)
         return rl_trainers.ServerSync(run_log, self.add(publisher), gap, sharing)
 
@@ -457,6 +461,7 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
         device=run.device,
         shared=run.layout.shared and not attached(run.config, run.layout),
         deterministic=run.config.deterministic,
+        update_timeout=_UPDATE_FRACTION * run.config.publish.timeout,
     )
 
 

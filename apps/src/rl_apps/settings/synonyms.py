@@ -112,16 +112,10 @@ RENAMED = {
 """Earlier names of settings, each with the current one."""
 
 REMOVED: dict[str, str] = {
-    "launcher.drain_seconds": "now fixed at 5 s",
-    "launcher.health_interval": "now fixed at 2 s",
-    "launcher.log_lines": "now fixed at 30 lines",
-    "launcher.options.heartbeat_timeout": "now fixed at 20 s",
-    "launcher.options.max_requeues": "now fixed at 100",
-    "launcher.options.placement_timeout": "now fixed at 60 s at the start of a run and 600 s after the loss of a node",
-    "launcher.options.poll_seconds": "now fixed at 5 s",
-    "launcher.options.start_timeout": "now fixed at 120 s and at 1800 s with launcher.options.container_image",
-    "launcher.restart_window": "now fixed at 600 s",
-    "launcher.stop_seconds": "now fixed at 3 s",
-    "launcher.tick_seconds": "now fixed at 0.2 s",
+    "rollout.client.affinity_slack": "now fixed at 32 requests",
+    "rollout.client.connect_timeout": "now fixed at 5 s",
+    "rollout.client.discover_interval": "now half of rollout.client.probe_interval",
+    "rollout.client.retry_seconds": "now fixed at 0.2 s",
+    "rollout.client.update_timeout": "now 90 % of publish.timeout",
 }
 """Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

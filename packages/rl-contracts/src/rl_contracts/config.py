@@ -285,7 +285,7 @@ class MicroBatchConfig(Settings):
 
 @dataclass
 class ClientConfig(Settings):
-    """Deadlines, retries, probes and routing of a client of inference servers, for any kind of server.
+    """Deadlines and probes of a client of inference servers, for any kind of server.
 
     The client does not limit the number of open requests. In a run `rollout.max_concurrent` does.
     """
@@ -295,26 +295,15 @@ class ClientConfig(Settings):
     progress_timeout: float = bounded(120.0, "1 s or more", lambda seconds: seconds >= 1)
     """Seconds without progress after which a server counts as lost: no byte during generation, no response to a control
     request. A request that no server advances fails after the same time."""
-    update_timeout: float = bounded(300.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds within which a server must stage a new version of the weights."""
-    connect_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds to wait for a connection to a server."""
-    retry_seconds: float = bounded(0.2, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds to wait before the first retry of a request. The wait doubles with each retry, up to 5 s."""
     probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
     """Seconds between health probes of a server. Evicted servers are probed four times as often and rejoin once they
-    are healthy. 0 disables probes, so an evicted server cannot rejoin."""
-    discover_interval: float = bounded(1.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds between updates of the list of servers, if the run publishes such a list. No updates if `probe_interval`
-    is 0."""
+    are healthy. If the run publishes a list of its servers, the client reads it twice as often. 0 disables both, so an
+    evicted server cannot rejoin."""
     probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds to wait for the response to a health probe or for the list of servers."""
     rejoin_timeout: float = 0.0
     """Seconds for which requests and weight updates wait for a server to return when all servers are lost. 0: fail
     immediately, because no process restarts the servers."""
-    affinity_slack: int = 32
-    """Number of open requests by which a group's server may exceed the least busy server. Above that, the group's next
-    request goes to the least busy server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -326,16 +315,12 @@ class ClientConfig(Settings):
         )
 
     def shared_by(self, clients: int) -> ClientConfig:
-        """Return the settings of each of several clients of the same servers, with longer probe intervals.
+        """Return the settings of each of several clients of the same servers, with a longer probe interval.
 
-        Together the clients probe, and update the list of servers, about as often as a single client. No interval
-        grows beyond a quarter of `progress_timeout` (and of `rejoin_timeout`, if set). So each client notices in time
-        that a server is silent or has returned. After a failure a client probes immediately.
+        Together the clients probe, and read the list of servers, about as often as a single client. The interval does
+        not grow beyond a quarter of `progress_timeout` (and of `rejoin_timeout`, if set). So each client notices in
+        time that a server is silent or has returned. After a failure a client probes immediately.
         """
         longest = min(self.progress_timeout, self.rejoin_timeout or self.progress_timeout) / 4
-
-        def shared(interval: float) -> float:
-            return min(clients * interval, max(interval, longest))
-
-        probe, discover = shared(self.probe_interval), shared(self.discover_interval)
-        return replace(self, probe_interval=probe, discover_interval=discover)
+        interval = min(clients * self.probe_interval, max(self.probe_interval, longest))
+        return replace(self, probe_interval=interval)

@@ -253,7 +253,7 @@ class FinetuneSpec(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """Settings of a run that its inference servers receive, for any inference engine."""
+    """Settings of a run that its inference servers and their clients receive, for any inference engine."""
 
     model_path: str = ""
     """Hugging Face model directory that the servers load; empty for a client of servers that already run."""
@@ -274,3 +274,6 @@ class ServeSpec:
     deterministic: bool = False
     """True if completions are bitwise reproducible, independent of other requests, with the same log-probs as a trainer
     that processes the sequence alone."""
+    update_timeout: float = 300.0
+    """Seconds within which a server must stage a new version of the weights. The commands derive it from
+    `publish.timeout`."""

@@ -19,6 +19,9 @@ from rl_contracts.scheduler import JobSpec
 if TYPE_CHECKING:
     import aiohttp
 
+CONNECT_SECONDS = 5.0
+"""Seconds to wait for a connection to a server."""
+
 
 @dataclass
 class AcmeInferenceEngineConfig(ServerConfig):
@@ -126,14 +129,14 @@ class AcmeInferenceEngine(InferenceEngine):
         return logprobs
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        staged = await self._on_all("/stage", meta.to_json(), self._client.update_timeout)
+        staged = await self._on_all("/stage", meta.to_json(), self._spec.update_timeout)
         return [
             WeightReceipt(r["holder"], r["version"], {name: int(value) for name, value in r["checksums"].items()})
             for r in staged
         ]
 
     async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
-        await self._on_all("/pause", {"drain": interrupt == "wait"}, self._client.update_timeout)
+        await self._on_all("/pause", {"drain": interrupt == "wait"}, self._spec.update_timeout)
         try:
             await self._on_all("/commit", {"version": version, "recompute": interrupt == "recompute"})
             self._version = version
@@ -208,7 +211,7 @@ class AcmeInferenceEngine(InferenceEngine):
             self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         limits = aiohttp.ClientTimeout(
             total=None,
-            sock_connect=self._client.connect_timeout,
+            sock_connect=CONNECT_SECONDS,
             sock_read=silence or self._client.progress_timeout,
         )
         method = "GET" if body is None else "POST"

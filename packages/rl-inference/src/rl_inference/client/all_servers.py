@@ -20,13 +20,20 @@ class AllLostError(WeightUpdateError):
 
 
 class AllServers:
-    """All servers of a client, as the target of weight updates, pauses and sleep."""
+    """All servers of a client, as the target of weight updates, pauses and sleep.
 
-    def __init__(self, router: Router, transport: Transport) -> None:
+    Args:
+        router: router of the servers.
+        transport: HTTP session for the servers.
+        update_timeout: seconds within which a server must stage a version, or load it in place.
+    """
+
+    def __init__(self, router: Router, transport: Transport, update_timeout: float) -> None:
         self.router = router
         self.transport = transport
         self.protocol = transport.protocol
         self.config = transport.config
+        self.update_timeout = update_timeout
         # a pause spans three calls (pause, commit, resume), each of which may take up to the progress timeout
         self.lease = 3 * transport.config.progress_timeout
 

@@ -20,6 +20,8 @@ _MIN_READINGS = 2
 
 A single reading may see a directory that is being written.
 """
+_READINGS_PER_PROBE = 2
+"""Number of readings of the source per probe of a server, because a reading is one small file per server."""
 _FAST_INTERVAL = 1.0
 """Maximum seconds between two readings while a server is lost or missing from the source."""
 _REMOVAL_SECONDS = 10.0
@@ -53,7 +55,8 @@ class Discovery:
     def _interval(self) -> float:
         """Mean seconds until the next reading; at most `_FAST_INTERVAL` while a server is lost or missing."""
         calm = not self._missed and all(server.is_live for server in self._router.servers)
-        return self._config.discover_interval if calm else min(self._config.discover_interval, _FAST_INTERVAL)
+        interval = self._config.probe_interval / _READINGS_PER_PROBE
+        return interval if calm else min(interval, _FAST_INTERVAL)
 
     async def _read(self) -> dict[str, str]:
         """Read the source and return addresses by name, or an empty dictionary if the result cannot be used.

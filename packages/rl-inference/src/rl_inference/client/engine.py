@@ -36,7 +36,10 @@ from rl_inference.client.transport import (
 )
 from rl_inference.client.weight_update import WeightUpdateClient
 
+_FIRST_RETRY_SECONDS = 0.2
+"""Seconds to wait before the first retry of a request; short, because a busy server frees a slot within seconds."""
 _MAX_RETRY_SECONDS = 5.0
+"""Maximum seconds between two retries. The wait doubles with each retry, so that it adds little to an outage."""
 _COUNTERS = ("generated_tokens", "busy_seconds")
 _PROBES = 3
 """Number of probes of a silent server per progress timeout. After this many failures in a row, it counts as lost."""
@@ -51,7 +54,7 @@ class HttpEngine(InferenceEngine):
     Args:
         config: settings of the servers; None for the defaults.
         spec: settings of the run; None for the defaults.
-        client: deadlines, retries, probes and routing; None for the defaults.
+        client: deadlines and probes; None for the defaults.
         clock: clock for cooldowns and deadlines; None for the system clock.
     """
 
@@ -98,7 +101,7 @@ class HttpEngine(InferenceEngine):
         self._router.final = True
 
     def _connect(self, servers: list[Server], key: str) -> None:
-        self._router = Router(servers, self._clock, self.config.affinity_slack, self.spec.version)
+        self._router = Router(servers, self._clock, self.spec.version)
         self._transport = Transport(self.config, self._protocol, key)
         self._updates = WeightUpdateClient(self.spec, self._router, self._transport, self.server_config.program())
         self._monitor = ServerMonitor(self._router, self._transport, self._updates)
@@ -157,12 +160,12 @@ class HttpEngine(InferenceEngine):
             InferenceError: a server rejected the request, no server became live in time, or all live servers failed
                 and no token arrived within the progress timeout.
         """
-        last_progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
+        last_progress, tried, delay = self._clock.now(), set[Server](), _FIRST_RETRY_SECONDS
         while True:
             waited = await self._router.wait_open()
             if waited or not self._router.live:
                 await self._router.wait_live(self.config.rejoin_timeout)
-                last_progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
+                last_progress, tried, delay = self._clock.now(), set(), _FIRST_RETRY_SECONDS
             server = self._pick(completion, group)
             tokens_before, instance_id = len(completion.output_ids), server.life
             try:
@@ -178,7 +181,7 @@ class HttpEngine(InferenceEngine):
             if completion.done:  # true even if the server was lost right after the last token
                 return server
             if len(completion.output_ids) > tokens_before:
-                last_progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
+                last_progress, tried, delay = self._clock.now(), set(), _FIRST_RETRY_SECONDS
                 continue
             tried.add(server)
             stalled_seconds = self._clock.now() - max(last_progress, completion.last_probe)
@@ -397,7 +400,7 @@ class HttpEngine(InferenceEngine):
                     pass
             if not self.config.rejoin_timeout or self._clock.now() - start > self.config.progress_timeout:
                 break
-            await self._clock.sleep(self.config.retry_seconds)
+            await self._clock.sleep(_FIRST_RETRY_SECONDS)
         raise InferenceError(f"no live server could score: {self._router.reasons}")
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
@@ -405,7 +408,7 @@ class HttpEngine(InferenceEngine):
         if not self.capabilities.checksums:
             return await super().live_receipts(server)
         servers = self._router.live if server is None else [self._router.named(server)]
-        results = await self._call_all(servers, self._protocol.receipt, self.config.update_timeout)
+        results = await self._call_all(servers, self._protocol.receipt, self.spec.update_timeout)
         receipts = [result for result in results if isinstance(result, WeightReceipt)]
         if not receipts:
             raise InferenceError(f"no live server returned a receipt: {results or self._router.reasons}")

@@ -18,6 +18,11 @@ from rl_inference.client.transport import Server
 
 logger = get_logger("inference.client")
 
+AFFINITY_SLACK = 32
+"""Number of open requests by which a group's server may exceed the least busy server.
+
+Above that, waiting for the busy server costs more than another prefill of the prompt.
+"""
 _COOLDOWN = (0.5, 10.0)
 """Seconds for which a failed server is avoided: the first time, and the maximum.
 
@@ -42,17 +47,16 @@ class Group:
 class Router:
     """Router of requests to the least busy healthy server.
 
-    It sends the requests of a group to the same server, so that the server can share their prefix.
+    It sends the requests of a group to the same server, so that the server can share their prefix. If that server has
+    more than `AFFINITY_SLACK` requests above the least busy server, the group moves to the latter.
 
     Args:
         servers: initial servers; `add` and `remove` change them.
         clock: clock for the cooldown of failed servers.
-        slack: number of requests by which a group's server may exceed the least busy server. Above that, the group
-            moves to the least busy server.
         version: version that the servers serve initially.
     """
 
-    def __init__(self, servers: list[Server], clock: Clock, slack: int, version: int = 0) -> None:
+    def __init__(self, servers: list[Server], clock: Clock, version: int = 0) -> None:
         self.servers = servers
         self.version = version
         """Last version committed on all live servers. Never decreases."""
@@ -61,7 +65,6 @@ class Router:
         self.sums: dict[str, float] = defaultdict(float)
         """Sum of each counter over all servers, including removed ones."""
         self.clock = clock
-        self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._changed = asyncio.Event()
         self._unblocked = asyncio.Event()
@@ -95,7 +98,7 @@ class Router:
         least = min(healthy, key=_busyness) if healthy else min(live, key=lambda s: s.avoid_until)
         if group is None:
             return least
-        if group.server not in healthy or group.server.load > least.load + self._slack:
+        if group.server not in healthy or group.server.load > least.load + AFFINITY_SLACK:
             group.server = least
         return group.server
 

@@ -19,6 +19,9 @@ from rl_inference.client.file_limit import NO_FILE_LEFT, TooManyFilesError
 from rl_inference.client.protocol import Call, Exchange, ServerProtocol
 from rl_inference.client.server_state import SERVER_TRANSITIONS, ServerState, require_transition
 
+_CONNECT_SECONDS = 5.0
+"""Seconds to wait for a connection to a server, longer than a retransmission of a lost packet (1 s, then 2 s)."""
+
 
 class ServerLostError(InferenceError):
     """Server that did not respond, or stopped during its response. The request can be sent to another server."""
@@ -251,7 +254,7 @@ class Transport:
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
             )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout, sock_read=silence)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence)
         return self._session.request(call.verb, server.address + call.target, json=call.body, timeout=timeout)
 
     async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:

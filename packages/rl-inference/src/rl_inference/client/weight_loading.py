@@ -51,7 +51,7 @@ class StagedLoad:
 
     async def stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         """Ensure that a server can commit a version, and return its receipt."""
-        timeout = self.fleet.config.update_timeout
+        timeout = self.fleet.update_timeout
         receipt = await self.fleet.transport.call_until_evicted(
             server, self.fleet.protocol.load(meta, timeout), timeout
         )
@@ -120,9 +120,7 @@ class StagedLoad:
         """Compare checksums. If the server has none for its initial weights, load the committed weights again."""
         fleet = self.fleet
         try:
-            receipt = await fleet.transport.call_until_evicted(
-                server, fleet.protocol.receipt(), fleet.config.update_timeout
-            )
+            receipt = await fleet.transport.call_until_evicted(server, fleet.protocol.receipt(), fleet.update_timeout)
         except (ServerBusyError, ServerLostError):
             raise
         except InferenceError:
@@ -149,8 +147,11 @@ class StagedLoad:
 
     async def _await_progress[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """Await a request of the canary, which may wait for running completions as long as these make progress."""
-        limit = self.fleet.config.update_timeout
-        error = ServerLostError(f"{server.address}: no progress on the canary for {limit:g} s (client.update_timeout)")
+        limit = self.fleet.update_timeout
+        error = ServerLostError(
+            f"{server.address}: no progress on the canary for {limit:g} s. Raise publish.timeout, from which the "
+            "commands derive this limit (ServeSpec.update_timeout)."
+        )
         return await self.fleet.await_progress(server, work, limit, error)
 
     async def _complete_canary(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
@@ -187,9 +188,7 @@ class InPlaceLoad(StagedLoad):
         self._staged = await asyncio.to_thread(model_directory, meta, self.model_path)
 
     async def stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
-        await self.fleet.transport.call_until_evicted(
-            server, self.fleet.protocol.health(), self.fleet.config.update_timeout
-        )
+        await self.fleet.transport.call_until_evicted(server, self.fleet.protocol.health(), self.fleet.update_timeout)
         return WeightReceipt(server.address, meta.version, {})
 
     async def before_pause(self, version: int, canary: Canary | None, paused: bool) -> None:
@@ -203,7 +202,7 @@ class InPlaceLoad(StagedLoad):
         await self._load(server, self._staged, mode)
 
     async def _load(self, server: Server, meta: WeightUpdateMeta, mode: str) -> None:
-        fleet, timeout = self.fleet, self.fleet.config.update_timeout
+        fleet, timeout = self.fleet, self.fleet.update_timeout
         try:
             await fleet.transport.call_until_evicted(server, fleet.protocol.load(meta, timeout), timeout)
             await super().commit(server, meta.version, mode)

@@ -56,7 +56,7 @@ class WeightUpdateClient:
         self._program = program
         self._router = router
         self._transport = transport
-        self._all_servers = AllServers(router, transport)
+        self._all_servers = AllServers(router, transport, spec.update_timeout)
         loading = StagedLoad if transport.protocol.capabilities.staged_load else InPlaceLoad
         self._loading = loading(self._all_servers, spec.model_path)
         self._lock = asyncio.Lock()

@@ -217,7 +217,7 @@ def test_initialize_invalid_addresses_raise(addresses: list[str]) -> None:
 
 def test_server_spec_command_contains_all_settings(model_path: Path, tmp_path: Path) -> None:
     run = ServeSpec(str(model_path), ParallelStrategy(data=2), str(tmp_path), version=3, cpus=2, device="cpu")
-    config = EmbeddedEngineConfig(slots=5, dtype="bfloat16", stuck_seconds=7, max_request_bytes=1 << 20)
+    config = EmbeddedEngineConfig(slots=5, dtype="bfloat16", max_request_bytes=1 << 20)
 
     spec = EmbeddedEngine.server_spec(config, run)
 

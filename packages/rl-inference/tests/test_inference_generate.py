@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from server_program import server_with_constants
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, StopReason
@@ -26,9 +27,9 @@ PROMPT = [5, 17, 40, 33, 21, 90]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    with ServerProcess(
-        model_path, log, key=KEY, options={"slots": 16, "max_waiting": 32, "max_request_bytes": 100_000}
-    ) as server:
+    options = {"slots": 16, "max_request_bytes": 100_000}
+    command = server_with_constants(MAX_WAITING=32)
+    with ServerProcess(model_path, log, key=KEY, options=options, command=command) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_program import server_with_constants
 
 from rl_contracts.testing.processes import free_port
 from rl_inference.backends.embedded.protocol import generation_key
@@ -71,8 +72,8 @@ STATUS_ROUTES = ["/health", "/model_info", "/stats", "/weight_receipt"]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     scratch = tmp_path_factory.mktemp("server")
-    options = {"slots": 8, "max_waiting": 64, "weights_dir": scratch / "weights"}
-    with ServerProcess(model_path, scratch / "server.log", key=KEY, options=options) as server:
+    options, command = {"slots": 8, "weights_dir": scratch / "weights"}, server_with_constants(MAX_WAITING=64)
+    with ServerProcess(model_path, scratch / "server.log", key=KEY, options=options, command=command) as server:
         yield server
 
 

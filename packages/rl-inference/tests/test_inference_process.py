@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from server_program import MAIN, server_command
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec
@@ -20,9 +21,6 @@ from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.testing import ServerProcess, tiny_model
 
 COMMAND = (sys.executable, "-m", "rl_inference.embedded_server")
-MAIN = "import sys; from rl_inference.embedded_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
-
-
 LOAD_PROGRAM = """
 import asyncio, gc, sys
 from rl_inference.backends.embedded.config import parse
@@ -144,7 +142,7 @@ async def test_decode_thread_crash_fails_requests_and_ends_process(model_path: P
         "def step(self): SlotModel.run = broken; broken(self)\n"
         "SlotTable.step = step\n"
     )
-    server = ServerProcess(model_path, tmp_path / "server.log", command=(sys.executable, "-c", fault + MAIN))
+    server = ServerProcess(model_path, tmp_path / "server.log", command=server_command(fault))
     with server:
         async with (
             aiohttp.ClientSession() as http,
@@ -161,14 +159,13 @@ async def test_decode_thread_crash_fails_requests_and_ends_process(model_path: P
 @pytest.mark.nightly
 async def test_decode_thread_stuck_client_uses_other_server(model_path: Path, tmp_path: Path) -> None:
     fault = (
-        "import time\nfrom rl_inference.embedded_server.slots import SlotTable\n"
-        "SlotTable.step = lambda self: time.sleep(600)\n"
+        "import time\nfrom rl_inference.embedded_server import app\n"
+        "from rl_inference.embedded_server.slots import SlotTable\n"
+        "app.STUCK_SECONDS, SlotTable.step = 1.0, lambda self: time.sleep(600)\n"
     )
-    command = (sys.executable, "-c", fault + MAIN)
-    options = {"stuck_seconds": 1}
     settings = ClientConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
     with (
-        ServerProcess(model_path, tmp_path / "stuck.log", command=command, options=options) as stuck,
+        ServerProcess(model_path, tmp_path / "stuck.log", command=server_command(fault)) as stuck,
         ServerProcess(model_path, tmp_path / "well.log") as healthy,
     ):
         engine = EmbeddedEngine(client=settings)

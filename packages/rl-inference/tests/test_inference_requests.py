@@ -11,13 +11,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from server_program import MAIN
 
 from rl_contracts.config import GenerationConfig
 from rl_inference.embedded_server.job import GenerationJob
 from rl_inference.testing import ServerProcess
 
 PROMPT = [5, 17, 40, 33, 21, 90]
-MAIN = "import sys; from rl_inference.embedded_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")

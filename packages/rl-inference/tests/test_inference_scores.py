@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from server_program import server_with_constants
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest
@@ -23,7 +24,7 @@ LONG_SEQUENCE = [3 + (7 * i) % 90 for i in range(400)]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    with ServerProcess(model_path, log, options={"slots": 4, "max_waiting": 4}) as server:
+    with ServerProcess(model_path, log, options={"slots": 4}, command=server_with_constants(MAX_WAITING=4)) as server:
         yield server
 
 

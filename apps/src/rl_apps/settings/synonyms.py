@@ -117,5 +117,7 @@ REMOVED: dict[str, str] = {
     "rollout.client.discover_interval": "now half of rollout.client.probe_interval",
     "rollout.client.retry_seconds": "now fixed at 0.2 s",
     "rollout.client.update_timeout": "now 90 % of publish.timeout",
+    "rollout.server.max_waiting": "now fixed at 4096",
+    "rollout.server.stuck_seconds": "now fixed at 300 s",
 }
 """Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

@@ -54,6 +54,13 @@ BODY_SECONDS = 30.0
 """Seconds within which a request's body must arrive."""
 UNREAD_SECONDS = 30.0
 """Seconds within which a client must read the data of a stream."""
+MAX_WAITING = 4096
+"""Maximum number of jobs that wait for a decode slot, enough for any batch while their prompts need little memory.
+
+The server rejects further requests with status 503, and clients back off.
+"""
+STUCK_SECONDS = 300.0
+"""Seconds without an iteration of the decode thread after which `/health` fails, longer than any pass of the model."""
 WHOLE_PROMPTS = 8
 """Number of prompts with the full context length that a body may hold."""
 AGENT_ROUTES = ("/model_info", "/stats", "/generate", "/score")
@@ -77,7 +84,7 @@ class ServerApp:
         self._keys = [key.encode(), generation_key(key).encode()] if key else []
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
-        self._max_jobs = self.config.slots + self.config.max_waiting
+        self._max_jobs = self.config.slots + MAX_WAITING
         self._jobs = self._scores = 0
         self._staging = asyncio.Lock()
         self._last_beat = (-1, 0.0)
@@ -193,7 +200,7 @@ class ServerApp:
         if self.loop.beat != self._last_beat[0]:
             self._last_beat = (self.loop.beat, now)
         silent_seconds = now - self._last_beat[1]
-        if silent_seconds > self.config.stuck_seconds:
+        if silent_seconds > STUCK_SECONDS:
             return _error(503, f"the decode thread has made no progress for {silent_seconds:.0f} s.")
         return web.json_response(
             {"status": "ready", "version": self.loop.weights.version, "open": self._jobs + self._scores}

@@ -38,14 +38,9 @@ class EmbeddedEngineConfig(ServerConfig):
     prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
     """Maximum number of prompt or score tokens per forward pass, in addition to one token of each running completion.
     Longer inputs take several passes."""
-    max_waiting: int = bounded(4096, "0 or more", lambda requests: requests >= 0)
-    """Maximum number of requests that wait for a decode slot at one server. It rejects further requests with status
-    503, and the client backs off."""
     max_request_bytes: int = bounded(0, "0 (from the context) or more", lambda size: size >= 0)
     """Maximum size of a request body in bytes; larger ones are rejected with status 413. 0: the size of eight prompts
     of the maximum context length."""
-    stuck_seconds: int = bounded(300, "at least 1", lambda seconds: seconds >= 1)
-    """Seconds without an iteration of the decode thread after which `/health` returns status 503."""
     compile: bool = False
     """Compile the forward pass when the server starts. Generation becomes faster (1.2 to 1.5 times on a CPU
     with a small model). The start takes tens of seconds longer; raise `ready_timeout` for a large model. On a CPU it

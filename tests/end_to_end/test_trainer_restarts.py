@@ -113,7 +113,7 @@ def test_run_without_progress_ends_with_stuck_stage_age_and_stack(
 def test_run_with_failing_reward_ends_with_trace_without_restart(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"rollout.reward": "stuck_components:failing_reward", "rollout.failure_min_groups": 8, "recover.every": 1}
+    more = {"rollout.reward": "stuck_components:failing_reward", "recover.every": 1}
     command = _start_with_stuck_components(model, tmp_path / "stuck", monkeypatch, **more)
     command.wait_for(command.has_recovery_checkpoint)
     (tmp_path / "stuck").write_text("reward")

@@ -56,7 +56,7 @@ class InOrder(Answer):
 def make_rollout(examples, workflow=None, **options):
     config = NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
     engine = NullInferenceEngine(config)
-    settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60, failure_min_groups=1)
+    settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60)
     return engine, DistRollout(engine, workflow or Answer(), examples, config=settings, **options)
 
 

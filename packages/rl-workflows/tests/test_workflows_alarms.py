@@ -194,7 +194,8 @@ def test_reward_worker_timeout_counts_as_reward_error(tmp_path, monkeypatch):
     async def score(data):
         return await reward("", "", [], [])
 
-    rollout = _rollout(Scored(score), failure_min_groups=2)
+    monkeypatch.setattr("rl_workflows.rollout.failure_budget.MIN_GROUPS", 2)
+    rollout = _rollout(Scored(score))
     try:
         with pytest.raises(
             RLError, match=r"groups failed \(reward \d\)[\s\S]*took longer than its limit of 0.3 s"

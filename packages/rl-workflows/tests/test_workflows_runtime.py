@@ -343,7 +343,9 @@ def test_evaluate_keeps_stop_ids_of_workflow(engine):
     assert [(g.max_new_tokens, g.temperature, g.stop_token_ids) for g in seen] == [(3, 0.5, [7, 11])]
 
 
-def test_evaluate_during_publish_raises(engine):
+def test_evaluate_during_publish_raises(engine, monkeypatch):
+    monkeypatch.setattr("rl_workflows.rollout.evaluation.CONCURRENT_EPISODES", 1)
+
     class Publishing(Echo):
         async def arun_episode(self, handle, data):
             if data["prompt_id"] == 3:
@@ -351,9 +353,7 @@ def test_evaluate_during_publish_raises(engine):
                 await engine.commit_weights(1)
             return await super().arun_episode(handle, data)
 
-    rollout = DistRollout(
-        engine, Publishing(), _examples(), batch_size=1, config=RolloutConfig(group_size=1, eval_concurrent=1)
-    )
+    rollout = DistRollout(engine, Publishing(), _examples(), batch_size=1, config=RolloutConfig(group_size=1))
     try:
         with pytest.raises(InferenceError, match=r"versions \[0, 1\]"):
             rollout.evaluate([{"prompt_id": i} for i in range(6)], GenerationConfig(max_new_tokens=4))
@@ -384,10 +384,11 @@ def test_evaluate_most_episodes_rejected_raises(engine):
         rollout.destroy()
 
 
-def test_evaluate_early_failures_count_despite_later_successes(engine):
+def test_evaluate_early_failures_count_despite_later_successes(engine, monkeypatch):
+    monkeypatch.setattr("rl_workflows.rollout.evaluation.CONCURRENT_EPISODES", 1)
     first = iter([InferenceError("injected")] * 3)
     engine.faults.generate = lambda request: next(first, None)
-    config = RolloutConfig(group_size=1, failure_budget=0.1, failure_min_groups=10, eval_concurrent=1)
+    config = RolloutConfig(group_size=1, failure_budget=0.1)
     rollout = DistRollout(engine, Echo(), _examples(), batch_size=1, config=config)
     try:
         with pytest.raises(RLError, match="3 of the last 20 groups failed"):

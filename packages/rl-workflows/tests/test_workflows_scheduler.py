@@ -14,6 +14,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import DataError, InferenceError, NoServersError, RewardError, RLError, StalledError
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows.rollout import failure_budget
 from rl_workflows.rollout.batches import assemble, groups_to_state
 from rl_workflows.rollout.episode import EpisodeContext, current_episode
 from rl_workflows.rollout.groups import FinishedGroup, deep_copy_data, dynamic_sampling, with_ids
@@ -195,10 +196,10 @@ def test_filter_exception_fails_group(clock, make_scheduler):
     def broken(trajectories):
         raise ZeroDivisionError("in the filter")
 
-    scheduler = make_scheduler(should_accept=broken, failure_min_groups=3)
+    scheduler = make_scheduler(should_accept=broken)
 
     async def main():
-        with pytest.raises(RLError, match=r"3 of the last 3 groups failed \(internal 3\)") as caught:
+        with pytest.raises(RLError, match=r"16 of the last 16 groups failed \(internal 16\)") as caught:
             await _batch(scheduler)
         assert "in the filter" in str(caught.value)
         await scheduler.close()
@@ -212,7 +213,7 @@ def test_failure_budget_exceeded_stops_run_with_first_trace(clock, make_schedule
             raise RewardError("injected: no gold answer")
         return 1.0
 
-    scheduler = make_scheduler(judge=judge, failure_budget=0.1, failure_min_groups=8)
+    scheduler = make_scheduler(judge=judge, failure_budget=0.1)
 
     async def ten_steps():
         for _ in range(10):
@@ -267,8 +268,9 @@ async def _steps_until_the_end(scheduler):
 
 
 @pytest.mark.parametrize("good", [40, pytest.param(4000, marks=pytest.mark.slow)])
-def test_failure_budget_is_equally_sensitive_late_in_run(clock, make_scheduler, good, caplog):
-    limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 1000}
+def test_failure_budget_is_equally_sensitive_late_in_run(clock, make_scheduler, good, caplog, monkeypatch):
+    monkeypatch.setattr(failure_budget, "WINDOW", 24)
+    limits = {"failure_budget": 0.5, "max_failed_in_row": 1000}
     scheduler = make_scheduler(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)
 
     async def main():
@@ -294,8 +296,9 @@ def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler)
     clock.run(main())
 
 
-def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler):
-    limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 100}
+def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler, monkeypatch):
+    monkeypatch.setattr(failure_budget, "WINDOW", 24)
+    limits = {"failure_budget": 0.5, "max_failed_in_row": 100}
 
     def judge(data, token):
         if data["prompt_id"] % 4 == 3 or data["prompt_id"] >= 30:
@@ -588,7 +591,7 @@ def test_with_ids_different_rewards_in_episode_are_rejected(clock):
 
 
 def test_different_rewards_in_episode_exceed_failure_budget(clock, make_scheduler):
-    scheduler = make_scheduler(failure_min_groups=1)
+    scheduler = make_scheduler()
 
     class Turns(RolloutWorkflow):
         async def arun_episode(self, engine, data):

@@ -160,10 +160,12 @@ def _warn_file_limit(config: GRPOConfig, replicas: int) -> list[str]:
     Raises:
         ConfigError: the trainers run on this machine, so its limit is known to be too low.
     """
+    from rl_workflows.rollout.evaluation import CONCURRENT_EPISODES
+
     rollout = config.rollout
     groups = (rollout.max_staleness + 1) * config.data.batch_size
     groups = min(groups, rollout.max_concurrent or groups)
-    base = rollout.eval_concurrent + FILES_BESIDE_REQUESTS
+    base = CONCURRENT_EPISODES + FILES_BESIDE_REQUESTS
     needed, allowed = groups * rollout.group_size // replicas + base, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return []

@@ -117,6 +117,9 @@ REMOVED: dict[str, str] = {
     "rollout.client.discover_interval": "now half of rollout.client.probe_interval",
     "rollout.client.retry_seconds": "now fixed at 0.2 s",
     "rollout.client.update_timeout": "now 90 % of publish.timeout",
+    "rollout.eval_concurrent": "now fixed at 256",
+    "rollout.failure_min_groups": "now fixed at 16",
+    "rollout.failure_window": "now fixed at 1000",
     "rollout.server.max_waiting": "now fixed at 4096",
     "rollout.server.stuck_seconds": "now fixed at 300 s",
 }

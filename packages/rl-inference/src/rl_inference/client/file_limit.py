@@ -15,7 +15,7 @@ NO_FILE_LEFT = (errno.EMFILE, errno.ENFILE)
 class TooManyFilesError(InferenceError):
     """Connection that failed because this process reached its limit of open files. The server may be healthy.
 
-    A trainer process needs about 200 files, plus one per concurrent evaluation request (`rollout.eval_concurrent`),
+    A trainer process needs about 200 files, plus one per concurrent evaluation request (256),
     plus one per episode in progress (`group_size` per group). Its number of groups is `rollout.max_concurrent` divided
     by the number of replicas. If `max_concurrent` is null, (max_staleness + 1) * batch size takes its place.
     """

@@ -15,16 +15,10 @@ class RuntimeConfig(Settings):
 
     setting: ClassVar[str] = "rollout"
     failure_budget: float = bounded(0.1, "a fraction in [0, 1]", lambda fraction: 0 <= fraction <= 1)
-    """Fraction of the last `failure_window` groups that may fail. Above it the run stops with the trace of the first
-    failure."""
-    failure_window: int = 1000
-    """Number of the latest finished groups, per data-parallel leader, to which `failure_budget` applies."""
-    failure_min_groups: int = bounded(16, "at least 1", lambda groups: groups >= 1)
-    """Groups that must finish before `failure_budget` is checked."""
+    """Fraction of the last 1000 groups of a data-parallel leader that may fail. Above it the run stops with the trace
+    of the first failure. The check starts after 16 groups."""
     max_failed_in_row: int = bounded(100, "at least 1", lambda groups: groups >= 1)
     """Consecutive failed groups after which the run stops, regardless of `failure_budget`."""
-    eval_concurrent: int = bounded(256, "at least 1", lambda episodes: episodes >= 1)
-    """Evaluation episodes that run at the same time on each data-parallel leader, in addition to training episodes."""
     stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds without progress (nothing generated, accepted, rejected or failed) after which the run fails with an
     error that names the stuck stage. The launcher restarts a run that has a recovery checkpoint."""
@@ -34,15 +28,6 @@ class RuntimeConfig(Settings):
     launcher restarts the run as after `stall_timeout`."""
     seed: int = 0
     """Seed from which each sampling seed is derived, together with prompt, epoch and sample."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.failure_window >= self.failure_min_groups,
-            "rollout.failure_window",
-            f"at least failure_min_groups ({self.failure_min_groups})",
-            self.failure_window,
-        )
 
 
 @dataclass

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = get_logger("workflows")
 
+CONCURRENT_EPISODES = 256
+"""Evaluation episodes that run at the same time on each data-parallel leader, enough to use the decode slots of several
+servers."""
 CLOSE_SECONDS = 10.0
 """Seconds to wait for cancelled episodes to end."""
 
@@ -37,7 +40,7 @@ async def evaluate_held_out(
         first: index of the leader's first example among the examples of all data-parallel leaders.
         n: completions per example.
         version: minimum version that the servers have committed.
-        config: concurrency, failure budget and stall timeout.
+        config: failure budget and stall timeout.
 
     Raises:
         InferenceError: the tokens carry several versions, or one older than `version`.
@@ -59,7 +62,7 @@ async def evaluate_held_out(
         missing = len(examples) - len(finished)
         return f"evaluation: {missing} examples remaining, {len(episodes.running)} episodes running"
 
-    workers = min(len(examples), max(config.eval_concurrent // n, 1))
+    workers = min(len(examples), max(CONCURRENT_EPISODES // n, 1))
     await _run_watched([asyncio.create_task(run_examples()) for _ in range(workers)], episodes, describe, config)
     budget.check()
     groups = [group for _, group in sorted(finished.items())]

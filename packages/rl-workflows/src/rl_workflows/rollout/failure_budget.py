@@ -11,6 +11,12 @@ from rl_contracts.errors import RLError, boundary_of
 if TYPE_CHECKING:
     from rl_workflows.rollout.config import RolloutConfig
 
+WINDOW = 1000
+"""Number of recent groups to which the budget applies: few enough to detect a change within hours, many enough for a
+stable rate."""
+MIN_GROUPS = 16
+"""Number of groups that must finish before the budget is checked, so that one failure at the start is tolerated."""
+
 
 class FailureBudget:
     """Budget for failed groups: compares the failure rate of recent groups with the limits of the settings.
@@ -18,15 +24,15 @@ class FailureBudget:
     Only recent groups count, so that the limit is equally sensitive at any time of the run.
 
     Args:
-        config: window and allowed fraction of failures, and limits of consecutive failures and rejections.
+        config: allowed fraction of failures, and limits of consecutive failures and rejections.
         total: total number of groups, if known; the fraction then refers to all groups.
     """
 
     def __init__(self, config: RolloutConfig, total: int | None = None) -> None:
         self._config = config
-        self._min_groups = config.failure_min_groups if total is None else min(config.failure_min_groups, total)
+        self._min_groups = MIN_GROUPS if total is None else min(MIN_GROUPS, total)
         # boundary and trace of a failed group, else None
-        self._recent: deque[tuple[str, str] | None] = deque(maxlen=config.failure_window if total is None else total)
+        self._recent: deque[tuple[str, str] | None] = deque(maxlen=WINDOW if total is None else total)
         self._failed_in_row = self._rejected_in_row = 0
 
     def accepted(self) -> None:
@@ -66,7 +72,7 @@ class FailureBudget:
             self.check(error)
 
     def check(self, last: BaseException | None = None) -> None:
-        """Compare the fraction of failed groups with the budget, regardless of `failure_min_groups`.
+        """Compare the fraction of failed groups with the budget, regardless of `MIN_GROUPS`.
 
         Raises:
             RLError: the budget is exceeded. The message contains the trace of the first failure.

@@ -9,13 +9,15 @@ from pathlib import Path
 from agent_model import ScriptedEngine
 
 from rl_contracts.config import GenerationConfig
+from rl_workflows.agents.endpoint import session as session_module
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 
 async def main(connection_file: Path) -> None:
     engine = ScriptedEngine("qwen3", lambda prompt: {"content": "it"})
-    endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_calls=2**30, max_tokens=2**40))
+    session_module.MAX_TOKENS = 2**40
+    endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_calls=2**30))
     session = await endpoint.open(engine, GenerationConfig(max_new_tokens=512))
     connection_file.with_suffix(".part").write_text(f"{session.url}\n{session.api_key}")
     connection_file.with_suffix(".part").rename(connection_file)

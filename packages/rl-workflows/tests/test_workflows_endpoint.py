@@ -17,6 +17,8 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.endpoint import EpisodeReport
 from rl_contracts.errors import AgentError, ConfigError, InferenceError
 from rl_contracts.testing import make_tiny_tokenizer
+from rl_workflows.agents.endpoint import server
+from rl_workflows.agents.endpoint import session as session_module
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.server import ROUTES, HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import Session
@@ -205,9 +207,10 @@ async def test_rewards_without_value_or_completion_are_rejected() -> None:
         assert (await agent.post("/v1/rewards", {"reward": 1}))[0] == 401
 
 
-async def test_body_large_malformed_or_compressed_is_rejected() -> None:
+async def test_body_large_malformed_or_compressed_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 4096)
     engine = ScriptedEngine("llama3", fixed_message)
-    async with served(engine, EndpointConfig(max_body_bytes=4096)) as session, aiohttp.ClientSession() as http:
+    async with served(engine) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
         for body, status, message in (
             (b"{", 400, "as JSON"),
@@ -252,7 +255,7 @@ async def test_body_of_100_mb_is_rejected_without_buffering() -> None:
         response = (await asyncio.wait_for(response_task, 30)).decode()
         writer.close()
         assert response.startswith("HTTP/1.1 413")
-        assert "8388608" in response  # default of endpoint.max_body_bytes
+        assert str(server.MAX_BODY_BYTES) in response
         assert psutil.Process().memory_info().rss - before < 64 << 20
         assert (await Agent(session, http).chat())[0] == 200
 
@@ -274,16 +277,17 @@ async def test_body_arriving_after_close_generates_nothing() -> None:
         assert engine.responses == []
 
 
-async def test_calls_with_unsent_bodies_count_as_concurrent() -> None:
+async def test_calls_with_unsent_bodies_count_as_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_CONCURRENT", 3)
     engine = ScriptedEngine("llama3", fixed_message)
-    async with served(engine, EndpointConfig(max_concurrent=3)) as session, aiohttp.ClientSession() as http:
+    async with served(engine) as session, aiohttp.ClientSession() as http:
         connections = [await _send_head(session, 10) for _ in range(3)]
         async with asyncio.timeout(30):
             while session.open_calls < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         status, text = await Agent(session, http).chat()
         assert status == 429
-        assert "endpoint.max_concurrent" in error_message(text)
+        assert "at most 3 concurrent completions" in error_message(text)
         for _, writer in connections:
             writer.close()
         async with asyncio.timeout(30):
@@ -345,20 +349,21 @@ async def test_agent_disconnect_cancels_its_call() -> None:
                 await asyncio.sleep(0.002)
 
 
-async def test_calls_beyond_limit_return_429_and_others_are_kept() -> None:
+async def test_calls_beyond_limit_return_429_and_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_CONCURRENT", 3)
     engine = ScriptedEngine("llama3", fixed_message)
-    config = EndpointConfig(max_calls=5, max_concurrent=3)
-    async with served(engine, config) as session, aiohttp.ClientSession() as http:
+    async with served(engine, EndpointConfig(max_calls=5)) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
         status, text = await agent.chat(n=4)
         assert status == 429
-        assert "endpoint.max_concurrent" in error_message(text)
+        assert "at most 3 concurrent completions" in error_message(text)
         assert [(await agent.chat())[0] for _ in range(7)] == [200] * 5 + [429] * 2
         assert session.rejected_calls == 3
         await session.close()
         assert len(session.trajectories(0.0)) == 5
+    monkeypatch.setattr(session_module, "MAX_TOKENS", 100)
     engine = ScriptedEngine("llama3", fixed_message)
-    async with served(engine, EndpointConfig(max_tokens=100)) as session, aiohttp.ClientSession() as http:
+    async with served(engine) as session, aiohttp.ClientSession() as http:
         statuses = [(await Agent(session, http).chat())[0] for _ in range(9)]
         assert statuses == sorted(statuses)
         assert {200, 429} == set(statuses)
@@ -413,8 +418,6 @@ async def test_engine_foreign_exception_is_session_failure() -> None:
 
 
 async def test_stream_of_slow_completion_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_workflows.agents.endpoint import server
-
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.02)
     engine = ScriptedEngine("llama3", fixed_message, latency=0.2)
     async with served(engine) as session, aiohttp.ClientSession() as http:
@@ -429,11 +432,12 @@ async def test_stream_of_slow_completion_sends_comments(monkeypatch: pytest.Monk
         assert "injected failure" in text
 
 
-async def test_endpoint_extra_session_and_used_port_are_rejected() -> None:
+async def test_endpoint_extra_session_and_used_port_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_SESSIONS", 1)
     engine = ScriptedEngine("llama3", fixed_message)
-    endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_sessions=1))
+    endpoint = HttpRolloutEndpoint(engine.tokenizer)
     first = await endpoint.open(engine, GenerationConfig())
-    with pytest.raises(AgentError, match=r"endpoint.max_sessions"):
+    with pytest.raises(AgentError, match=r"1 open sessions"):
         await endpoint.open(engine, GenerationConfig())
     await first.close()
     await endpoint.open(engine, GenerationConfig())

@@ -40,18 +40,9 @@ class EndpointConfig(Settings):
     final completion; tokens that branches share are trained in one of them. `call`: a completion and its prompt."""
     session_seconds: float = bounded(1800.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds after which an open session is closed and its episode fails."""
-    max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)
-    """Maximum number of open sessions."""
     max_calls: int = bounded(256, "at least 1", lambda calls: calls >= 1)
     """Maximum number of completions of a session. Further calls are rejected."""
-    max_concurrent: int = bounded(32, "at least 1", lambda calls: calls >= 1)
-    """Maximum number of completions of a session that are generated at the same time. Further calls are rejected."""
-    max_tokens: int = bounded(1 << 20, "at least 1", lambda tokens: tokens >= 1)
-    """Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once.
-    Further calls are rejected."""
     max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
     """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages
     count once, except in stored responses (`store`). Tools count only if they differ from the tools of the last
     call."""
-    max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
-    """Maximum size of a request body in bytes."""

@@ -44,8 +44,12 @@ BODY_SECONDS = 30.0
 """Seconds in which the body of a request must arrive."""
 IDLE_SECONDS = 5.0
 """Seconds between the comments that keep a stream open while its completion is generated."""
+MAX_BODY_BYTES = 1 << 23
+"""Maximum size of a request body in bytes, more than a prompt of a million tokens."""
 MAX_METRICS = 64
 """Maximum number of metric names per episode."""
+MAX_SESSIONS = 1 << 16
+"""Maximum number of open sessions, more than the episodes of a process, so that only sessions left open reach it."""
 PREPARING_THREADS = 2
 """Number of threads that render and tokenize prompts. A session uses at most one, so it cannot block all of them."""
 ROUTES: dict[str, type[ApiRequest]] = {
@@ -91,7 +95,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
         self._watch_task: asyncio.Task[None] | None = None
         self._destroyed = False
-        app = web.Application(middlewares=[self._convert_errors], client_max_size=self.config.max_body_bytes)
+        app = web.Application(middlewares=[self._convert_errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.post(path, self._handle_call) for path in ROUTES])
         app.add_routes([web.post(path, self._handle_count) for path in COUNT_PATHS])
         app.add_routes([web.post("/v1/rewards", self._handle_reward)])
@@ -136,14 +140,13 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         max_length: int | None,
         loop: asyncio.AbstractEventLoop,
     ) -> Session:
-        config = self.config
-        if len(self._sessions) >= config.max_sessions:
+        if len(self._sessions) >= MAX_SESSIONS:
             raise AgentError(
-                f"endpoint.max_sessions={config.max_sessions} sessions are open already; close one, or raise the limit."
+                f"the endpoint has {MAX_SESSIONS} open sessions, the maximum; close each session after its episode."
             )
         key = f"rl-{secrets.token_urlsafe(24)}"
         session = Session(self._model, engine, generation, max_length, loop, self.url, key, self._close)
-        timer = asyncio.get_running_loop().call_later(config.session_seconds, self._expire, session)
+        timer = asyncio.get_running_loop().call_later(self.config.session_seconds, self._expire, session)
         self._sessions[key] = session, timer
         return session
 

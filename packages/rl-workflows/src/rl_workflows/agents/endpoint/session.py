@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from rl_workflows.agents.endpoint.config import EndpointConfig
     from rl_workflows.agents.message_parsing import MessageParser
 
+MAX_CONCURRENT = 32
+"""Maximum number of completions of a session that are generated at the same time, so that an agent without a limit of
+its own does not delay the other sessions."""
+MAX_TOKENS = 1 << 20
+"""Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once. It bounds
+the memory of an agent in an endless loop."""
 RENDERED_CHARACTERS = 1 << 16
 """Requests with at most this number of characters are always rendered. A template may omit parts of tools and messages,
 so such a request may fit although its text seems too long."""
@@ -273,7 +279,7 @@ class Session(RolloutSession):
         Raises:
             CallError: the prompt cannot be rendered, or leaves no room for a completion.
         """
-        context_length = min(self.max_length or self.model.config.max_tokens, self.model.config.max_tokens)
+        context_length = min(self.max_length or MAX_TOKENS, MAX_TOKENS)
         max_characters = context_length * self.model.token_characters
         self._require_short(call, context_length, max(max_characters, RENDERED_CHARACTERS))
         if call.tools and not self.model.reader.reads_tools:
@@ -378,18 +384,19 @@ class Session(RolloutSession):
             CallError: the call exceeds a limit, which the message names.
         """
         config = self.model.config
+        total = len(self.conversation.turns) + self._pending + completions
         concurrent = max(self.open_calls, self._pending + completions)
+        message_bytes = self._memory + self._pending_memory + memory
         limits = (
-            (len(self.conversation.turns) + self._pending + completions, config.max_calls, "completions", "max_calls"),
-            (concurrent, config.max_concurrent, "concurrent completions", "max_concurrent"),
-            (self._tokens + added + completions, config.max_tokens, "tokens", "max_tokens"),
-            (self._memory + self._pending_memory + memory, config.max_memory, "bytes of messages", "max_memory"),
+            (total, config.max_calls, "completions (endpoint.max_calls)"),
+            (concurrent, MAX_CONCURRENT, "concurrent completions"),
+            (self._tokens + added + completions, MAX_TOKENS, "tokens"),
+            (message_bytes, config.max_memory, "bytes of messages (endpoint.max_memory)"),
         )
-        for count, limit, unit, name in limits:
+        for count, limit, unit in limits:
             if count > limit:
                 raise CallError(
-                    f"an episode may have at most {limit} {unit} (endpoint.{name}); with this call it would have "
-                    f"{count}.",
+                    f"an episode may have at most {limit} {unit}; with this call it would have {count}.",
                     429,
                     "rate_limit_exceeded",
                 )

@@ -507,7 +507,6 @@ ELSEWHERE = [
             ("project", "other", (), "test_tracker_receives_project_and_name_of_settings"),
             ("name", "other", (), "test_tracker_receives_project_and_name_of_settings"),
             ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_file_has_logged_metrics"),
-            ("close_seconds", "1", (), "test_tracker_hang_is_abandoned_after_close_seconds_with_warning"),
         )
     ),
     Elsewhere(

@@ -44,7 +44,7 @@ SCRIPT = Path(__file__).with_name("recover_process.py")
 def new_run(run_dir: Path, **settings: Any) -> tuple[CountingEngine, RecoveryCheckpoints]:
     """Return the engine and the recovery checkpoints of a run that has not started."""
     engine = CountingEngine(ParallelContext())
-    settings = {"every": 1, "timeout": 30.0, **settings}
+    settings = {"every": 1, **settings}
     return engine, RecoveryCheckpoints(run_dir, RecoverConfig(**settings), {"actor": engine}, {"component": engine})
 
 
@@ -200,7 +200,7 @@ def blocked(tmp_path: Path) -> Iterator[tuple[BlockedEngine, RecoveryCheckpoints
     engine = BlockedEngine()
     yield (
         engine,
-        RecoveryCheckpoints(tmp_path, RecoverConfig(2, timeout=30.0), {"actor": engine}, {"component": engine}),
+        RecoveryCheckpoints(tmp_path, RecoverConfig(2), {"actor": engine}, {"component": engine}),
     )
     engine.may_write.set()
     wait_for_writes(60)
@@ -256,10 +256,10 @@ def test_due_checkpoint_waits_for_pending_one(
 
 
 def test_checkpoint_beyond_timeout_counts_as_failed_and_run_continues(
-    blocked: tuple[BlockedEngine, RecoveryCheckpoints], tmp_path: Path
+    blocked: tuple[BlockedEngine, RecoveryCheckpoints], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, checkpoints = blocked
-    checkpoints.config.timeout = 0.05
+    monkeypatch.setattr(background_writes, "WRITE_SECONDS", 0.05)
     checkpoints.after_step(2)
     with collect() as metrics:
         checkpoints.after_step(4)
@@ -267,7 +267,7 @@ def test_checkpoint_beyond_timeout_counts_as_failed_and_run_continues(
     engine.may_write.set()
     wait_for_writes(60)
 
-    checkpoints.config.timeout = 30.0
+    monkeypatch.undo()
     checkpoints.after_step(6)
     checkpoints.finish()
 
@@ -292,9 +292,7 @@ def test_write_failure_is_logged_counted_and_retried_at_next_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = FailingEngine(ParallelContext(), {2, 3})
-    checkpoints = RecoveryCheckpoints(
-        tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"component": engine}
-    )
+    checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"component": engine})
     with collect() as metrics:
         run(engine, checkpoints, 3)
 
@@ -307,15 +305,13 @@ def test_write_failure_is_logged_counted_and_retried_at_next_step(
 
 
 def test_write_failures_above_max_failures_raise(tmp_path: Path) -> None:
-    engine = FailingEngine(ParallelContext(), {2, 4, 5, 6})
-    checkpoints = RecoveryCheckpoints(
-        tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"component": engine}
-    )
+    engine = FailingEngine(ParallelContext(), {2, 4, 5, 6, 7})
+    checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"component": engine})
 
-    with pytest.raises(EngineError, match=r"3 .*recover\.max_failures=2"):
+    with pytest.raises(EngineError, match="4 consecutive"):
         run(engine, checkpoints, 9)
 
-    assert engine.steps == 7  # at step 7 the trainer learns that step 6 failed
+    assert engine.steps == 8  # at step 8 the trainer learns that step 7 failed
     assert recovery_checkpoint_steps(tmp_path) == [1, 3]
 
 
@@ -362,7 +358,7 @@ def test_safetensors_file_shorter_than_header_fails_the_write(tmp_path: Path) ->
     for missing in (0, 1):
         path = tmp_path / f"step_{missing}"
         directory = BackgroundDirectory(
-            path, ParallelContext(), lambda directory, missing=missing: [partial(write, directory, missing)], 30.0
+            path, ParallelContext(), lambda directory, missing=missing: [partial(write, directory, missing)]
         )
         assert directory.wait()
         results.append((path.exists(), "bytes, found" in directory.error))
@@ -403,9 +399,11 @@ def test_background_job_error_does_not_end_writer_thread(caplog: pytest.LogCaptu
     assert "IndexError" in caplog.text
 
 
-def test_finish_beyond_timeout_counts_checkpoint_as_failed(blocked: tuple[BlockedEngine, RecoveryCheckpoints]) -> None:
+def test_finish_beyond_timeout_counts_checkpoint_as_failed(
+    blocked: tuple[BlockedEngine, RecoveryCheckpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, checkpoints = blocked
-    checkpoints.config.timeout = 0.05
+    monkeypatch.setattr(background_writes, "WRITE_SECONDS", 0.05)
     checkpoints.after_step(2)
 
     with collect() as metrics:
@@ -424,9 +422,7 @@ def test_late_rank_writes_nothing_after_rank_0_abandoned_directory(tmp_path: Pat
     write_in_background(lambda: wait_for(may_write))
     (tmp_path / ".step_1.partial").mkdir()
     late = ParallelContext(rank=1, world_size=2)
-    directory = BackgroundDirectory(
-        tmp_path / "step_1", late, lambda directory: [partial(write, directory / "actor")], 30.0
-    )
+    directory = BackgroundDirectory(tmp_path / "step_1", late, lambda directory: [partial(write, directory / "actor")])
     shutil.rmtree(tmp_path / ".step_1.partial")  # as rank 0 does when it abandons the write
     may_write.set()
     wait_for_writes(60)
@@ -453,9 +449,7 @@ def test_wait_for_slow_disk_keeps_exchanging_status_with_ranks(monkeypatch: pyte
     monkeypatch.setattr(background_writes, "SYNC_SECONDS", 0.05)
     engine, parallel = BlockedEngine(), RecordingContext()
     engine.parallel = parallel
-    checkpoints = RecoveryCheckpoints(
-        tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"component": engine}
-    )
+    checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"component": engine})
     checkpoints.after_step(1)
     before = len(parallel.exchange_times)
     finishing = threading.Thread(target=checkpoints.finish)
@@ -490,9 +484,7 @@ def test_full_disk_during_write_keeps_previous_checkpoint(tmp_path: Path) -> Non
 def test_write_failure_on_one_rank_fails_only_that_checkpoint(tmp_path: Path) -> None:
     def run_rank(parallel: ParallelContext) -> list[int]:
         engine = FailingEngine(parallel, {2} if parallel.rank == 1 else set())
-        checkpoints = RecoveryCheckpoints(
-            tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"component": engine}
-        )
+        checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"component": engine})
         run(engine, checkpoints, 3)
         assert checkpoints._failures == 0
         return checkpoints._completed_steps
@@ -558,9 +550,7 @@ def test_directory_with_listed_marker_of_other_rank_completes(tmp_path: Path) ->
         # the second is a temporary file, which the other rank has renamed since
         return [scratch / "weights", scratch / f"{MARKER_PREFIX}1.partial"]
 
-    directory = BackgroundDirectory(
-        tmp_path / "step_1", ParallelContext(), lambda scratch: [lambda: write(scratch)], 30.0
-    )
+    directory = BackgroundDirectory(tmp_path / "step_1", ParallelContext(), lambda scratch: [lambda: write(scratch)])
 
     assert directory.wait()
     assert directory.error == ""

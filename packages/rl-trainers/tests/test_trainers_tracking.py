@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import rl_trainers.run_log.tracking
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.waiting import wait_until
 from rl_trainers import TrackersConfig, Tracking
@@ -93,8 +94,8 @@ def calls(workdir, *methods):
     return [line for line in lines if line["method"] in methods or not methods]
 
 
-def tracking(workdir, kind="spy:Spy", warnings=None, close_seconds=60.0, **options):
-    config = TrackersConfig(kind=kind, options=options, close_seconds=close_seconds)
+def tracking(workdir, kind="spy:Spy", warnings=None, **options):
+    config = TrackersConfig(kind=kind, options=options)
     load_trackers(config)
     return Tracking(config, workdir / "run", "sums", {"a": {"b": 1}}, ([] if warnings is None else warnings).append)
 
@@ -166,15 +167,16 @@ def test_tracker_error_warns_once_and_next_command_sends_the_rest(workdir, metho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["open", "log", "close"])
-def test_tracker_hang_is_abandoned_after_close_seconds_with_warning(workdir, method):
+def test_tracker_hang_is_abandoned_after_close_seconds_with_warning(workdir, method, monkeypatch):
+    monkeypatch.setattr(rl_trainers.run_log.tracking, "CLOSE_SECONDS", 1.0)
     warnings = []
-    with tracking(workdir, "spy:Spy", warnings, close_seconds=1.0, hang=method):
+    with tracking(workdir, "spy:Spy", warnings, hang=method):
         write(workdir, STEPS)
         wait_until(lambda: calls(workdir, method if method != "close" else "log"))
         begin = time.monotonic()
     assert time.monotonic() - begin < 30
     (warning,) = warnings
-    assert "trackers.close_seconds=1 s" in warning
+    assert "within 1 s" in warning
 
 
 def test_tracker_error_does_not_affect_other_trackers(workdir):

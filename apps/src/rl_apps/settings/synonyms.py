@@ -112,19 +112,9 @@ RENAMED = {
 """Earlier names of settings, each with the current one."""
 
 REMOVED: dict[str, str] = {
-    "rollout.client.affinity_slack": "now fixed at 32 requests",
-    "rollout.client.connect_timeout": "now fixed at 5 s",
-    "rollout.client.discover_interval": "now half of rollout.client.probe_interval",
-    "rollout.client.retry_seconds": "now fixed at 0.2 s",
-    "rollout.client.update_timeout": "now 90 % of publish.timeout",
-    "rollout.endpoint.max_body_bytes": "now fixed at 8 MiB",
-    "rollout.endpoint.max_concurrent": "now fixed at 32 completions of a session",
-    "rollout.endpoint.max_sessions": "now fixed at 65536",
-    "rollout.endpoint.max_tokens": "now fixed at 1048576 tokens of a session",
-    "rollout.eval_concurrent": "now fixed at 256",
-    "rollout.failure_min_groups": "now fixed at 16",
-    "rollout.failure_window": "now fixed at 1000",
-    "rollout.server.max_waiting": "now fixed at 4096",
-    "rollout.server.stuck_seconds": "now fixed at 300 s",
+    "checkpoint.timeout": "training now waits 480 s for a write",
+    "recover.max_failures": "now fixed at 3",
+    "recover.timeout": "training now waits 480 s for a write",
+    "trackers.close_seconds": "now fixed at 30 s",
 }
 """Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

@@ -24,6 +24,7 @@ from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import GROUPS_FILE, recovery_checkpoint_steps, steps_in
 from rl_trainers.recovery.component_states import ComponentState, Stateful, restore_components
 from rl_trainers.recovery.lookup import RecoverConfig, resumed_step, truncate_to_checkpoint
+from rl_trainers.run_log import background_writes
 from rl_trainers.run_log.background_writes import BackgroundDirectory, fsync_all, remove
 from rl_trainers.run_log.schedule import Schedule
 
@@ -34,6 +35,9 @@ log = get_logger("trainers.recover")
 
 MAX_PAUSE_FRACTION = 0.02
 """Maximum fraction of time for which recovery checkpoints by `recover.every_minutes` pause training."""
+MAX_FAILURES = 3
+"""Consecutive recovery checkpoints that may fail; after one more, the disk is unlikely to recover, and a later loss of
+the run would cost too many steps."""
 
 
 class RecoveryCheckpoints:
@@ -128,7 +132,7 @@ class RecoveryCheckpoints:
 
         Raises:
             SystemExit: the run was asked to stop; the exit code is 143, as after SIGTERM.
-            EngineError: more than `recover.max_failures` consecutive recovery checkpoints could not be written.
+            EngineError: more than `MAX_FAILURES` consecutive recovery checkpoints could not be written.
         """
         status = self._pending[1].status() if self._pending else None
         replies = self.parallel.gather_json([self._stop(), self._schedule.is_due(step), status])
@@ -138,10 +142,10 @@ class RecoveryCheckpoints:
             self._stop_run(step)
         if replies[0][1] and step not in self._steps():
             self._attempt(self._start_write, step)
-        if self._failures > self.config.max_failures:
+        if self._failures > MAX_FAILURES:
             raise EngineError(
-                f"{self._failures} consecutive recovery checkpoints could not be written, more than "
-                f"recover.max_failures={self.config.max_failures} allows; see the warnings in the log."
+                f"{self._failures} consecutive recovery checkpoints could not be written (allowed: {MAX_FAILURES}). "
+                "Check the disk and the warnings in the log, then run the command again."
             )
 
     def abandon(self, step: int, return_batch: Callable[[], None] | None) -> None:
@@ -192,10 +196,7 @@ class RecoveryCheckpoints:
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
         retained = [*self._completed_steps, step][-self.config.keep :]
         completed = partial(_remove_all_but, self.directory, retained)
-        self._pending = (
-            step,
-            BackgroundDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed),
-        )
+        self._pending = step, BackgroundDirectory(target, self.parallel, self._copy, entries, completed)
         self._schedule.min_seconds = (time.monotonic() - start) / MAX_PAUSE_FRACTION
 
     def _copy(self, directory: Path) -> list[Snapshot]:
@@ -225,8 +226,8 @@ class RecoveryCheckpoints:
         """
         if self._pending and not self._pending[1].wait():
             raise EngineError(
-                f"{self._pending[1].path} was not written in time; raise recover.timeout "
-                f"(now {self.config.timeout:g} s) or use a faster disk."
+                f"{self._pending[1].path} was not written within {2 * background_writes.WRITE_SECONDS:g} s; use a "
+                "faster disk, or save less often (recover.every_minutes)."
             )
         if self._pending:
             self._clear_pending()

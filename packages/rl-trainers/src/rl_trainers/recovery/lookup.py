@@ -46,11 +46,6 @@ class RecoverConfig(ScheduleConfig):
     keep: int = bounded(2, "at least 1", lambda number: number >= 1)
     """Number of recovery checkpoints to keep. Older ones are removed when a new one is on disk. If the newest one is
     damaged, the run resumes from the one before."""
-    max_failures: int = bounded(3, "0 or more", lambda failures: failures >= 0)
-    """Consecutive recovery checkpoints that may fail to be written, for example because the disk is full; one more
-    failure ends the run. Earlier ones stay, and the next save tries again."""
-    timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a recovery checkpoint must be written. The next one and a request to stop wait for it."""
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:

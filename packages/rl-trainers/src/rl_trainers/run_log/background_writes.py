@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
+WRITE_SECONDS = 240.0
+"""Seconds that rank 0 waits for the files of other ranks, and half the time that training waits for a directory. A
+longer wait for a disk that does not respond would idle the GPUs."""
 MARKER_PREFIX = ".written-"
 """Prefix of the marker files by which ranks report completion. A writer that lists the directory may see the markers of
 other ranks."""
@@ -47,7 +50,6 @@ class BackgroundDirectory:
         parallel: the ranks.
         copy: called with the scratch directory, a sibling of `path`. Copies the state to write and returns the
             functions that write the copies (collective).
-        seconds: time that rank 0 waits for the files of other ranks, after its own are written.
         manifest: further entries of the manifest; None: write no manifest.
         completed: called on rank 0, in the writer thread, when the directory is complete.
 
@@ -60,12 +62,11 @@ class BackgroundDirectory:
         path: Path,
         parallel: ParallelContext,
         copy: Callable[[Path], Sequence[Snapshot]],
-        seconds: float,
         manifest: dict[str, Any] | None = None,
         completed: Callable[[], None] = lambda: None,
     ) -> None:
         self.path, self._scratch = path, path.with_name(f".{path.name}.partial")
-        self._parallel, self._seconds, self._manifest, self._completed = parallel, seconds, manifest, completed
+        self._parallel, self._manifest, self._completed = parallel, manifest, completed
         self.error, self._failure, self._start = "", "", time.monotonic()
         self.write_seconds = 0.0
         """Seconds from the copy to the rename, on rank 0."""
@@ -102,9 +103,9 @@ class BackgroundDirectory:
         """Wait until the directory is complete or abandoned (collective).
 
         Returns:
-            False if the directory is neither complete nor abandoned after twice `seconds`.
+            False if the directory is neither complete nor abandoned after twice `WRITE_SECONDS`.
         """
-        deadline = time.monotonic() + 2 * self._seconds
+        deadline = time.monotonic() + 2 * WRITE_SECONDS
         while True:
             remaining = deadline - time.monotonic()
             (self._finished if self._written.is_set() else self._written).wait(max(min(SYNC_SECONDS, remaining), 0))
@@ -138,15 +139,15 @@ class BackgroundDirectory:
 
     def _complete(self) -> None:
         """Merge the markers of all ranks into the manifest, and rename the directory (rank 0 only)."""
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + WRITE_SECONDS
         markers = [self._marker(rank) for rank in range(self._parallel.world_size)]
         while missing := [marker.name for marker in markers if not marker.exists()]:
             if self._abandoned.wait(POLL_SECONDS):
                 raise EngineError("the write was abandoned, because a rank failed to write its files.")
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self.path}: other ranks did not write {missing} within {self._seconds:g} s; raise the timeout "
-                    "or use a faster disk."
+                    f"{self.path}: other ranks did not write {missing} within {WRITE_SECONDS:g} s; check their disk, "
+                    "or use a faster one."
                 )
         files = {name: entry for marker in markers for name, entry in json.loads(marker.read_text()).items()}
         for marker in markers:

@@ -16,6 +16,7 @@ from rl_contracts.errors import EngineError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import steps_in
+from rl_trainers.run_log import background_writes
 from rl_trainers.run_log.background_writes import BackgroundDirectory, remove, write_in_background
 from rl_trainers.run_log.schedule import Schedule, ScheduleConfig
 
@@ -41,8 +42,6 @@ class CheckpointConfig(ScheduleConfig):
     metric is not ranked."""
     best_mode: str = choice("max", ("max", "min"))
     """Direction of `best_metric`: `max` if higher is better, `min` if lower is better."""
-    timeout: float = bounded(240.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds in which a checkpoint must be written. The next one and the end of the run wait for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,11 +103,11 @@ class Checkpoints:
             self._finish()
             if self._pending:
                 raise EngineError(
-                    f"{self._pending.path} was not written in time; raise checkpoint.timeout "
-                    f"(now {self.config.timeout:g} s) or use a faster disk."
+                    f"{self._pending.path} was not written within {2 * background_writes.WRITE_SECONDS:g} s; use a "
+                    "faster disk, or save less often (checkpoint.every)."
                 )
             path = self.directory / f"step_{step}"
-            self._pending = BackgroundDirectory(path, self.engine.parallel, self._copy, self.config.timeout)
+            self._pending = BackgroundDirectory(path, self.engine.parallel, self._copy)
         except (EngineError, OSError) as error:
             self._failed(str(error))
 

@@ -18,13 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl_contracts.config import ComponentConfig, bounded
+from rl_contracts.config import ComponentConfig
 from rl_contracts.registry import load_components
 from rl_contracts.runtime.json_lines import LineReader
 from rl_contracts.tracker import TrackedRun, Tracker
 
 POLL_SECONDS = 0.5
 """Seconds between two reads of the file."""
+CLOSE_SECONDS = 30.0
+"""Seconds that a command waits for its trackers at the end. No record is lost after that time, because the next command
+of the run sends the rest."""
 LABELS = ("step", "timestamp", "evaluation")
 """Entries of a record that are not metrics."""
 
@@ -47,9 +50,6 @@ class TrackersConfig(ComponentConfig):
     """Project of the run in the trackers; empty: `experiment`."""
     name: str = ""
     """Name of the run in the trackers; empty: the name of the run directory."""
-    close_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds that the command waits for trackers at the end of a run. The next command of the run sends the remaining
-    records."""
 
 
 def load_trackers(config: TrackersConfig) -> list[Tracker]:
@@ -99,13 +99,13 @@ class Tracking:
 
     def __exit__(self, *_: object) -> None:
         self._finished.set()
-        deadline = time.monotonic() + self._config.close_seconds
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
             if thread.is_alive():
                 self._say(
-                    f"warning: tracker {thread.name} has not sent all records within trackers.close_seconds="
-                    f"{self._config.close_seconds:g} s after the run; {self._remedy()}"
+                    f"warning: tracker {thread.name} has not sent all records within {CLOSE_SECONDS:g} s after the "
+                    f"run; {self._remedy()}"
                 )
 
     def _directory(self, name: str) -> Path:

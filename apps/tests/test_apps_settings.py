@@ -65,7 +65,6 @@ def runs(directory):
             "algorithm.kl.place=loss",
             "algorithm.kl.coef=0.1",
             "publish.canary=always",
-            "publish.canary_tokens=64",
             "recover.every=1",
         ): 0,
         # two ranks, adapters, small micro-batches, data set options, a broadcast that waits for completions
@@ -367,7 +366,7 @@ def commands(at, port=4711):
         "rollout.server.python": sys.executable,
         "publish.route": "broadcast",
         "publish.host": "localhost",
-        "publish.canary_tokens": 40,  # fits into context and micro-batches
+        "publish.canary": "auto",  # the canary needs a longer context and larger micro-batches
         "gap.regenerate_every": 1,
     }
     algorithm = {
@@ -405,6 +404,7 @@ def commands(at, port=4711):
         "rollout.trial_episode": "false",
         "rollout.reward": "unsteady:reward",
     }
+    canary = {"publish.canary": "always"}
     short = {"evaluation.generation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
     deterministic = {"deterministic": "true", "launcher.options.pin_cores": "true"}
     variants = {
@@ -414,6 +414,7 @@ def commands(at, port=4711):
             common
             | deterministic
             | short
+            | canary
             | {
                 "rollout.max_staleness": 0,
                 "algorithm.loss.kind": "importance",
@@ -426,7 +427,7 @@ def commands(at, port=4711):
         ),
         "grpo-failing": Command(GRPO, common | failing, code=1),
         "sft": Command(SFT, common | trainer | supervised | servers, SUPERVISED_KEPT),
-        "sft-same": Command(SFT, common | deterministic | {"allocation": "embedded:d1+fsdp:d1"}),
+        "sft-same": Command(SFT, common | deterministic | canary | {"allocation": "embedded:d1+fsdp:d1"}),
         "dpo": Command(DPO, common | pairs | trainer | supervised, (*SUPERVISED_KEPT, "preference.loss")),
         "dpo-same": Command(DPO, common | generated | deterministic | {"preference.loss": "ipo"}),
         "rm": Command(REWARD_MODEL, common | pairs | trainer | supervised, SUPERVISED_KEPT),

@@ -16,7 +16,13 @@ from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights
 from rl_trainers import PublishConfig, WeightPublisher
+from rl_trainers.weight_sync import canary
 from rl_trainers.weight_sync.canary import CanaryCheck, ExpectedCompletion
+
+
+@pytest.fixture(autouse=True)
+def short_prompt(monkeypatch):
+    monkeypatch.setattr(canary, "PROMPT_TOKENS", 64)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +104,7 @@ def loop():
 
 
 def _publisher(servers, loop, directory, **settings):
-    config = PublishConfig(**{"route": "disk", "canary_tokens": 64, "timeout": 60.0, **settings})
+    config = PublishConfig(**{"route": "disk", "timeout": 60.0, **settings})
     return WeightPublisher(servers.engine, servers, loop, config, str(directory))
 
 
@@ -127,7 +133,7 @@ def test_publish_healthy_servers_pass_canary(model_path, loop, tmp_path, dtype, 
 )
 def test_publisher_canary_tolerance_depends_on_dtypes(model_path, loop, tmp_path, trained, served, tolerance):
     client = Servers(_engine(model_path), 1, served)
-    config = PublishConfig(route="disk", canary_tokens=64)
+    config = PublishConfig(route="disk")
 
     publisher = WeightPublisher(client.engine, client, loop, config, str(tmp_path), dtype=trained)
 
@@ -243,7 +249,7 @@ def test_compare_all_ranks_compute_completions_of_rank_0(model_path, loop):
         engine = engines[rank.rank]
         engine.parallel, forward = rank, engine.forward
         engine.forward = lambda batch, hook: forward_ranks.append(rank.rank) or forward(batch, hook)
-        check, committing = CanaryCheck(engine, "disk", 32, 0.01), None
+        check, committing = CanaryCheck(engine, "disk", 0.01), None
         if rank.is_main:
             committing = loop.submit(servers.commit_weights(1, canary=check.prepare()))
         check.compare(1, committing, 60.0)

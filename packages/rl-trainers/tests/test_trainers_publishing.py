@@ -130,10 +130,11 @@ def test_commit_timeout_includes_drain_timeout_only_to_wait(components, interrup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drain", "committed"), [pytest.param(60.0, 1, marks=pytest.mark.nightly), (0.1, 0)])
-def test_publish_interrupt_wait_uses_drain_timeout(components, drain, committed):
+def test_publish_interrupt_wait_uses_drain_seconds(components, drain, committed, monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.publisher.DRAIN_SECONDS", drain)
     _, server, loop, publisher = components
     server.config.seconds_per_token = 0.1
-    publisher.config, publisher.interrupt = PublishConfig(route="shm", timeout=2.0, drain_timeout=drain), "wait"
+    publisher.config, publisher.interrupt = PublishConfig(route="shm", timeout=2.0), "wait"
     completion = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
 
     with contextlib.nullcontext() if committed else pytest.raises(StalledError, match="committing version 1"):

@@ -74,7 +74,7 @@ DEMOS = {
     "stale-cache": Demo(
         "the server reuses keys and values of cached prompts that the old weights computed",
         "its prefix cache",
-        [*FAULTY_SERVER, "publish.canary=always", "publish.canary_tokens=200"],
+        [*FAULTY_SERVER, "publish.canary=always"],
         "stale prefix",
     ),
     "stuck-reward": Demo(

@@ -128,15 +128,15 @@ def warnings_for(run: Run[Any]) -> list[str]:
 
 def _check_canary(run: Run[Any]) -> None:
     """Reject a canary that does not fit into the servers' context or the trainer's micro-batches."""
-    from rl_trainers.weight_sync.canary import TOKENS
+    from rl_trainers.weight_sync.canary import PROMPT_TOKENS, TOKENS
 
-    publish, server, tokens = run.config.publish, run.config.rollout.server, run.config.actor.micro_batch.max_tokens
-    if publish.canary == "always":
+    server, tokens = run.config.rollout.server, run.config.actor.micro_batch.max_tokens
+    if run.config.publish.canary == "always":
         context = getattr(server, "context_length", 0) or context_length(run.config.model.directory()) or tokens
         limits = {"the servers' context": context, "actor.micro_batch.max_tokens": tokens}
         name, room = min(limits.items(), key=lambda limit: limit[1])
-        fits = f"at most {room - TOKENS}, because {TOKENS} more tokens must fit into {name}={room}"
-        require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
+        needed = PROMPT_TOKENS + TOKENS
+        require(room >= needed, name, f"at least {needed} tokens, which publish.canary=always needs", room)
 
 
 def _check_shared_memory(run: Run[Any]) -> None:

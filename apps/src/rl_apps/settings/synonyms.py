@@ -113,6 +113,10 @@ RENAMED = {
 
 REMOVED: dict[str, str] = {
     "checkpoint.timeout": "training now waits 480 s for a write",
+    "gap.timeout": "now fixed at 60 s",
+    "publish.canary_tokens": "now fixed at 384",
+    "publish.canary_tolerance": "now 0.01 nats if trainer and servers compute in float32, else 0.2",
+    "publish.drain_timeout": "now fixed at 1 h",
     "recover.max_failures": "now fixed at 3",
     "recover.timeout": "training now waits 480 s for a write",
     "trackers.close_seconds": "now fixed at 30 s",

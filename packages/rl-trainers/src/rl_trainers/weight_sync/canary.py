@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 
     from rl_contracts.engine import TrainEngine
 
+PROMPT_TOKENS = 384
+"""Length of the prompt. Prefix caches store only whole blocks, and several hundred tokens fill several blocks."""
 TOKENS = 16
 """Greedy tokens to generate after the prompt."""
 VOCABULARY = range(3, 100)
 """Token ids of the prompt, present in every vocabulary."""
+TOLERANCE = 0.2
+"""Largest accepted mean absolute difference of log-probs, in nats. 16-bit dtypes cause up to 0.05."""
+FLOAT32_TOLERANCE = 0.01
+"""The same if trainer and servers compute in float32, where rounding causes about 1e-5."""
 CLOSER_FACTOR = 3.0
 """Ratio of distances above which scores count as computed with other weights. Noise alone gives a ratio near 1."""
 DECODING_FACTOR = 10.0
@@ -102,13 +108,12 @@ class CanaryCheck:
     Args:
         engine: the trainer, which holds the weights that are published.
         route: name of the publish route, for error messages.
-        tokens: length of the prompt.
         tolerance: largest accepted mean absolute difference of log-probs, in nats.
     """
 
-    def __init__(self, engine: TrainEngine, route: str, tokens: int, tolerance: float) -> None:
+    def __init__(self, engine: TrainEngine, route: str, tolerance: float) -> None:
         self.engine, self.route, self.tolerance = engine, route, tolerance
-        self.prompt = random.Random(0).choices(VOCABULARY, k=tokens)
+        self.prompt = random.Random(0).choices(VOCABULARY, k=PROMPT_TOKENS)
         self._expected: ExpectedCompletion | None = None
         self._previous: ExpectedCompletion | None = None
         self._base: list[float] | None = None

@@ -30,7 +30,7 @@ from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateEr
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import verify_receipt, write_committed
 from rl_contracts.weights.rendezvous import Address
-from rl_trainers.weight_sync.canary import CanaryCheck
+from rl_trainers.weight_sync.canary import FLOAT32_TOLERANCE, TOLERANCE, CanaryCheck
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
@@ -45,6 +45,9 @@ STEP_SECONDS = 60.0
 """Largest timeout, in seconds, of one step of a broadcast: to connect, or to transfer one chunk."""
 MAX_ATTEMPTS = 3
 """Number of attempts to send a version when servers are lost during the transfer."""
+DRAIN_SECONDS = 3600.0
+"""Seconds, in addition to `publish.timeout`, to wait for unfinished completions with `rollout.interrupt=wait`. One hour
+exceeds the longest completions, and the client evicts a server that generates no tokens much earlier."""
 SHUTDOWN_SECONDS = 10.0
 """Seconds to wait for the servers' result after a failed transfer."""
 
@@ -68,20 +71,11 @@ class PublishConfig(Settings):
     full merged weights. `always`: reject servers that cannot. `never`: send the full merged weights."""
     timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Timeout of staging on all servers, in seconds, and separately of the commit."""
-    drain_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds, in addition to `timeout`, to wait for unfinished completions with `rollout.interrupt=wait`. A server
-    that generates no tokens is evicted much earlier."""
 
     canary: str = choice("auto", ("auto", "always"))
     """Servers that must pass the canary check after an update, before they get requests again. `auto`: servers
     without checksums. `always`: all servers; this also finds prefix caches and packed weights that an update left
-    unchanged."""
-    canary_tokens: int = bounded(384, "at least 2", lambda tokens: tokens >= 2)
-    """Length of the canary's prompt, in tokens. Several hundred tokens ensure that prefix caches store the prompt. The
-    servers' context must hold 16 tokens more."""
-    canary_tolerance: float = bounded(0.0, "0 (by the dtype) or more nats", lambda nats: nats >= 0)
-    """Mean absolute difference between the servers' and the trainer's log-probs of the canary, in nats, above which the
-    run stops. 0: 0.01 if both compute in float32, else 0.2."""
+    unchanged. The canary needs 400 tokens of the servers' context and of a micro-batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,10 +185,9 @@ class WeightPublisher:
                 require(config.route in able.routes, "publish.route", expected, config.route)
                 if self.config.canary == "always" or not able.checksums:
                     exact = self.dtype == self.inference.served_dtype == "float32"
-                    by_dtype = 0.01 if exact else 0.2
-                    tolerance = config.canary_tolerance or by_dtype
+                    tolerance = FLOAT32_TOLERANCE if exact else TOLERANCE
         tolerance = parallel.broadcast_json(tolerance)
-        return tolerance and CanaryCheck(self.engine, config.route, config.canary_tokens, tolerance)
+        return tolerance and CanaryCheck(self.engine, config.route, tolerance)
 
     def _choose_adapter(self) -> bool:
         """Return whether to send adapters alone (collective)."""
@@ -302,7 +295,7 @@ class WeightPublisher:
 
     @property
     def _commit_timeout(self) -> float:
-        return self.config.timeout + (self.config.drain_timeout if self.interrupt == "wait" else 0.0)
+        return self.config.timeout + (DRAIN_SECONDS if self.interrupt == "wait" else 0.0)
 
 
 def _transfer_error(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:

@@ -30,8 +30,6 @@ class GapConfig(Settings):
     """Number of consecutive steps without tokens of the current version, after which the gate requests new completions
     from the servers. These use the prompts of the compared sequences and have at most 16 tokens. 0: never. Batches of
     asynchronous runs seldom contain tokens of the current version."""
-    timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds to wait for the servers to score the sequences or to generate completions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

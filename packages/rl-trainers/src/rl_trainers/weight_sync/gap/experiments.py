@@ -46,6 +46,8 @@ ROUNDS, POINTS = 6, 9
 
 Each round searches between the two neighbors of the best temperature of the previous round.
 """
+REPLY_SECONDS = 60.0
+"""Seconds to wait for the replies to one batch of requests. A few sequences take seconds; training waits as well."""
 COMPLETION_TOKENS = 16
 """Maximum number of tokens per completion that the gate requests."""
 
@@ -78,8 +80,6 @@ class Experiments:
     """Client of the servers."""
     loop: LoopThread
     """Thread that runs the client's coroutines."""
-    timeout: float
-    """Seconds to wait for the replies to one batch of requests."""
 
     @staticmethod
     def compared(sequences: TensorDict) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Experiments:
         parallel, tensors = self.engine.parallel, Tensors()
         with parallel.agree_on_errors(doing):
             if pending is not None:
-                tensors = pack(self.loop.wait(pending, doing, self.timeout))
+                tensors = pack(self.loop.wait(pending, doing, REPLY_SECONDS))
         return self._from_leaders(tensors)[parallel.dp_rank]
 
     def temperature(
@@ -296,7 +296,7 @@ class Experiments:
         receipts, can = None, self.inference.capabilities
         able = can.checksums and can.live_checksums
         if able and self.engine.parallel.is_main and sent is not None and sent.checksums:
-            live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
+            live = self.attempt(self.loop.run, self.inference.live_receipts(server), REPLY_SECONDS)
             receipts = max(
                 (Receipts.from_pair(receipt, sent, previous) for receipt in live or ()),
                 key=lambda receipts: len(receipts.differing),

@@ -64,7 +64,7 @@ class GapGate:
         from rl_trainers.weight_sync.gap.experiments import Experiments
 
         self.config, self.inference = config, inference
-        experiments = Experiments(engine, inference, loop, config.timeout)
+        experiments = Experiments(engine, inference, loop)
         self.measurements = Measurements(experiments, config, trained, served, sharing)
         self._recorded, self._scores = RecordedCheck(self.measurements), ScoreCheck(self.measurements)
         self._missing_recorded = False

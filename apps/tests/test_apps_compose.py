@@ -165,9 +165,9 @@ def test_optional_section_is_created_by_setting_a_key():
 
 
 def test_engines_of_other_models_default_to_actor_engine():
-    config = APP.config(["actor.engine.max_logits=7", "actor.engine.max_shard_gb=2", "critic.engine.max_logits=9"])
+    config = APP.config(["actor.engine.max_logits=7", "actor.engine.timeout_seconds=60", "critic.engine.max_logits=9"])
     assert (config.ref.engine.max_logits, config.critic.engine.max_logits) == (7, 9)
-    assert config.critic.engine.max_shard_gb == 2
+    assert config.critic.engine.timeout_seconds == 60
 
 
 def test_user_file_overrides_defaults_and_yields_to_command_line(tmp_path):

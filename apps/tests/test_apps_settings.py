@@ -475,9 +475,7 @@ class Elsewhere:
 TWO = "two components read copies, which do not identify their leaf"
 SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
 IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
-TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
 BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
-FILES = "test_save_hf_in_several_files_has_an_index_and_loads"
 SERVED = "test_full_parameters_have_hugging_face_names_and_served_dtype"
 BIASED = "test_compose_allowed_biased_sampling_is_accepted"
 CONFIG = "apps/tests/test_apps_config.py::"
@@ -567,11 +565,6 @@ ELSEWHERE = [
         value="call",
     ),
     Elsewhere(
-        "*.optimizer.max_skipped_steps",
-        "needs a loss that is not finite",
-        f"{ENGINES}resume.py::test_limit_of_skipped_steps_applies_across_a_resume",
-    ),
-    Elsewhere(
         "resume_from",
         "needs a recovery checkpoint",
         "apps/tests/test_apps_resuming.py::test_resume_from_another_run_links_its_checkpoint",
@@ -620,14 +613,7 @@ ELSEWHERE = [
         for keys, why, test in (
             ("*.optimizer.schedule", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
             ("*.generation.ignore_eos", TWO, "packages/rl-inference/tests/test_inference_generate.py::" + IGNORED),
-            ("*.engine.sync_every_micro_batch", "several micro-batches", f"{ENGINES}ranks.py::{TWO_RANKS}"),
             ("critic.engine.max_logits", "values have no logits", f"{ENGINES}invariance.py::{BLOCKS}"),
-            (
-                "critic.engine.max_shard_gb",
-                "only the actor is exported",
-                f"{ENGINES}weights_and_checkpoints.py::{FILES}",
-            ),
-            ("ref.engine.max_shard_gb", "only the actor is exported", f"{ENGINES}weights_and_checkpoints.py::{FILES}"),
             ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("rollout.allow_biased_sampling", "read while composing", f"{CONFIG}{BIASED}"),

@@ -87,7 +87,6 @@ def test_generation_config_instances_do_not_share_lists() -> None:
         ({"max_grad_norm": -1.0}, r"optimizer\.max_grad_norm"),
         ({"beta1": 1.0}, r"optimizer\.beta1"),
         ({"beta2": -0.1}, r"optimizer\.beta2"),
-        ({"max_skipped_steps": -1}, r"optimizer\.max_skipped_steps"),
         ({"name": "adamw", "momentum": 0.9}, r"optimizer\.momentum with optimizer\.name=adamw"),
         ({"name": "sgd", "beta2": 0.9}, r"optimizer\.beta2 with optimizer\.name=sgd"),
         ({"min_lr_ratio": 0.5}, r"optimizer\.min_lr_ratio with optimizer\.schedule=constant"),

@@ -95,9 +95,10 @@ def test_train_batch_equals_handwritten_adamw(model_path: str) -> None:
         )
 
 
-def test_train_batch_skips_non_finite_gradients_then_raises(model_path: str) -> None:
+def test_train_batch_skips_non_finite_gradients_then_raises(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_contracts.testing.reference_engine.MAX_SKIPPED_STEPS", 1)
     engine, batch = ReferenceTrainEngine(), make_batch(2)
-    engine.initialize(FinetuneSpec(model_path, 1, optimizer=OptimizerConfig(lr=0.1, max_skipped_steps=1)))
+    engine.initialize(FinetuneSpec(model_path, 1, optimizer=OptimizerConfig(lr=0.1)))
     before = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
 
     def explode(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:

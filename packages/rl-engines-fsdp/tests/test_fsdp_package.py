@@ -23,7 +23,6 @@ def test_registry_loads_engine_by_entry_point():
     [
         {"serve_dtype": "int8"},
         {"max_logits": -1},
-        {"max_shard_gb": 0},
         {"timeout_seconds": 0},
     ],
     ids=lambda settings: next(iter(settings)),

@@ -91,15 +91,15 @@ def test_resumed_run_with_other_random_state_differs(model_path, uninterrupted):
     assert repr(train(engine, range(1, STEPS))) != repr(results[1:])
 
 
-def test_limit_of_skipped_steps_applies_across_a_resume(model_path, tmp_path):
-    settings = OptimizerConfig(max_skipped_steps=2)
-    engine = make_engine(model_path, optimizer=settings)
+def test_limit_of_skipped_steps_applies_across_a_resume(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_engines_fsdp.engine.MAX_SKIPPED_STEPS", 2)
+    engine = make_engine(model_path)
     exploding = batch_of(STEPS - 2)
     for _ in range(2):
         assert engine.train_batch(exploding, noisy_loss, loss_weight_fn)["applied"] == 0.0
     engine.save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
-    other = make_engine(model_path, optimizer=settings)
+    other = make_engine(model_path)
     other.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
     with pytest.raises(EngineError, match="3 consecutive steps"):

@@ -153,7 +153,7 @@ def exploding(outputs, packed):
 
 
 def test_train_batch_with_non_finite_gradients_skips_the_step(model_path):
-    settings = OptimizerConfig(lr=1e-2, warmup_steps=4, max_skipped_steps=2)
+    settings = OptimizerConfig(lr=1e-2, warmup_steps=4)
     engine = make_engine(model_path, optimizer=settings)
     before = weights_of(engine)
 
@@ -166,8 +166,9 @@ def test_train_batch_with_non_finite_gradients_skips_the_step(model_path):
 
 
 @pytest.mark.slow
-def test_train_batch_with_too_many_non_finite_steps_raises(model_path):
-    engine = make_engine(model_path, optimizer=OptimizerConfig(max_skipped_steps=2))
+def test_train_batch_with_too_many_non_finite_steps_raises(model_path, monkeypatch):
+    monkeypatch.setattr("rl_engines_fsdp.engine.MAX_SKIPPED_STEPS", 2)
+    engine = make_engine(model_path)
     for _ in range(2):
         engine.train_batch(make_batch(), exploding, loss_weight_fn)
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)  # resets the count

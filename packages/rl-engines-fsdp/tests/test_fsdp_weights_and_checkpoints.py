@@ -98,8 +98,9 @@ def test_save_hf_keeps_generation_config_and_copies_tokenizer_files(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "saved"]  # no temporary files remain
 
 
-def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path):
-    engine, target = make_engine(model_path, max_shard_gb=2e-5), tmp_path / "saved"  # 20 kB
+def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_engines_fsdp.checkpoint.hugging_face.MAX_FILE_BYTES", 20_000)
+    engine, target = make_engine(model_path), tmp_path / "saved"
 
     engine.save(SaveLoadMeta(str(target)))
 

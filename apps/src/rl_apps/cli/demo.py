@@ -91,8 +91,8 @@ DEMOS = {
     ),
     "nan-loss": Demo(
         "the loss becomes NaN",
-        "not finite in 3 consecutive steps",
-        ["algorithm.loss.kind=rl_apps.cli.demo_faults:nan_loss", "actor.optimizer.max_skipped_steps=2"],
+        "not finite in 9 consecutive steps",
+        ["algorithm.loss.kind=rl_apps.cli.demo_faults:nan_loss"],
         "nan loss",
     ),
     "frozen-server": Demo(

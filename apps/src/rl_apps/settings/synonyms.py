@@ -112,7 +112,11 @@ RENAMED = {
 """Earlier names of settings, each with the current one."""
 
 REMOVED: dict[str, str] = {
+    "actor.engine.max_shard_gb": "weight files now have at most 5 GB",
+    "actor.engine.sync_every_micro_batch": "gradients are now reduced after the last micro-batch",
+    "actor.optimizer.max_skipped_steps": "now fixed at 8",
     "checkpoint.timeout": "training now waits 480 s for a write",
+    "critic.optimizer.max_skipped_steps": "now fixed at 8",
     "gap.timeout": "now fixed at 60 s",
     "publish.canary_tokens": "now fixed at 384",
     "publish.canary_tolerance": "now 0.01 nats if trainer and servers compute in float32, else 0.2",

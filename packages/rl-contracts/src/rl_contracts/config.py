@@ -254,8 +254,6 @@ class OptimizerConfig(Settings):
     """Final learning rate, as a fraction of the peak learning rate."""
     max_grad_norm: float = bounded(1.0, "0 (off) or more", lambda norm: norm >= 0)
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
-    max_skipped_steps: int = bounded(8, "0 or more", lambda steps: steps >= 0)
-    """Maximum number of consecutive steps that may be skipped for non-finite gradients; one more ends the run."""
 
     def rate(self, step: int, total_steps: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rl_contracts.models.sizes import ModelSizes
 
 __all__ = [
+    "MAX_SKIPPED_STEPS",
     "LossFn",
     "LossWeightFn",
     "OutputFn",
@@ -35,6 +36,10 @@ __all__ = [
     "TrainEngine",
     "TrainEngineConfig",
 ]
+
+MAX_SKIPPED_STEPS = 8
+"""Consecutive steps that an engine may skip for non-finite gradients. Some batches cause one; more in a row mean that
+training has diverged, and generating further batches wastes time."""
 
 
 @dataclass(slots=True)
@@ -145,7 +150,7 @@ class TrainEngine(ABC):
 
         Raises:
             EngineError: the denominator over all ranks is zero, a sequence is longer than a micro-batch, or more than
-                `optimizer.max_skipped_steps` consecutive steps were skipped.
+                `MAX_SKIPPED_STEPS` consecutive steps were skipped.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
+from rl_contracts.engine import MAX_SKIPPED_STEPS, LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.models import micro_batches
 from rl_contracts.models.attention_windows import layer_windows
@@ -148,8 +148,7 @@ class FSDPEngine(TrainEngine):
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
         factor = self._layout.data * self._layout.context / denominator
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
-            last = index == len(bins) - 1
-            sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
+            sharding.sync_gradients(self._model, last=index == len(bins) - 1)
             self._backward(packed, loss_fn, factor, factor * denominator / tokens, sums)
         if self._maker.tensor_gradients is not None:
             self._maker.tensor_gradients.finish(self.parallel)
@@ -257,10 +256,10 @@ class FSDPEngine(TrainEngine):
         if not (math.isfinite(result["grad_norm"]) and math.isfinite(result["loss"])):
             self._skipped += 1
             optimizer.zero_grad(set_to_none=True)
-            if self._skipped > settings.max_skipped_steps:
+            if self._skipped > MAX_SKIPPED_STEPS:
                 raise EngineError(
                     f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{settings.max_skipped_steps}). Lower the learning rate, and inspect the last batch with "
+                    f"{MAX_SKIPPED_STEPS}). Lower the learning rate, and inspect the last batch with "
                     "`rl replay`."
                 )
             return False
@@ -409,7 +408,7 @@ class FSDPEngine(TrainEngine):
         config, parallel, dtype = self.config, self.parallel, self.config.serve_dtype or self._spec.dtype
         match meta.kind:
             case "hf":
-                save_hugging_face(self._model, meta, dtype, config.max_shard_gb, parallel)
+                save_hugging_face(self._model, meta, dtype, parallel)
             case "state":
                 save_state(self._state(), meta.path, parallel)
             case "adapter" if config.lora is not None:
@@ -426,7 +425,7 @@ class FSDPEngine(TrainEngine):
         match meta.kind:
             case "hf":
                 dtype = config.serve_dtype or self._spec.dtype
-                return copy_hugging_face(self._model, meta, dtype, config.max_shard_gb, parallel)
+                return copy_hugging_face(self._model, meta, dtype, parallel)
             case "state":
                 copied = self._copies.of(shards_of(self._state(), parallel))
                 return partial(write_shards, copied, Path(meta.path), parallel.rank)

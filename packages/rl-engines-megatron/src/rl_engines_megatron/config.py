@@ -47,8 +47,6 @@ class MegatronEngineConfig(TrainEngineConfig):
     """Maximum entries of a [tokens, vocabulary] float32 block of logits. Larger logits are computed in blocks of
     tokens (and of the vocabulary, if it is large) and recomputed in backward. 0 selects 2^19 on a CPU and 2^26 on a
     GPU."""
-    max_shard_gb: float = bounded(5.0, "more than 0", lambda size: size > 0)
-    """Maximum size of a weight file in a saved Hugging Face directory, in units of 10^9 bytes."""
     timeout_seconds: float = bounded(600.0, "more than 0", lambda seconds: seconds > 0)
     """Timeout of each collective in seconds."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
+from rl_contracts.engine import MAX_SKIPPED_STEPS, LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.models import micro_batches
 from rl_contracts.models.atomic_directory import new_directory
@@ -168,10 +168,10 @@ class MegatronEngine(TrainEngine):
             self._steps, self._skipped = self._steps + 1, 0
         else:
             self._skipped += 1
-            if self._skipped > settings.max_skipped_steps:
+            if self._skipped > MAX_SKIPPED_STEPS:
                 raise EngineError(
                     f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{settings.max_skipped_steps}). Lower the learning rate, and inspect the last batch with "
+                    f"{MAX_SKIPPED_STEPS}). Lower the learning rate, and inspect the last batch with "
                     "`rl replay`."
                 )
         self._usage.add(time.perf_counter() - start_time, tokens, pairs)
@@ -353,11 +353,10 @@ class MegatronEngine(TrainEngine):
         match meta.kind:
             case "hf":
                 dtype = self.config.serve_dtype or self._spec.dtype
-                limit = self.config.max_shard_gb
                 config, source = self._hf_config, Path(self._spec.model_path)
                 weights = full_parameters(self._parts, spread=True)
                 with new_directory(meta.path, self.parallel) as scratch:
-                    save_hugging_face(weights, config, source, meta, scratch, dtype, limit, self.parallel)
+                    save_hugging_face(weights, config, source, meta, scratch, dtype, self.parallel)
             case "state":
                 write = self._copy_state(meta)
                 with new_directory(meta.path, self.parallel) as scratch:
@@ -373,9 +372,9 @@ class MegatronEngine(TrainEngine):
         match meta.kind:
             case "hf":
                 dtype = self.config.serve_dtype or self._spec.dtype
-                limit, source = self.config.max_shard_gb, Path(self._spec.model_path)
+                source = Path(self._spec.model_path)
                 weights = full_parameters(self._parts, spread=True)
-                return copy_hugging_face(weights, self._hf_config, source, meta, dtype, limit, self.parallel)
+                return copy_hugging_face(weights, self._hf_config, source, meta, dtype, self.parallel)
             case "state":
                 return partial(self._copy_state(meta), Path(meta.path))
         return None

@@ -17,6 +17,9 @@ from rl_contracts.runtime.logging import get_logger
 log = get_logger("engines")
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+MAX_FILE_BYTES = 5 * 10**9
+"""Maximum size of a weight file in a saved directory. Published models have files of this size, which loaders read in
+parallel."""
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 TOKENIZER_PATTERNS = (

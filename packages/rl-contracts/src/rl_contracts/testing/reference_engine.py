@@ -16,6 +16,7 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.config import OptimizerConfig, require
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import (
+    MAX_SKIPPED_STEPS,
     LossFn,
     LossWeightFn,
     OutputFn,
@@ -116,10 +117,9 @@ class ReferenceTrainEngine(TrainEngine):
             self._steps, self._skipped = self._steps + 1, 0
         else:
             self._skipped += 1
-            if self._skipped > self.settings.max_skipped_steps:
+            if self._skipped > MAX_SKIPPED_STEPS:
                 raise EngineError(
-                    f"gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{self.settings.max_skipped_steps})."
+                    f"gradients were not finite in {self._skipped} consecutive steps (allowed: {MAX_SKIPPED_STEPS})."
                 )
         tokens = float(batch["attention_mask"].sum())
         return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": tokens}

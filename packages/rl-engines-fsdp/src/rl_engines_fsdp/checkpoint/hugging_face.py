@@ -13,7 +13,7 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.models.atomic_directory import new_directory
-from rl_contracts.models.config_files import copy_tokenizer, pad_token_id, quiet_transformers
+from rl_contracts.models.config_files import MAX_FILE_BYTES, copy_tokenizer, pad_token_id, quiet_transformers
 from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.model.packed import PackedModel
@@ -22,20 +22,16 @@ from rl_engines_fsdp.ranks.sharding import full_parameters
 log = get_logger("engines.fsdp")
 
 
-def save_hugging_face(
-    model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
-) -> None:
+def save_hugging_face(model: PackedModel, meta: SaveLoadMeta, dtype: str, parallel: ParallelContext) -> None:
     """Write a directory that transformers can load, atomically (collective); see `copy_hugging_face`."""
     with new_directory(meta.path, parallel) as scratch:
-        copy_hugging_face(model, replace(meta, path=str(scratch)), dtype, max_shard_gb, parallel)()
+        copy_hugging_face(model, replace(meta, path=str(scratch)), dtype, parallel)()
 
 
-def copy_hugging_face(
-    model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
-) -> Snapshot:
+def copy_hugging_face(model: PackedModel, meta: SaveLoadMeta, dtype: str, parallel: ParallelContext) -> Snapshot:
     """Copy the model to rank 0's host memory and return a function that writes it to a directory (collective).
 
-    Weights are in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index if there are several.
+    Weights are in safetensors files of at most `MAX_FILE_BYTES` each, with an index if there are several.
     transformers loads a language model as `AutoModelForCausalLM`, and a model with a scalar head as
     `AutoModelForSequenceClassification`.
     """
@@ -63,7 +59,7 @@ def copy_hugging_face(
         directory = Path(meta.path)
         directory.mkdir(parents=True, exist_ok=True)
         with quiet_transformers():
-            shell.save_pretrained(directory, state_dict=tensors, max_shard_size=int(max_shard_gb * 1e9))
+            shell.save_pretrained(directory, state_dict=tensors, max_shard_size=MAX_FILE_BYTES)
         if inner.generation_config is not None:
             # unchanged: `save_pretrained` would reject settings of some published models
             inner.generation_config.to_json_file(directory / "generation_config.json")

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
-from rl_contracts.models.config_files import copy_tokenizer, pad_token_id
+from rl_contracts.models.config_files import MAX_FILE_BYTES, copy_tokenizer, pad_token_id
 from rl_engines_megatron.model.checks import INDEX
 
 
@@ -26,7 +26,6 @@ def save_hugging_face(
     meta: SaveLoadMeta,
     directory: Path,
     dtype: str,
-    max_shard_gb: float,
     parallel: ParallelContext,
 ) -> None:
     """Write a directory that transformers can load (collective).
@@ -38,11 +37,10 @@ def save_hugging_face(
         meta: options of the save.
         directory: existing directory to write to.
         dtype: dtype of the saved weights.
-        max_shard_gb: maximum size of a weight file, in units of 10^9 bytes.
         parallel: ranks of the run.
     """
     names = {}
-    for file, tensors in _files(parameters, dtype, max_shard_gb, parallel.rank):
+    for file, tensors in _files(parameters, dtype, parallel.rank):
         _write(directory / file, tensors)
         names[file] = _sizes(tensors)
     index = _index(names, parallel)
@@ -56,7 +54,6 @@ def copy_hugging_face(
     source: Path,
     meta: SaveLoadMeta,
     dtype: str,
-    max_shard_gb: float,
     parallel: ParallelContext,
 ) -> Snapshot:
     """Copy this rank's files of `save_hugging_face` to host memory (collective).
@@ -64,7 +61,7 @@ def copy_hugging_face(
     Returns:
         A function that writes the files and returns their paths.
     """
-    files = dict(_files(parameters, dtype, max_shard_gb, parallel.rank))
+    files = dict(_files(parameters, dtype, parallel.rank))
     index = _index({file: _sizes(tensors) for file, tensors in files.items()}, parallel)
     config = copy.deepcopy(config)
 
@@ -77,14 +74,12 @@ def copy_hugging_face(
     return write
 
 
-def _files(
-    parameters: Iterator[tuple[str, Tensor]], dtype: str, max_shard_gb: float, rank: int
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _files(parameters: Iterator[tuple[str, Tensor]], dtype: str, rank: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield file names with their parameters in host memory."""
     torch_dtype, tensors, size, count = getattr(torch, dtype), dict[str, Tensor](), 0, 0
     for name, tensor in parameters:
         num_bytes = tensor.numel() * torch_dtype.itemsize
-        if tensors and size + num_bytes > max_shard_gb * 1e9:
+        if tensors and size + num_bytes > MAX_FILE_BYTES:
             yield _file_name(rank, count), tensors
             tensors, size, count = {}, 0, count + 1
         tensors[name] = tensor.to("cpu", torch_dtype, copy=True).contiguous()

@@ -319,13 +319,13 @@ def test_defaults_have_no_warning(capsys):
 
 
 def test_canary_without_room_is_rejected(capsys):
-    arguments = ["--dry-run", "publish.canary=always", "rollout.server.context_length=300"]
-    micro_batch = "actor.micro_batch.max_tokens=200"
+    arguments = ["--dry-run", "publish.canary=always", "rollout.server.context_length=200"]
+    micro_batch = "actor.micro_batch.max_tokens=150"
 
     code, _, err = _run(capsys, *arguments)
     second_code, _, second_err = _run(capsys, *arguments, micro_batch)
 
     assert (code, second_code) == (2, 2)
-    assert "the servers' context: expected at least 400 tokens" in err
-    assert "actor.micro_batch.max_tokens: expected at least 400 tokens" in second_err
-    assert _run(capsys, "--dry-run", "publish.canary=always", "rollout.server.context_length=400")[0] == 0
+    assert "the servers' context: expected at least 240 tokens" in err
+    assert "actor.micro_batch.max_tokens: expected at least 240 tokens" in second_err
+    assert _run(capsys, "--dry-run", "publish.canary=always", "rollout.server.context_length=240")[0] == 0

@@ -63,9 +63,9 @@ def run(tmp_path_factory, fault_file):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("one behind", "its scores of 383 tokens .* match the previous version"),
-        ("weights not sent", "its scores of 383 tokens .* does not serve the sent weights"),
-        ("stale copy", "its scores of 383 tokens .* does not serve the sent weights"),
+        ("one behind", "its scores of 223 tokens .* match the previous version"),
+        ("weights not sent", "its scores of 223 tokens .* does not serve the sent weights"),
+        ("stale copy", "its scores of 223 tokens .* does not serve the sent weights"),
         ("stale prefix", "its scores are correct, but .* its prefix cache"),
     ],
 )

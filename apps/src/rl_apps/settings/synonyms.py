@@ -118,7 +118,7 @@ REMOVED: dict[str, str] = {
     "checkpoint.timeout": "training now waits 480 s for a write",
     "critic.optimizer.max_skipped_steps": "now fixed at 8",
     "gap.timeout": "now fixed at 60 s",
-    "publish.canary_tokens": "now fixed at 384",
+    "publish.canary_tokens": "now fixed at 224",
     "publish.canary_tolerance": "now 0.01 nats if trainer and servers compute in float32, else 0.2",
     "publish.drain_timeout": "now fixed at 1 h",
     "recover.max_failures": "now fixed at 3",

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from rl_contracts.engine import TrainEngine
 
-PROMPT_TOKENS = 384
-"""Length of the prompt. Prefix caches store only whole blocks, and several hundred tokens fill several blocks."""
+PROMPT_TOKENS = 224
+"""Length of the prompt. It fills several blocks of a usual prefix cache, which stores only whole blocks, and fits into
+the embedded model's context of 256."""
 TOKENS = 16
 """Greedy tokens to generate after the prompt."""
 VOCABULARY = range(3, 100)

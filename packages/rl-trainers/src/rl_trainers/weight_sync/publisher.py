@@ -75,7 +75,7 @@ class PublishConfig(Settings):
     canary: str = choice("auto", ("auto", "always"))
     """Servers that must pass the canary check after an update, before they get requests again. `auto`: servers
     without checksums. `always`: all servers; this also finds prefix caches and packed weights that an update left
-    unchanged. The canary needs 400 tokens of the servers' context and of a micro-batch."""
+    unchanged. The canary needs 240 tokens of the servers' context and of a micro-batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

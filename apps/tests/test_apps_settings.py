@@ -472,6 +472,7 @@ class Elsewhere:
     """Other overrides that the value needs."""
 
 
+TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
 TWO = "two components read copies, which do not identify their leaf"
 SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
 IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
@@ -613,6 +614,7 @@ ELSEWHERE = [
         for keys, why, test in (
             ("*.optimizer.schedule", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
             ("*.generation.ignore_eos", TWO, "packages/rl-inference/tests/test_inference_generate.py::" + IGNORED),
+            ("*.engine.sync_every_micro_batch", "several micro-batches", f"{ENGINES}ranks.py::{TWO_RANKS}"),
             ("critic.engine.max_logits", "values have no logits", f"{ENGINES}invariance.py::{BLOCKS}"),
             ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),

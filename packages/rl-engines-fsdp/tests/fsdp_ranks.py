@@ -87,7 +87,7 @@ def main(models: Path, out: Path) -> None:
         tensors |= {f"{family}.{name}": value for name, value in weights_of(engine).items()}
         engine.destroy()
 
-    engine = make_engine(str(models / "Qwen3"), reshard_after_forward=False)
+    engine = make_engine(str(models / "Qwen3"), sync_every_micro_batch=True, reshard_after_forward=False)
     batch = sequences_of_rank(make_batch(), engine.parallel, empty_rank=1)
     report["evaluated with an empty rank"] = engine.eval_batch(batch, loss_fn, loss_weight_fn)
     tensors[f"forward.{rank}"] = engine.forward(batch, logprobs_of)

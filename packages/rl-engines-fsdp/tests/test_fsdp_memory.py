@@ -82,6 +82,7 @@ def test_memory_reflects_settings_that_save_memory(model: Path) -> None:
     plain = memory()
     assert plain["gradients before their reduction"] == 4 * sizes.parameters
     assert "gradients before their reduction" not in memory(micro_batches=1)
+    assert "gradients before their reduction" not in memory(sync_every_micro_batch=True)
     assert memory(gradient_checkpointing=True)["activations"] < plain["activations"]
     assert memory(max_logits=1024)["logits"] == 3 * 4 * 1024
     assert memory(lora=LoRAConfig(rank=2))["optimizer"] < 0.3 * plain["optimizer"]
@@ -91,10 +92,10 @@ def test_memory_reflects_settings_that_save_memory(model: Path) -> None:
 def test_check_memory_counts_gradients_before_reduction(model: Path) -> None:
     sizes, ranks = read_sizes(model), ParallelStrategy(4)
     spec = FinetuneSpec(str(model), 1, 0, OptimizerConfig(), MicroBatchConfig(1), dtype="bfloat16")
-    sufficient = sum(FSDPEngineConfig().memory(ranks, spec, sizes, 1).values())
+    sufficient = sum(FSDPEngineConfig(sync_every_micro_batch=True).memory(ranks, spec, sizes, 4).values())
 
-    FSDPEngineConfig().check_memory(ranks, spec, sizes, 1, sufficient)
-    with pytest.raises(ConfigError, match="4 micro-batches"):
+    FSDPEngineConfig(sync_every_micro_batch=True).check_memory(ranks, spec, sizes, 4, sufficient)
+    with pytest.raises(ConfigError, match="set sync_every_micro_batch=true"):
         FSDPEngineConfig().check_memory(ranks, spec, sizes, 4, sufficient)
 
 

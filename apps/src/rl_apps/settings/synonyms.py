@@ -113,7 +113,6 @@ RENAMED = {
 
 REMOVED: dict[str, str] = {
     "actor.engine.max_shard_gb": "weight files now have at most 5 GB",
-    "actor.engine.sync_every_micro_batch": "gradients are now reduced after the last micro-batch",
     "actor.optimizer.max_skipped_steps": "now fixed at 8",
     "checkpoint.timeout": "training now waits 480 s for a write",
     "critic.optimizer.max_skipped_steps": "now fixed at 8",

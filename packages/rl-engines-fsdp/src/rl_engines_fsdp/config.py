@@ -66,6 +66,8 @@ class FSDPEngineConfig(TrainEngineConfig):
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Parameters of a layer are gathered on the GPU when
     the layer runs, and the optimizer step runs on the CPU. Requires CUDA."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch instead of after the last one: less memory, more communication."""
     verify_model: bool = True
     """Compare the packed forward with the plain forward of transformers on a few tokens, before sharding. This rejects
     models whose layers mix packed sequences or whose logits are computed in an unknown way."""
@@ -124,7 +126,7 @@ class FSDPEngineConfig(TrainEngineConfig):
             bytes_by_use["gathered parameters"] = compute * (
                 sizes.outside + layers * sizes.largest_layer / strategy.tensor
             )
-        if sharded and micro_batches > 1:
+        if sharded and micro_batches > 1 and not self.sync_every_micro_batch:
             bytes_by_use["gradients before their reduction"] = 4.0 * trained / own * sizes.parameters / strategy.tensor
         tokens = spec.micro_batch.max_tokens / strategy.context
         activations = tokens * activation_bytes(sizes, compute, self.gradient_checkpointing)

@@ -148,7 +148,8 @@ class FSDPEngine(TrainEngine):
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
         factor = self._layout.data * self._layout.context / denominator
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
-            sharding.sync_gradients(self._model, last=index == len(bins) - 1)
+            last = index == len(bins) - 1
+            sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
             self._backward(packed, loss_fn, factor, factor * denominator / tokens, sums)
         if self._maker.tensor_gradients is not None:
             self._maker.tensor_gradients.finish(self.parallel)

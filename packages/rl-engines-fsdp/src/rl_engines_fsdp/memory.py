@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rl_contracts.allocation import ParallelStrategy
 
 GIB = 2**30
-SAVE_MEMORY = ("gradient_checkpointing", "offload")
+SAVE_MEMORY = ("gradient_checkpointing", "sync_every_micro_batch", "offload")
 """Settings that reduce memory, cheapest in time first."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "muon": 4.0, "sgd": 0.0}

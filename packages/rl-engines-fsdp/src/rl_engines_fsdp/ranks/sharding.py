@@ -46,10 +46,10 @@ def shard(model: PackedModel, meshes: Meshes, dtype: str, reshard_after_forward:
     fully_shard(model, mesh=meshes.whole, mp_policy=root_policy, offload_policy=offload_policy)
 
 
-def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Set whether the next backward is the last of the step; only the last one reduces gradients over ranks."""
+def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
+    """Set whether the next backward reduces gradients over ranks, and whether it is the last of the step."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(now)
         model.set_is_last_backward(last)
 
 

@@ -43,6 +43,29 @@ COMPONENTS = {
 """Sections whose settings depend on the selected component, each with the entry point group of its components."""
 CELL_WORDS = 25
 """Maximum number of words in a table cell."""
+FREQUENT = (
+    "model.path",
+    "data.path",
+    "data.name",
+    "rollout.reward",
+    "allocation",
+    "total_steps",
+    "data.batch_size",
+    "rollout.group_size",
+    "rollout.max_staleness",
+    "rollout.generation.max_new_tokens",
+    "rollout.generation.temperature",
+    "actor.optimizer.lr",
+    "actor.minibatches",
+    "actor.micro_batch.max_tokens",
+    "actor.dtype",
+    "algorithm.kl.coef",
+    "evaluation.every",
+    "checkpoint.every",
+    "trackers.kind",
+    "seed",
+)
+"""Settings that most runs change, in the order of the first table of docs/settings.md."""
 
 
 # ---- settings
@@ -56,6 +79,8 @@ def settings_page() -> str:
     ordered = [key for kind in kinds.values() for key in kind]
     parts = [
         "# Settings",
+        "Most runs change only these settings. Each name links to the setting in the full tables below.",
+        _frequent_table(merged),
         "Set a value with `key=value` on the command line, for example `rollout.group_size=8`, or in a YAML file.\n"
         "The tables list all settings with their defaults. Where a table shortens a text, *more* leads to the full\n"
         "text below it.",
@@ -79,6 +104,16 @@ def settings_page() -> str:
     for name, app in apps.items():
         parts += [f"### {name}", _table(("setting", "value"), _changed(app))]
     return "\n\n".join(parts) + "\n"
+
+
+def _frequent_table(settings: dict[str, tuple[str, str]]) -> str:
+    """Return the table of `FREQUENT` settings, with the first sentence of each meaning."""
+    rows = []
+    for key in FREQUENT:
+        default, meaning = settings[key]
+        name = f'<a href="#{_address(key)}"><code>{key}</code></a>'
+        rows.append((name, default, _text(_split_sentences(_first_sentences(meaning))[0])))
+    return _table(("setting", "default", "meaning"), rows)
 
 
 def _setting_tables(
@@ -111,11 +146,15 @@ def _first_sentences(text: str) -> str:
     if len(text.split()) <= CELL_WORDS:
         return text
     limit = CELL_WORDS - 2  # the link to the full text counts as two words
-    sentences = re.split(r"(?:(?<=\.)|(?<=\.\))) (?=[A-Z0-9`(])", text)
+    sentences = _split_sentences(text)
     while len(sentences) > 1 and len(" ".join(sentences).split()) > limit:
         sentences.pop()
     short = " ".join(sentences)
     return short if len(short.split()) <= limit else re.split(r"[:;] | \(", short)[0] + "."
+
+
+def _split_sentences(text: str) -> list[str]:
+    return re.split(r"(?:(?<=\.)|(?<=\.\))) (?=[A-Z0-9`(])", text)
 
 
 def _settings(config: Any) -> dict[str, tuple[str, str]]:

@@ -251,7 +251,7 @@ class KLConfig(Settings):
     and reference from the reward of each trained token. `loss`: add the KL between current policy and reference to the
     loss. `none`: load no reference."""
     coef: float = 0.0
-    """Weight of the penalty, beta."""
+    """Weight of the KL penalty, beta."""
     estimator: str = choice("k3", ESTIMATORS)
     """KL estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence"). In the loss without `weighted`, k2
     has the unbiased gradient, and k3 the gradient of GRPO."""

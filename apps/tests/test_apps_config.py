@@ -287,7 +287,7 @@ def test_failing_data_set_names_its_line_without_traceback(capsys, monkeypatch, 
     ("arguments", "warning"),
     [
         (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 leaves no room"),
-        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 leaves no room"),
+        (["evaluation.max_new_tokens=5000"], "evaluation.max_new_tokens=5000 leaves no room"),
     ],
 )
 def test_completion_longer_than_the_context_is_a_warning(capsys, arguments, warning):

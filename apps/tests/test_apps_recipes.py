@@ -25,8 +25,8 @@ def test_pretrained_recipe_has_no_setting_of_the_embedded_recipe():
 
     assert (embedded.rollout.generation.max_new_tokens, embedded.rollout.generation.temperature) == (32, 1.3)
     assert (pretrained.rollout.generation.max_new_tokens, pretrained.rollout.generation.temperature) == (1024, 1.0)
-    assert pretrained.evaluation.generation.max_new_tokens == 1024
-    assert pretrained.evaluation.generation.temperature == embedded.evaluation.generation.temperature == 0
+    sampling = pretrained.evaluation.sampling(pretrained.rollout.generation)
+    assert (sampling.max_new_tokens, sampling.temperature) == (1024, 0)
     assert embedded.rollout.server.slots == 128
     assert pretrained.rollout.server == type(pretrained.rollout.server)()
     assert (embedded.actor.optimizer.warmup_steps, pretrained.actor.optimizer.warmup_steps) == (20, 0)

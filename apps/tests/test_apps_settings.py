@@ -353,9 +353,7 @@ def commands(at, port=4711):
         "allocation": "embedded:d1+fsdp:d2",
         "data.options": "{instruction: Be brief.}",
         "data.columns": "{answer: answer}",
-        "evaluation.generation.max_new_tokens": 9,
-        "evaluation.generation.stop": "[zq]",
-        "evaluation.generation.stop_token_ids": "[7]",
+        "evaluation.max_new_tokens": 9,
         "rollout.workflow": "rl_workflows:RLVRWorkflow",
         "rollout.reward": "format",
         "rollout.interrupt": "wait",
@@ -405,7 +403,7 @@ def commands(at, port=4711):
         "rollout.reward": "unsteady:reward",
     }
     canary = {"publish.canary": "always"}
-    short = {"evaluation.generation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
+    short = {"evaluation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
     deterministic = {"deterministic": "true", "launcher.options.pin_cores": "true"}
     variants = {
         "grpo": Command(GRPO, common | trainer | servers | algorithm, KEPT),

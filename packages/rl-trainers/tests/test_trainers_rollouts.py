@@ -185,7 +185,7 @@ def test_evaluation_returns_means_and_none_without_completions(tmp_path):
 
     def evaluate(rewards):
         rows = [{"reward": reward} for reward in rewards]
-        return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
+        return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), GenerationConfig(), ParallelContext())(7)
 
     four_examples = {"eval/length": 3.0, "eval/examples": 4.0, "eval/failed": 0.0}
     assert evaluate([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **four_examples}
@@ -197,7 +197,30 @@ def test_evaluation_returns_means_and_none_without_completions(tmp_path):
     }
     none = dict.fromkeys(("eval/accuracy", "eval/reward", "eval/length"))
     assert evaluate([]) == {**none, "eval/examples": 0.0, "eval/failed": 0.0}
-    assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [
+        (EvaluationConfig(), GenerationConfig(temperature=0.0, max_new_tokens=40, min_new_tokens=20, stop=["#"])),
+        (
+            EvaluationConfig(temperature=0.5, max_new_tokens=9),
+            GenerationConfig(temperature=0.5, max_new_tokens=9, min_new_tokens=9, stop=["#"]),
+        ),
+    ],
+)
+def test_evaluation_sampling_differs_in_temperature_and_length(config, sampling):
+    requested = []
+
+    class Rollout:
+        def evaluate(self, rows, generation, n):
+            requested.append(generation)
+            return []
+
+    training = GenerationConfig(max_new_tokens=40, min_new_tokens=20, stop=["#"])
+    CompletionEvaluation(Rollout(), [{}], config, training, ParallelContext())(7)
+
+    assert requested == [sampling]
 
 
 def test_evaluation_counts_episode_of_several_sequences_once():
@@ -205,7 +228,7 @@ def test_evaluation_counts_episode_of_several_sequences_once():
         def evaluate(self, rows, generation, n):
             return [_trajectory(reward=1.0, group_id=0) for _ in range(3)]
 
-    metrics = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
+    metrics = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), GenerationConfig(), ParallelContext())(7)
 
     assert (metrics["eval/accuracy"], metrics["eval/failed"]) == (0.5, 1.0)
 
@@ -216,7 +239,9 @@ def test_evaluation_with_graded_rewards_has_no_accuracy(rewards):
         def evaluate(self, rows, generation, n):
             return [_trajectory(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
 
-    metrics = CompletionEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
+    metrics = CompletionEvaluation(
+        Rollout(), [{}] * len(rewards), EvaluationConfig(), GenerationConfig(), ParallelContext()
+    )(7)
 
     assert "eval/accuracy" not in metrics
     assert metrics["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))

@@ -112,16 +112,16 @@ def warnings_for(run: Run[Any]) -> list[str]:
         _check_canary(run)
         _check_shared_memory(run)
     limit = longest_row(config.data, config.model.directory())
-    generations = (
-        {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.examples else {}
-    )
+    lengths = {}
+    if run.layout.rollout and config.evaluation.examples:
+        lengths["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
     if isinstance(config, GRPOConfig):
-        generations["rollout"] = config.rollout.generation
-    for name, generation in generations.items():
-        if generation.max_new_tokens >= limit:
+        lengths["rollout.generation.max_new_tokens"] = config.rollout.generation.max_new_tokens
+    for name, tokens in lengths.items():
+        if tokens >= limit:
             warnings.append(
-                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} leaves no room for a "
-                f"prompt: both together have at most {limit} tokens (data.max_length, or the model's context)"
+                f"warning: {name}={tokens} leaves no room for a prompt: both together have at most {limit} tokens "
+                "(data.max_length, or the model's context)"
             )
     return warnings
 

@@ -335,7 +335,8 @@ class Components(ExitStack):
         if not settings.examples:
             return []
         rows = self.rows("test", "rl", settings.examples)
-        return [rl_trainers.CompletionEvaluation(rollout, rows, settings, engine.parallel, self.writer(engine))]
+        generation, writer = self.config.generation, self.writer(engine)
+        return [rl_trainers.CompletionEvaluation(rollout, rows, settings, generation, engine.parallel, writer)]
 
     def recovery(
         self, engines: Mapping[str, TrainEngine], components: Mapping[str, Any], epochs: Callable[[], int] | None = None

@@ -267,8 +267,8 @@ class ServedConfig(RunConfig):
 
     @property
     def generation(self) -> GenerationConfig:
-        """Default sampling parameters of the run."""
-        return self.evaluation.generation
+        """Default sampling parameters of the run: those of the evaluation."""
+        return self.evaluation.sampling(GenerationConfig())
 
 
 @dataclass

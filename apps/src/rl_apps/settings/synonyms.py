@@ -103,6 +103,8 @@ SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()
 RENAMED = {
     "algorithm.reward.normalise": "algorithm.reward.normalize",
     "checkpoint.best_figure": "checkpoint.best_metric",
+    "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
+    "evaluation.generation.temperature": "evaluation.temperature",
     "evaluation.rows": "evaluation.examples",
     "gap.answer_every": "gap.regenerate_every",
     "gap.rows": "gap.sequences",
@@ -111,17 +113,22 @@ RENAMED = {
 }
 """Earlier names of settings, each with the current one."""
 
-REMOVED: dict[str, str] = {
-    "actor.engine.max_shard_gb": "weight files now have at most 5 GB",
-    "actor.optimizer.max_skipped_steps": "now fixed at 8",
-    "checkpoint.timeout": "training now waits 480 s for a write",
-    "critic.optimizer.max_skipped_steps": "now fixed at 8",
-    "gap.timeout": "now fixed at 60 s",
-    "publish.canary_tokens": "now fixed at 224",
-    "publish.canary_tolerance": "now 0.01 nats if trainer and servers compute in float32, else 0.2",
-    "publish.drain_timeout": "now fixed at 1 h",
-    "recover.max_failures": "now fixed at 3",
-    "recover.timeout": "training now waits 480 s for a write",
-    "trackers.close_seconds": "now fixed at 30 s",
+REMOVED = {
+    "evaluation.generation": "evaluation has temperature and max_new_tokens, and rollout.generation the other settings",
+    **dict.fromkeys(
+        (
+            "evaluation.generation.frequency_penalty",
+            "evaluation.generation.ignore_eos",
+            "evaluation.generation.min_new_tokens",
+            "evaluation.generation.min_p",
+            "evaluation.generation.presence_penalty",
+            "evaluation.generation.repetition_penalty",
+            "evaluation.generation.stop",
+            "evaluation.generation.stop_token_ids",
+            "evaluation.generation.top_k",
+            "evaluation.generation.top_p",
+        ),
+        "now as in rollout.generation, or the default in sft",
+    ),
 }
 """Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_contracts.config import GenerationConfig, Settings, bounded
@@ -35,8 +35,25 @@ class EvaluationConfig(HeldOutConfig):
 
     n: int = bounded(1, "at least 1", lambda completions: completions >= 1)
     """Completions per example."""
-    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
-    """Sampling settings; greedy by default."""
+    temperature: float = bounded(0.0, "0 (greedy) or 1e-4 to 1e4", lambda value: value == 0 or 1e-4 <= value <= 1e4)
+    """Sampling temperature: 0 (greedy decoding), or a value in [1e-4, 1e4]. Other sampling settings: those of
+    `rollout.generation`, or their defaults without it."""
+    max_new_tokens: int = bounded(0, "0 (that of rollout.generation) or more", lambda tokens: tokens >= 0)
+    """Maximum number of tokens to generate per completion; 0: that of `rollout.generation`, or 256 without it."""
+
+    def sampling(self, training: GenerationConfig) -> GenerationConfig:
+        """Return the sampling settings of an evaluation.
+
+        Args:
+            training: sampling settings of the training completions.
+        """
+        max_new_tokens = self.max_new_tokens or training.max_new_tokens
+        return replace(
+            training,
+            temperature=self.temperature,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(training.min_new_tokens, max_new_tokens),
+        )
 
 
 class CompletionEvaluation:
@@ -47,10 +64,22 @@ class CompletionEvaluation:
         rollout: RolloutRuntime,
         examples: Sequence[dict[str, Any]],
         config: EvaluationConfig,
+        generation: GenerationConfig,
         parallel: ParallelContext,
         writer: RolloutWriter | None = None,
     ) -> None:
+        """Create an evaluation.
+
+        Args:
+            rollout: runtime that generates and scores the completions.
+            examples: held-out examples, the same on every rank.
+            config: temperature, length and number of completions.
+            generation: sampling settings of the training completions, for all other sampling settings.
+            parallel: ranks of the run.
+            writer: writer of the completions to files, if they are stored.
+        """
         self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, examples, config, parallel, writer
+        self.generation = config.sampling(generation)
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """Generate and score completions of all examples (collective).
@@ -62,7 +91,7 @@ class CompletionEvaluation:
         """
         import torch
 
-        trajectories = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
+        trajectories = self.rollout.evaluate(self.rows, self.generation, self.config.n)
         if self.writer is not None:
             self.writer.write(f"eval_step_{step}", trajectories)
         episodes = {(trajectory.group_id, trajectory.episode_id): trajectory.reward for trajectory in trajectories}

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -144,10 +145,11 @@ def test_entropy_bonus_gives_the_engine_an_entropy_gradient():
     assert not _grpo().finetune_spec().entropy_grad
 
 
-def test_reference_has_no_optimizer_and_critic_its_own():
-    config = _grpo("algorithm=ppo", "critic.optimizer.lr=0.5")
+def test_reference_has_no_optimizer_and_critic_its_own_rate():
+    config = _grpo("algorithm=ppo", "critic.lr=0.5", "actor.optimizer.beta2=0.5")
     assert config.reference_spec().optimizer is None
-    assert config.critic_spec().optimizer.lr == 0.5
+    assert config.critic_spec().optimizer == replace(config.actor.optimizer, lr=0.5)
+    assert config.actor.optimizer.lr != 0.5
     assert config.critic_spec().head == "value"
     assert config.finetune_spec().head == "lm"
 

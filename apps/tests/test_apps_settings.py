@@ -388,9 +388,6 @@ def commands(at, port=4711):
         "algorithm.kl.place": "loss",
         "ref.path": f"{at}/model",
         "critic.path": f"{at}/model",
-        "critic.optimizer.name": "muon",
-        "critic.optimizer.momentum": 0.4,
-        "critic.optimizer.options": "{eps: 1e-4}",
     }
     failing = {
         "evaluation.examples": 0,
@@ -471,9 +468,6 @@ class Elsewhere:
 
 
 TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
-TWO = "two components read copies, which do not identify their leaf"
-SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
-IGNORED = "test_generate_minimum_length_blocks_ignored_end_tokens"
 BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
 SERVED = "test_full_parameters_have_hugging_face_names_and_served_dtype"
 BIASED = "test_compose_allowed_biased_sampling_is_accepted"
@@ -610,21 +604,12 @@ ELSEWHERE = [
     *(
         Elsewhere(keys, why, test, (GRPO,))
         for keys, why, test in (
-            ("*.optimizer.schedule", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
-            ("*.generation.ignore_eos", TWO, "packages/rl-inference/tests/test_inference_generate.py::" + IGNORED),
             ("*.engine.sync_every_micro_batch", "several micro-batches", f"{ENGINES}ranks.py::{TWO_RANKS}"),
             ("critic.engine.max_logits", "values have no logits", f"{ENGINES}invariance.py::{BLOCKS}"),
             ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("rollout.allow_biased_sampling", "read while composing", f"{CONFIG}{BIASED}"),
         )
-    ),
-    Elsewhere(
-        "*.optimizer.min_lr_ratio",
-        TWO,
-        f"{ENGINES}training.py::{SCHEDULE}",
-        (GRPO,),
-        also=("actor.optimizer.schedule=linear", "critic.optimizer.schedule=linear"),
     ),
     Elsewhere(
         "actor.minibatches",

@@ -18,7 +18,7 @@ from rl_apps.cli.driver import main
 algorithm = [
     "algorithm=ppo",
     "algorithm.advantage.lam=0.95",
-    "critic.optimizer.lr=1e-3",
+    "critic.lr=1e-3",
     "actor.minibatches=2",
 ]
 

@@ -40,7 +40,7 @@ def run_dir(tmp_path_factory):
     """A finished run of PPO with a KL penalty and an entropy bonus in the loss."""
     model = make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    settings = ("total_steps=3", "checkpoint.save_batches=true", "critic.optimizer.lr=1e-3", *ALGORITHM, *SMALL)
+    settings = ("total_steps=3", "checkpoint.save_batches=true", "critic.lr=1e-3", *ALGORITHM, *SMALL)
     _run("gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", *settings)
     return run_dir
 

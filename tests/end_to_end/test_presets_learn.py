@@ -48,7 +48,7 @@ PRESETS = (
 )
 
 OTHER_SETTINGS = {
-    "ppo": ["critic.optimizer.lr=1e-3"],
+    "ppo": ["critic.lr=1e-3"],
     "m2po": ["actor.optimizer.lr=4e-4"],
     "gdpo": [f"rollout.reward={Path(__file__).parents[1] / 'support' / 'composite_reward.py'}:correct_and_short"],
 }

@@ -225,8 +225,8 @@ class CriticConfig(Settings):
     setting: ClassVar[str] = "critic"
     path: str = ""
     """Hugging Face directory or hub id of the initial critic. Empty: `model.path`. The value head starts at 0."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """AdamW and its learning-rate schedule."""
+    lr: float = bounded(1e-5, "0 or more", lambda rate: rate >= 0)
+    """Peak learning rate of the critic. Other settings of its optimizer: those of `actor.optimizer`."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """Settings of the train engine of this model. Default of each setting: its value in `actor.engine`."""
     clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
@@ -370,9 +370,9 @@ class GRPOConfig(ServedConfig):
         return replace(super().finetune_spec(), model_path=self.model.directory(self.ref.path), optimizer=None)
 
     def critic_spec(self) -> FinetuneSpec:
-        """Return the settings for the engine of the critic, with a value head and its own optimizer."""
-        path = self.model.directory(self.critic.path)
-        return replace(super().finetune_spec(), model_path=path, optimizer=self.critic.optimizer, head="value")
+        """Return the settings for the engine of the critic, with a value head and its own learning rate."""
+        path, optimizer = self.model.directory(self.critic.path), replace(self.actor.optimizer, lr=self.critic.lr)
+        return replace(super().finetune_spec(), model_path=path, optimizer=optimizer, head="value")
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _NAMES = {
     "actor.optimizer.lr": "learning_rate actor_learning_rate",
-    "critic.optimizer.lr": "critic_learning_rate",
+    "critic.lr": "critic_learning_rate",
     "actor.optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "actor.optimizer.warmup_steps": (
         "warmup_ratio lr_warmup_steps lr_warmup_ratio num_warmup_steps warmup_steps_proportion"
@@ -103,6 +103,7 @@ SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()
 RENAMED = {
     "algorithm.reward.normalise": "algorithm.reward.normalize",
     "checkpoint.best_figure": "checkpoint.best_metric",
+    "critic.optimizer.lr": "critic.lr",
     "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
     "evaluation.generation.temperature": "evaluation.temperature",
     "evaluation.rows": "evaluation.examples",
@@ -114,6 +115,24 @@ RENAMED = {
 """Earlier names of settings, each with the current one."""
 
 REMOVED = {
+    "critic.optimizer": "critic.lr is its learning rate, and actor.optimizer has the other settings",
+    **dict.fromkeys(
+        (
+            "critic.optimizer.beta1",
+            "critic.optimizer.beta2",
+            "critic.optimizer.eps",
+            "critic.optimizer.max_grad_norm",
+            "critic.optimizer.max_skipped_steps",
+            "critic.optimizer.min_lr_ratio",
+            "critic.optimizer.momentum",
+            "critic.optimizer.name",
+            "critic.optimizer.options",
+            "critic.optimizer.schedule",
+            "critic.optimizer.warmup_steps",
+            "critic.optimizer.weight_decay",
+        ),
+        "now as in actor.optimizer",
+    ),
     "evaluation.generation": "evaluation has temperature and max_new_tokens, and rollout.generation the other settings",
     **dict.fromkeys(
         (

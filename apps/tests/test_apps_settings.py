@@ -372,6 +372,7 @@ def commands(at, port=4711):
         "rollout.group_size": 4,
         "rollout.min_group": 3,
         "rollout.generation.max_new_tokens": 12,
+        "rollout.generation.top_k": 50,  # few tokens would never form a stop string, and truncated ones are masked
         "rollout.generation.stop": "[a, e, i, n, o, s, t]",
         "rollout.generation.stop_token_ids": "[8]",
         "algorithm.reward.overlong_max": 9,

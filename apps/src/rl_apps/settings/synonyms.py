@@ -106,6 +106,8 @@ RENAMED = {
     "critic.optimizer.lr": "critic.lr",
     "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
     "evaluation.generation.temperature": "evaluation.temperature",
+    "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
+    "evaluation.generation.temperature": "evaluation.temperature",
     "evaluation.rows": "evaluation.examples",
     "gap.answer_every": "gap.regenerate_every",
     "gap.rows": "gap.sequences",
@@ -115,24 +117,6 @@ RENAMED = {
 """Earlier names of settings, each with the current one."""
 
 REMOVED = {
-    "critic.optimizer": "critic.lr is its learning rate, and actor.optimizer has the other settings",
-    **dict.fromkeys(
-        (
-            "critic.optimizer.beta1",
-            "critic.optimizer.beta2",
-            "critic.optimizer.eps",
-            "critic.optimizer.max_grad_norm",
-            "critic.optimizer.max_skipped_steps",
-            "critic.optimizer.min_lr_ratio",
-            "critic.optimizer.momentum",
-            "critic.optimizer.name",
-            "critic.optimizer.options",
-            "critic.optimizer.schedule",
-            "critic.optimizer.warmup_steps",
-            "critic.optimizer.weight_decay",
-        ),
-        "now as in actor.optimizer",
-    ),
     "evaluation.generation": "evaluation has temperature and max_new_tokens, and rollout.generation the other settings",
     **dict.fromkeys(
         (

@@ -106,8 +106,6 @@ RENAMED = {
     "critic.optimizer.lr": "critic.lr",
     "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
     "evaluation.generation.temperature": "evaluation.temperature",
-    "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
-    "evaluation.generation.temperature": "evaluation.temperature",
     "evaluation.rows": "evaluation.examples",
     "gap.answer_every": "gap.regenerate_every",
     "gap.rows": "gap.sequences",
@@ -115,23 +113,3 @@ RENAMED = {
     "rollout.rehearsal": "rollout.trial_episode",
 }
 """Earlier names of settings, each with the current one."""
-
-REMOVED = {
-    "evaluation.generation": "evaluation has temperature and max_new_tokens, and rollout.generation the other settings",
-    **dict.fromkeys(
-        (
-            "evaluation.generation.frequency_penalty",
-            "evaluation.generation.ignore_eos",
-            "evaluation.generation.min_new_tokens",
-            "evaluation.generation.min_p",
-            "evaluation.generation.presence_penalty",
-            "evaluation.generation.repetition_penalty",
-            "evaluation.generation.stop",
-            "evaluation.generation.stop_token_ids",
-            "evaluation.generation.top_k",
-            "evaluation.generation.top_p",
-        ),
-        "now as in rollout.generation, or the default in sft",
-    ),
-}
-"""Removed settings, each with a clause about the value in use, such as "now fixed at 5 s"."""

@@ -395,7 +395,6 @@ def commands(at, port=4711):
         "launcher.max_restarts": 0,
         "rollout.dynamic_sampling": "true",
         "rollout.failure_budget": 1,
-        "rollout.max_failed_in_row": 50,
         "rollout.max_rejected_in_row": 3,
         "rollout.trial_episode": "false",
         "rollout.reward": "unsteady:reward",
@@ -529,7 +528,7 @@ ELSEWHERE = [
         )
         for keys, value in (
             ("session_seconds", "2"),
-            ("max_*", "2048"),
+            ("max_calls", "2048"),
             ("tool_calls", "hermes"),
             ("port", "1"),
             ("host", "me"),
@@ -589,12 +588,6 @@ ELSEWHERE = [
             (DPO, REWARD_MODEL),
         )
         for name in ("max_restarts", "health_timeout")
-    ),
-    Elsewhere(
-        "rollout.max_failed_in_row",
-        "needs a failing completion",
-        "packages/rl-workflows/tests/test_workflows_scheduler.py::test_max_failed_in_row_stops_run_regardless_of_budget",
-        (SFT,),
     ),
     Elsewhere(
         "actor.engine.max_logits",

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_workflows import RLVRWorkflow
+from rl_workflows.rollout import watchdog
+
+watchdog.TRAINER_TIMEOUT = float(os.environ.get("TRAINER_TIMEOUT", watchdog.TRAINER_TIMEOUT))
 
 
 def is_stuck(component: str) -> bool:

@@ -57,10 +57,11 @@ def null_engine(clock):
 def make_scheduler(clock, null_engine):
     """Return a function that builds a scheduler.
 
-    Its arguments are `examples`, `judge`, `batch_size`, `engine`, `should_accept` and the fields of `RolloutConfig`.
+    Its arguments are `examples`, `judge`, `batch_size`, `engine`, `should_accept`, `seed` and the fields of
+    `RolloutConfig`.
     """
 
-    def make(examples=None, judge=None, batch_size=4, engine=None, should_accept=None, **settings):
+    def make(examples=None, judge=None, batch_size=4, engine=None, should_accept=None, seed=0, **settings):
         config = RolloutConfig(**({"group_size": 2, "max_staleness": 1, "stall_timeout": 1e6} | settings))
         manager = StalenessManager(batch_size, config.max_staleness, config.max_concurrent)
         return RolloutScheduler(
@@ -71,6 +72,7 @@ def make_scheduler(clock, null_engine):
             config,
             clock,
             should_accept,
+            seed=seed,
         )
 
     return make

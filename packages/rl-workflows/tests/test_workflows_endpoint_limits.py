@@ -15,7 +15,7 @@ from test_workflows_endpoint import MESSAGES, Agent, error_message, fixed_messag
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.testing.waiting import until
-from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_workflows.agents.endpoint import session as session_module
 from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows.agents.endpoint.session import RENDERED_CHARACTERS, CallError, Session
 
@@ -119,23 +119,25 @@ async def _count_accepted(session: Session, http: aiohttp.ClientSession, bodies:
     for number, body in enumerate(bodies):
         status, text = await Agent(session, http).post("/v1/responses", body)
         if status == 429:
-            assert "endpoint.max_memory" in error_message(text)
+            assert "bytes of messages and tools" in error_message(text)
             return number
         assert status == 200, text
     return len(bodies)
 
 
 @pytest.mark.parametrize("store", [True, False])
-async def test_session_memory_of_dropped_reasoning_is_bounded(store: bool) -> None:
+async def test_session_memory_of_dropped_reasoning_is_bounded(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_MEMORY", 100_000)
     engine = ScriptedEngine("qwen3", fixed_message)
     item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 20_000}]}
     body = {"input": [{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}]}
-    async with served(engine, EndpointConfig(max_memory=100_000)) as session, aiohttp.ClientSession() as http:
+    async with served(engine) as session, aiohttp.ClientSession() as http:
         assert await _count_accepted(session, http, [{**body, "store": store}] * 9) == 4
         assert (await Agent(session, http).post("/v1/responses", {"input": "a"}))[0] == 200
 
 
-async def test_session_memory_counts_repeated_messages_and_tools_once() -> None:
+async def test_session_memory_counts_repeated_messages_and_tools_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_MEMORY", 50_000)
     engine = ScriptedEngine("llama3", fixed_message)
     tool = {"type": "function", "name": "add", "description": "y" * 5_000, "parameters": {}}
     history: list[dict[str, Any]] = [{"role": "user", "content": "x" * 20_000}]
@@ -143,5 +145,5 @@ async def test_session_memory_counts_repeated_messages_and_tools_once() -> None:
     for _ in range(6):
         bodies.append({"input": list(history), "tools": [tool], "store": False})
         history += [{"role": "assistant", "content": "it"}, {"role": "user", "content": "and?"}]
-    async with served(engine, EndpointConfig(max_memory=50_000)) as session, aiohttp.ClientSession() as http:
+    async with served(engine) as session, aiohttp.ClientSession() as http:
         assert await _count_accepted(session, http, bodies) == 6

@@ -221,7 +221,7 @@ def test_next_batch_on_policy_is_independent_of_server_speed(engine):
         engine = NullInferenceEngine(
             NullInferenceEngineConfig(mean_tokens=6, sigma=1.0, seconds_per_token=seconds_per_token, read_weights=False)
         )
-        rollout = _rollout(engine, _examples(12), max_staleness=0, seed=5)
+        rollout = _rollout(engine, _examples(12), max_staleness=0)
         try:
             result = []
             for _ in range(3):

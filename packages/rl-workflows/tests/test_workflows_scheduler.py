@@ -270,8 +270,7 @@ async def _steps_until_the_end(scheduler):
 @pytest.mark.parametrize("good", [40, pytest.param(4000, marks=pytest.mark.slow)])
 def test_failure_budget_is_equally_sensitive_late_in_run(clock, make_scheduler, good, caplog, monkeypatch):
     monkeypatch.setattr(failure_budget, "WINDOW", 24)
-    limits = {"failure_budget": 0.5, "max_failed_in_row": 1000}
-    scheduler = make_scheduler(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)
+    scheduler = make_scheduler(judge=_failing_from(good), max_staleness=0, group_size=1, failure_budget=0.5)
 
     async def main():
         with pytest.raises(RLError, match=r"13 of the last 24 groups failed \(reward 13\)") as caught:
@@ -283,13 +282,12 @@ def test_failure_budget_is_equally_sensitive_late_in_run(clock, make_scheduler, 
     assert f"prompt {good} (group {good}) failed (reward): injected" in caplog.text
 
 
-def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler):
-    scheduler = make_scheduler(judge=_failing_from(100), group_size=1, failure_budget=1.0, max_failed_in_row=7)
+def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler, monkeypatch):
+    monkeypatch.setattr(failure_budget, "MAX_FAILED_IN_ROW", 7)
+    scheduler = make_scheduler(judge=_failing_from(100), group_size=1, failure_budget=1.0)
 
     async def main():
-        with pytest.raises(
-            RLError, match=r"7 groups in a row failed \(reward 7\); the limit is rollout.max_failed_in_row=7"
-        ):
+        with pytest.raises(RLError, match=r"7 groups in a row failed \(reward 7\); the limit is 7\."):
             await _steps_until_the_end(scheduler)
         await scheduler.close()
 
@@ -298,7 +296,6 @@ def test_max_failed_in_row_stops_run_regardless_of_budget(clock, make_scheduler)
 
 def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler, monkeypatch):
     monkeypatch.setattr(failure_budget, "WINDOW", 24)
-    limits = {"failure_budget": 0.5, "max_failed_in_row": 100}
 
     def judge(data, token):
         if data["prompt_id"] % 4 == 3 or data["prompt_id"] >= 30:
@@ -307,7 +304,9 @@ def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler, monke
 
     def make():
         examples = iter([{"prompt_id": i} for i in range(1000)])
-        return make_scheduler(judge=judge, examples=examples, max_staleness=0, group_size=1, batch_size=1, **limits)
+        return make_scheduler(
+            judge=judge, examples=examples, max_staleness=0, group_size=1, batch_size=1, failure_budget=0.5
+        )
 
     async def run(resumes):
         scheduler = make()
@@ -331,12 +330,13 @@ def test_failure_budget_is_unchanged_after_resuming(clock, make_scheduler, monke
 
 
 @pytest.mark.parametrize("missing_key", ["budget", "recent", "failed_in_row", "rejected_in_row"])
-def test_load_state_dict_without_budget_counts_no_failures(clock, make_scheduler, missing_key):
+def test_load_state_dict_without_budget_counts_no_failures(clock, make_scheduler, missing_key, monkeypatch):
+    monkeypatch.setattr(failure_budget, "MAX_FAILED_IN_ROW", 6)
+
     def make():
         examples = iter([{"prompt_id": i} for i in range(1000)])
-        limits = {"failure_budget": 1.0, "max_failed_in_row": 6}
         return make_scheduler(
-            judge=_failing_from(2), examples=examples, max_staleness=0, group_size=1, batch_size=1, **limits
+            judge=_failing_from(2), examples=examples, max_staleness=0, group_size=1, batch_size=1, failure_budget=1.0
         )
 
     async def main():
@@ -466,7 +466,7 @@ def test_assemble_tokens_older_than_admission_are_rejected(clock, make_scheduler
     clock.run(main())
 
 
-def test_seeds_depend_on_prompt_and_not_on_order(clock, make_scheduler, null_engine):
+def test_seeds_depend_on_seed_and_prompt_and_not_on_order(clock, make_scheduler, null_engine):
     seen = []
     generate = null_engine.agenerate
 
@@ -476,8 +476,8 @@ def test_seeds_depend_on_prompt_and_not_on_order(clock, make_scheduler, null_eng
 
     null_engine.agenerate = recording
 
-    async def main(examples):
-        scheduler = make_scheduler(examples=iter(examples), batch_size=2)
+    async def main(examples, seed=0):
+        scheduler = make_scheduler(examples=iter(examples), batch_size=2, seed=seed)
         await _batch(scheduler)
         await scheduler.close()
 
@@ -490,6 +490,9 @@ def test_seeds_depend_on_prompt_and_not_on_order(clock, make_scheduler, null_eng
     assert len({seed for _, seed in expected}) == 4
     seen.clear()
     clock.run(main([{**example, "epoch": 1} for example in examples]))
+    assert not {(prompt, seed) for _, prompt, seed in seen} & expected
+    seen.clear()
+    clock.run(main(examples, seed=1))
     assert not {(prompt, seed) for _, prompt, seed in seen} & expected
 
 

@@ -150,9 +150,7 @@ def _without_garbage_collector() -> Iterator[None]:
 
 def heads_of(setup: Setup, fleet: SimulatedServers, clock: SimulatedClock) -> list[RolloutScheduler]:
     """Return the rollout schedulers of a run, one per replica as in `rl_workflows.DistRollout`."""
-    config = RolloutConfig(
-        max_staleness=setup.max_staleness, group_size=setup.group_size, stall_timeout=NEVER, trainer_timeout=NEVER
-    )
+    config = RolloutConfig(max_staleness=setup.max_staleness, group_size=setup.group_size, stall_timeout=NEVER)
     groups_per_step = groups_per_replica(setup.batch_size, setup.replicas, "data.batch_size")
     concurrent = setup.max_concurrent
     if concurrent is not None:

@@ -281,7 +281,6 @@ class Components(ExitStack):
         """
         source, known_fields = self.config.rollout, fields(rl_workflows.RolloutConfig)
         settings = {item.name: getattr(source, item.name) for item in known_fields if hasattr(source, item.name)}
-        settings["seed"] = source.seed + self.config.seed
         rollout = rl_workflows.DistRollout(
             client,
             workflow,
@@ -296,6 +295,7 @@ class Components(ExitStack):
             # a stuck thread cannot be ended otherwise; the log has the error
             on_stuck_trainer=lambda error: os._exit(STUCK_EXIT_CODE),
             stop=self.stop_requested.is_set,
+            seed=self.config.seed,
         )
         rl_workflows.tune_garbage_collection()
         return self.add(rollout)

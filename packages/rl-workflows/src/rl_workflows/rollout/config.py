@@ -17,17 +17,9 @@ class RuntimeConfig(Settings):
     failure_budget: float = bounded(0.1, "a fraction in [0, 1]", lambda fraction: 0 <= fraction <= 1)
     """Fraction of the last 1000 groups of a data-parallel leader that may fail. Above it the run stops with the trace
     of the first failure. The check starts after 16 groups."""
-    max_failed_in_row: int = bounded(100, "at least 1", lambda groups: groups >= 1)
-    """Consecutive failed groups after which the run stops, regardless of `failure_budget`."""
     stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds without progress (nothing generated, accepted, rejected or failed) after which the run fails with an
     error that names the stuck stage. The launcher restarts a run that has a recovery checkpoint."""
-    trainer_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Seconds between two calls of the runtime after which the trainer counts as stuck. Set it above the duration of
-    any training step, including saves. The process then ends with an error that shows the trainer's stack, and the
-    launcher restarts the run as after `stall_timeout`."""
-    seed: int = 0
-    """Seed from which each sampling seed is derived, together with prompt, epoch and sample."""
 
 
 @dataclass

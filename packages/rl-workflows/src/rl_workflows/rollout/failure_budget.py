@@ -16,6 +16,9 @@ WINDOW = 1000
 stable rate."""
 MIN_GROUPS = 16
 """Number of groups that must finish before the budget is checked, so that one failure at the start is tolerated."""
+MAX_FAILED_IN_ROW = 100
+"""Consecutive failed groups after which the run stops, even with a `failure_budget` of 1: a working run does not fail
+this often in succession."""
 
 
 class FailureBudget:
@@ -24,7 +27,7 @@ class FailureBudget:
     Only recent groups count, so that the limit is equally sensitive at any time of the run.
 
     Args:
-        config: allowed fraction of failures, and limits of consecutive failures and rejections.
+        config: allowed fraction of failures, and limit of consecutive rejections.
         total: total number of groups, if known; the fraction then refers to all groups.
     """
 
@@ -65,9 +68,9 @@ class FailureBudget:
         trace = "".join(traceback.format_exception(error))
         self._recent.append((boundary_of(error), f"{type(error).__name__}: {str(error).partition('\n')[0]}\n{trace}"))
         self._failed_in_row += 1
-        if self._failed_in_row >= self._config.max_failed_in_row:
+        if self._failed_in_row >= MAX_FAILED_IN_ROW:
             failed = [entry for entry in self._recent if entry][-self._failed_in_row :]
-            self._raise_exceeded(f"{self._failed_in_row} groups in a row", failed, "max_failed_in_row", error)
+            self._raise_exceeded(f"{self._failed_in_row} groups in a row", failed, str(MAX_FAILED_IN_ROW), error)
         if len(self._recent) >= self._min_groups:
             self.check(error)
 
@@ -79,17 +82,15 @@ class FailureBudget:
         """
         failed = [entry for entry in self._recent if entry]
         if len(failed) > self._config.failure_budget * len(self._recent):
-            self._raise_exceeded(
-                f"{len(failed)} of the last {len(self._recent)} groups", failed, "failure_budget", last
-            )
+            limit = f"rollout.failure_budget={self._config.failure_budget:g}"
+            self._raise_exceeded(f"{len(failed)} of the last {len(self._recent)} groups", failed, limit, last)
 
     def _raise_exceeded(
-        self, groups: str, failed: list[tuple[str, str]], setting: str, cause: BaseException | None
+        self, groups: str, failed: list[tuple[str, str]], limit: str, cause: BaseException | None
     ) -> None:
         by_boundary = ", ".join(f"{name} {count}" for name, count in Counter(name for name, _ in failed).most_common())
         raise RLError(
-            f"{groups} failed ({by_boundary}); the limit is rollout.{setting}={getattr(self._config, setting):g}. "
-            f"The first failure was {failed[0][1]}"
+            f"{groups} failed ({by_boundary}); the limit is {limit}. The first failure was {failed[0][1]}"
         ) from cause
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,10 +75,11 @@ class DistRollout(RolloutRuntime):
         loop: thread with the event loop for the engine's coroutines, if the engine is shared. With None, the runtime
             creates a separate one, and `destroy` also closes the engine.
         version: version that the servers hold at the start.
-        on_stuck_trainer: called on the loop when the trainer made no call for `config.trainer_timeout`. It should end
-            the process, because an error cannot be raised in the trainer's thread. The next call raises the error in
-            any case.
+        on_stuck_trainer: called on the loop when the trainer made no call for `TRAINER_TIMEOUT` of
+            `rl_workflows.rollout.watchdog`. It should end the process, because an error cannot be raised in the
+            trainer's thread. The next call raises the error in any case. None: the trainer is not checked.
         stop: returns whether this process received a stop request; polled while `next_batch` waits. None: never.
+        seed: seed from which each sampling seed is derived, together with prompt, epoch and sample.
 
     Raises:
         ConfigError: `batch_size` or `max_concurrent` is not divisible by the number of leaders.
@@ -101,6 +102,7 @@ class DistRollout(RolloutRuntime):
         version: int = 0,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        seed: int = 0,
     ) -> None:
         self._stop = stop
         self.config = config or RolloutConfig()
@@ -135,6 +137,7 @@ class DistRollout(RolloutRuntime):
             _accept_all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
             on_completions,
             on_stuck_trainer,
+            seed,
         )
         self._wait_seconds = 0.0
         self._collections = 0

@@ -55,8 +55,9 @@ class RolloutScheduler:
         clock: clock for all times.
         should_accept: filter of complete groups.
         on_completions: called with each batch and with groups that are not trained on; see `OnCompletions`.
-        on_stuck_trainer: called if the trainer makes no call for `config.trainer_timeout`; the next wait raises the
-            same error.
+        on_stuck_trainer: called if the trainer makes no call for `TRAINER_TIMEOUT` of `rl_workflows.rollout.watchdog`;
+            the next wait raises the same error. None: the trainer is not checked.
+        seed: seed from which each sampling seed is derived, together with prompt, epoch and sample.
     """
 
     def __init__(
@@ -70,18 +71,18 @@ class RolloutScheduler:
         should_accept: ShouldAccept | None = None,
         on_completions: OnCompletions | None = None,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
+        seed: int = 0,
     ) -> None:
         self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
         self.source = PromptSource(prompts)
-        self.episodes = Episodes(workflow, engine, clock, config.seed)
+        self.episodes = Episodes(workflow, engine, clock, seed)
         self.budget = FailureBudget(config)
         self.watchdog = Watchdog(
             self.episodes,
             manager.describe,
             self.fail,
             config.stall_timeout,
-            config.trainer_timeout,
-            self._trainer_is_stuck,
+            None if on_stuck_trainer is None else self._trainer_is_stuck,
         )
         self.running: dict[int, tuple[Example, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}

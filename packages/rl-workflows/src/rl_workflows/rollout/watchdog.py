@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import RLError, StalledError
@@ -23,6 +22,10 @@ log = get_logger("workflows")
 STATS_TIMEOUT = 10.0
 """Seconds to wait for the metrics of the servers."""
 
+TRAINER_TIMEOUT = 6 * 3600.0
+"""Seconds between two calls of the runtime after which the trainer counts as stuck. Longer than any training step with
+its saves, because a false alarm ends the run. Hanging collectives and weight updates have shorter timeouts."""
+
 CHECKS_PER_TIMEOUT = 8
 """Number of checks within each timeout."""
 
@@ -37,7 +40,7 @@ class Watchdog:
     """Task on the event loop that detects stalls.
 
     While the trainer waits for episodes, the watchdog requires progress of the episodes. At other times, it requires a
-    call from the trainer within `trainer_timeout`. It then requires no progress, because all admitted groups may have
+    call from the trainer within `TRAINER_TIMEOUT`. It then requires no progress, because all admitted groups may have
     ended.
 
     Args:
@@ -45,9 +48,8 @@ class Watchdog:
         describe: returns one line on the state of admission or evaluation, for error messages.
         on_stall: called once, with the error.
         stall_timeout: clock seconds without progress after which a wait ends.
-        trainer_timeout: clock seconds between calls of the runtime after which the trainer counts as stuck.
         on_stuck_trainer: called with the error if the trainer is stuck, instead of `on_stall`. An error cannot be
-            raised in the trainer's thread.
+            raised in the trainer's thread. None: the trainer is not checked.
     """
 
     def __init__(
@@ -56,12 +58,11 @@ class Watchdog:
         describe: Callable[[], str],
         on_stall: Callable[[BaseException], None],
         stall_timeout: float,
-        trainer_timeout: float = inf,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
         self._episodes, self._describe, self._clock = episodes, describe, episodes.clock
-        self._stall_timeout, self._trainer_timeout = stall_timeout, trainer_timeout
-        self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer or on_stall
+        self._stall_timeout = stall_timeout
+        self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer
         self.waited_for = False
         """True if the trainer waits for episodes."""
         self._open_calls, self._thread = 0, ""
@@ -111,7 +112,10 @@ class Watchdog:
     async def _run_checks(self) -> None:
         """Check periodically, until the first alarm."""
         while True:
-            await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS_PER_TIMEOUT)
+            timeout = self._stall_timeout
+            if self._on_stuck_trainer is not None:
+                timeout = min(timeout, TRAINER_TIMEOUT)
+            await self._sleep(timeout / CHECKS_PER_TIMEOUT)
             absent = self._clock.now() - self._last_call_end
             if self.waited_for:
                 idle = self._clock.now() - self._episodes.last_moved
@@ -122,7 +126,7 @@ class Watchdog:
                 elif idle >= self._stall_timeout:
                     self._on_stall(StalledError(self._stall_message(idle)))
                     return
-            elif absent >= self._trainer_timeout and not self._open_calls:
+            elif self._on_stuck_trainer is not None and absent >= TRAINER_TIMEOUT and not self._open_calls:
                 self._on_stuck_trainer(self._stuck_trainer_error(absent))
                 return
 
@@ -166,8 +170,8 @@ class Watchdog:
 
     def _stuck_trainer_error(self, absent: float) -> StalledError:
         error = StalledError(
-            f"stuck stage: trainer. It has not called the runtime for {absent:.1f} s (rollout.trainer_timeout="
-            f"{self._trainer_timeout:g}). {self._describe()}. Stack of its thread {self._thread!r}:\n"
+            f"stuck stage: trainer. It has not called the runtime for {absent:.1f} s (the limit is "
+            f"{TRAINER_TIMEOUT:g} s). {self._describe()}. Stack of its thread {self._thread!r}:\n"
             f"{stack_of_thread(self._thread)}"
         )
         log.error("%s", error)

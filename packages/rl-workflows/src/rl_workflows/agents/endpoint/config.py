@@ -42,7 +42,3 @@ class EndpointConfig(Settings):
     """Seconds after which an open session is closed and its episode fails."""
     max_calls: int = bounded(256, "at least 1", lambda calls: calls >= 1)
     """Maximum number of completions of a session. Further calls are rejected."""
-    max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
-    """Maximum memory in bytes for the messages and tools of a session. Further calls are rejected. Repeated messages
-    count once, except in stored responses (`store`). Tools count only if they differ from the tools of the last
-    call."""

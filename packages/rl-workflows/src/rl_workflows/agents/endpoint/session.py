@@ -28,6 +28,10 @@ its own does not delay the other sessions."""
 MAX_TOKENS = 1 << 20
 """Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once. It bounds
 the memory of an agent in an endless loop."""
+MAX_MEMORY = 1 << 27
+"""Maximum memory in bytes for the messages and tools of a session: hundreds of times the text of a long session.
+Repeated messages count once, except in stored responses (`store`). Tools count only if they differ from the tools of
+the last call."""
 RENDERED_CHARACTERS = 1 << 16
 """Requests with at most this number of characters are always rendered. A template may omit parts of tools and messages,
 so such a request may fit although its text seems too long."""
@@ -391,7 +395,7 @@ class Session(RolloutSession):
             (total, config.max_calls, "completions (endpoint.max_calls)"),
             (concurrent, MAX_CONCURRENT, "concurrent completions"),
             (self._tokens + added + completions, MAX_TOKENS, "tokens"),
-            (message_bytes, config.max_memory, "bytes of messages (endpoint.max_memory)"),
+            (message_bytes, MAX_MEMORY, "bytes of messages and tools"),
         )
         for count, limit, unit in limits:
             if count > limit:

@@ -105,14 +105,15 @@ class TableEngine:
 @pytest.mark.parametrize("name", VALUES)
 def test_preset_loss_and_gradient_equal_reference_values(name):
     overrides = [f"algorithm={name}", "actor.minibatches=2", "ref.path=/models/teacher", *OVERRIDES.get(name, [])]
-    algorithm = APP.config(overrides).algorithm
+    config = APP.config(overrides)
+    algorithm, longest = config.algorithm, config.rollout.generation.max_new_tokens
     batch, tables = synthetic_batch()
     engines = {"policy": TableEngine(tables.old, tables.theta)}
     reference = TableEngine(tables.reference) if algorithm.needs_reference else None
     if algorithm.needs_critic:
         engines["critic"] = TableEngine(tables.values, tables.values + 0.3)
     critic = Critic(engines["critic"], 0.2, 2) if algorithm.needs_critic else None
-    actor = PolicyActor(engines["policy"], algorithm, 2, reference, critic)
+    actor = PolicyActor(engines["policy"], algorithm, 2, reference, critic, longest)
 
     actor.prepare(batch)
     actor.update(batch)

@@ -55,10 +55,7 @@ def test_preset_with_one_minibatch_recomputes_only_for_m2po(name):
     ("name", "expected"),
     [
         ("grpo", {"advantage.std": "group", "loss.clip_high": 0.28, "correction.cap": 2.0, "proximal": "auto"}),
-        (
-            "dr_grpo",
-            {"advantage.std": "none", "aggregation.kind": "constant_length", "aggregation.constant_length": 32},
-        ),
+        ("dr_grpo", {"advantage.std": "none", "aggregation.kind": "constant_length"}),
         ("rloo", {"advantage.leave_one_out": True, "loss.kind": "importance"}),
         ("gspo", {"ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
         ("cispo", {"loss.kind": "cispo", "loss.clip_low": 1.0}),

@@ -81,7 +81,8 @@ def train(
     from rl_trainers import PolicyActor
     from rl_trainers import train as run_loop
 
-    actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+    longest = config.rollout.generation.max_new_tokens
+    actor = PolicyActor(engine, config.algorithm, config.actor.minibatches, constant_length=longest)
     source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
     run_loop(source, actor, run_log, config.total_steps, servers)
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -18,7 +18,7 @@ CASES = {
     "grpo": ({}, {"aggregation": AggregationConfig("sequence_mean_token_mean")}),
     "bnpo": ({"loss_type": "bnpo"}, {}),
     "dapo": ({"loss_type": "dapo"}, {}),
-    "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": AggregationConfig("constant_length", LENGTH)}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": AggregationConfig("constant_length")}),
     "two-sided clip": (
         {"loss_type": "dapo", "delta": 1.5},
         {"loss": LossConfig(clip_high=0.28, options={"dual_clip": 1.5})},
@@ -137,9 +137,7 @@ def project_loss(batch, theta, settings):
     config = AlgorithmConfig(**defaults | settings)
     loss_mask = batch["loss_mask"]
     batch["advantages"] = torch.where(loss_mask, batch["per_sequence"][:, None], 0.0)
-    batch["loss_weights"] = token_weights(
-        loss_mask, config.aggregation.kind, config.aggregation.constant_length
-    ).double()
+    batch["loss_weights"] = token_weights(loss_mask, config.aggregation.kind, LENGTH).double()
     packed_theta = theta[batch["attention_mask"]]
     value, _ = make_policy_loss(config, minibatches=2)(TokenOutputs(packed_theta, entropies(packed_theta)), pack(batch))
     return value / denominator(loss_mask, config.aggregation.kind)

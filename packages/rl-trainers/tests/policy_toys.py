@@ -61,7 +61,7 @@ def prepared_batch(config, rows=9, seed=0):
     batch["values"], batch["returns"] = noise(1.0), noise(1.0)
     batch["moment_dropped"] = torch.rand(shape, generator=generator) >= 0.8
     batch["staleness"] = (VERSION - batch["versions"]).clamp(min=0)
-    weights = token_weights(trained, config.aggregation.kind, config.aggregation.constant_length).double()
+    weights = token_weights(trained, config.aggregation.kind, constant_length=20).double()
     batch["loss_weights"] = weights * torch.rand(shape, generator=generator, dtype=torch.float64)
     batch["theta"] = base + noise(0.4)
     return batch

@@ -375,6 +375,8 @@ def test_actor_without_required_reference_or_critic_is_rejected(engine):
         PolicyActor(engine, AlgorithmConfig(kl=KLConfig("loss", 0.1)))
     with pytest.raises(ConfigError, match=r"algorithm\.advantage\.kind=gae .*`critic` is None"):
         PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("gae")))
+    with pytest.raises(ConfigError, match="constant_length"):
+        PolicyActor(engine, AlgorithmConfig(aggregation=AggregationConfig("constant_length")))
 
 
 @pytest.mark.slow

@@ -67,7 +67,6 @@ def test_algorithm_invalid_combination_is_rejected(settings, message):
         (lambda: AdvantageConfig("return", gamma=1.1), "algorithm.advantage.gamma"),
         (lambda: AdvantageConfig(mean="none", leave_one_out=True), "leave_one_out with algorithm.advantage.mean=none"),
         (lambda: LossConfig(clip_low=1.5), "algorithm.loss.clip_low"),
-        (lambda: AggregationConfig(constant_length=9), "constant_length with algorithm.aggregation.kind=token_mean"),
         (lambda: AggregationConfig("mode"), "algorithm.aggregation.kind: expected one of token_mean"),
         (lambda: CorrectionConfig("plain", floor=0.5), "correction.floor with algorithm.correction.kind=plain"),
         (lambda: CorrectionConfig("mask", floor=6.0), r"below cap \(2\)"),

@@ -29,7 +29,7 @@ SMOOTH = {
     "sapo": {"loss": LossConfig("sapo")},
     "sequence mean token mean": {"aggregation": AggregationConfig("sequence_mean_token_mean")},
     "sequence mean token sum": {"aggregation": AggregationConfig("sequence_mean_token_sum")},
-    "constant length": {"aggregation": AggregationConfig("constant_length", 20)},
+    "constant length": {"aggregation": AggregationConfig("constant_length")},
     "no correction": {"correction": CorrectionConfig("none")},
     "plain": {"correction": CorrectionConfig("plain")},
     "truncated sequences": {"correction": CorrectionConfig(level="sequence", cap=1.5)},

@@ -308,7 +308,8 @@ class Components(ExitStack):
         if config.algorithm.needs_critic:
             value_engine = self.engine(config.critic.engine, config.critic_spec())
             critic = rl_trainers.Critic(value_engine, config.critic.clip, config.actor.minibatches)
-        return rl_trainers.PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic)
+        longest = config.rollout.generation.max_new_tokens
+        return rl_trainers.PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic, longest)
 
     def servers(
         self, run_log: rl_trainers.RunLog, engine: TrainEngine, client: InferenceEngine

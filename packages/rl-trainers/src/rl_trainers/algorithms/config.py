@@ -156,13 +156,11 @@ class AggregationConfig(Settings):
     """Settings of the reduction of token losses to one number."""
 
     setting: ClassVar[str] = "algorithm.aggregation"
-    reads: ClassVar[Reads] = {"kind": {name: {"constant_length"} & {name} for name in AGGREGATIONS}}
     kind: str = choice("token_mean", AGGREGATIONS)
-    """Reduction: `token_mean`, `token_sum`, `prompt_mean` (the mean over the tokens of a group, averaged over groups),
-    `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: `sequence_mean_token_sum`
-    divided by `constant_length`)."""
-    constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
-    """Divisor of the kind `constant_length`, in tokens."""
+    """Reduction: `token_mean`, `token_sum`, `prompt_mean`, `sequence_mean_token_mean`, `sequence_mean_token_sum` or
+    `constant_length`. `prompt_mean`: the mean over the tokens of a group, averaged over groups. `constant_length`:
+    `sequence_mean_token_sum` divided by the maximum length of a completion, `rollout.generation.max_new_tokens` (Dr.
+    GRPO)."""
 
 
 @dataclass

@@ -36,9 +36,12 @@ class PolicyActor:
         minibatches: optimizer steps per training batch.
         reference: holds the frozen reference policy; required unless `algorithm.kl.place=none`.
         critic: estimates values and learns with the policy; required with `algorithm.advantage.kind=gae`.
+        constant_length: the maximum length of a completion, in tokens; required with
+            `algorithm.aggregation.kind=constant_length`, which divides by it.
 
     Raises:
-        ConfigError: a required reference or critic is missing, or a component of the algorithm is not installed.
+        ConfigError: a required reference, critic or `constant_length` is missing, or a component of the algorithm is
+            not installed.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class PolicyActor:
         minibatches: int = 1,
         reference: TrainEngine | None = None,
         critic: Critic | None = None,
+        constant_length: int | None = None,
     ) -> None:
         if algorithm.needs_reference and reference is None:
             raise ConfigError(
@@ -59,9 +63,15 @@ class PolicyActor:
                 "algorithm.advantage.kind=gae needs values, but `critic` is None; pass a critic, or set "
                 "algorithm.advantage.kind to an estimator without values (outcome, return)."
             )
+        if algorithm.aggregation.kind == "constant_length" and constant_length is None:
+            raise ConfigError(
+                "algorithm.aggregation.kind=constant_length divides by the maximum length of a completion, but "
+                "`constant_length` is None; pass it, or choose another kind."
+            )
         self.loss = make_policy_loss(algorithm, minibatches)
         self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
         self.reference, self.critic = reference, critic if algorithm.needs_critic else None
+        self.constant_length = constant_length or 1
 
     @property
     def version(self) -> int:
@@ -140,10 +150,10 @@ class PolicyActor:
 
     def _weights(self, batch: TensorDict) -> torch.Tensor:
         """Return the weight of each token's loss from aggregation and staleness, float32 [B, T]."""
-        learn, aggregation = batch["loss_mask"], self.algorithm.aggregation
-        if aggregation.kind == "prompt_mean":
+        learn, kind = batch["loss_mask"], self.algorithm.aggregation.kind
+        if kind == "prompt_mean":
             batch[GROUP_TOKENS_KEY] = self._group_tokens(batch)
-        weights = token_weights(learn, aggregation.kind, aggregation.constant_length, batch.get(GROUP_TOKENS_KEY))
+        weights = token_weights(learn, kind, self.constant_length, batch.get(GROUP_TOKENS_KEY))
         if self.algorithm.staleness_coef:
             age = (self.version - batch["versions"]).float()
             weights = weights * torch.where(learn, torch.exp(-self.algorithm.staleness_coef * age), 0.0)

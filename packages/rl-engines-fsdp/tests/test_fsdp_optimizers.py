@@ -19,7 +19,7 @@ from rl_engines_fsdp.muon import orthogonal
 
 SETTINGS = {
     "adamw": {"lr": 1e-2, "eps": EPS},
-    "sgd": {"lr": 0.3, "momentum": 0.9},
+    "sgd": {"lr": 0.3, "options": {"momentum": 0.9}},
     "muon": {"lr": 1e-2, "eps": EPS, "weight_decay": 0.1},
     "torch.optim:RMSprop": {"lr": 1e-3, "eps": EPS, "options": {"alpha": 0.9}},
 }
@@ -54,8 +54,8 @@ def test_orthogonal_keeps_singular_vectors_with_values_near_one(shape):
 
 
 def test_muon_equals_torch_muon_for_matrices_and_adamw_for_rest(model_path):
-    settings = OptimizerConfig(name="muon", lr=1e-2, eps=EPS, weight_decay=0.1, momentum=0.9, max_grad_norm=0.0)
-    engine = make_engine(model_path, optimizer=settings)
+    settings = {"lr": 1e-2, "eps": EPS, "weight_decay": 0.1, "options": {"momentum": 0.9}, "max_grad_norm": 0.0}
+    engine = make_engine(model_path, optimizer=OptimizerConfig(name="muon", **settings))
     named = dict(engine._model.own_parameters())
     layers = {n: p for n, p in named.items() if ".layers." in n and p.ndim == 2}
     assert 0 < len(layers) < sum(p.ndim == 2 for p in named.values())
@@ -167,7 +167,7 @@ def assert_two_ranks_equal_one(model, tmp_path, layout, settings, bound):
     ("settings", "message"),
     [
         ({"name": "muno"}, "did you mean 'muon'"),
-        ({"name": "torch.optim:AdamW", "momentum": 0.9}, r"'torch.optim:AdamW' does not accept .*\['momentum'\]"),
+        ({"name": "torch.optim:AdamW", "options": {"momentum": 0.9}}, r"'torch.optim:AdamW' .*\['momentum'\]"),
         ({"name": "sgd", "options": {"nestrov": True}}, r"'sgd' does not accept .*\['nestrov'\]"),
     ],
 )
@@ -179,7 +179,7 @@ def test_optimizer_with_unknown_name_or_option_is_rejected(settings, message, mo
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd", pytest.param("adamw8bit", marks=needs_torchao)])
 def test_optimizer_config_reads_match_constructor_parameters(name):
     parameters = inspect.signature(registry.load(OptimizerConfig.group, name)).parameters
-    fields_by_parameter = {"betas": {"beta1", "beta2"}, "eps": {"eps"}, "momentum": {"momentum"}}
+    fields_by_parameter = {"betas": {"beta1", "beta2"}, "eps": {"eps"}}
 
     assert OptimizerConfig.reads["name"][name] == set().union(
         *(fields_by_parameter[key] for key in fields_by_parameter.keys() & parameters.keys())

@@ -30,6 +30,7 @@ def test_registry_load_of_megatron_returns_engine():
         ({}, ParallelStrategy(), {"deterministic": True}, "deterministic"),
         ({}, ParallelStrategy(), {"dtype": "bfloat16", "device": "cpu"}, "dtype"),
         ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(name="muon")}, r"optimizer\.name"),
+        ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(options={"momentum": 0.9})}, r"options \['momentum'\]"),
     ],
 )
 def test_check_rejects_conflicting_settings_by_name(settings, strategy, spec, message):

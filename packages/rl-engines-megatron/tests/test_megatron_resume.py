@@ -105,7 +105,7 @@ def resume(model, tmp_path, first, second):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_load_of_sgd_state_gives_the_same_step(tmp_path, momentum):
     engine, meta = MegatronEngine(), SaveLoadMeta(str(tmp_path / "state"), "state")
-    optimizer = OptimizerConfig(name="sgd", lr=1e-2, momentum=momentum)
+    optimizer = OptimizerConfig(name="sgd", lr=1e-2, options={"momentum": momentum})
     path = str(make_tiny_model(tmp_path / "model"))
     engine.initialize(FinetuneSpec(path, 4, optimizer=optimizer, device="cpu"))
 

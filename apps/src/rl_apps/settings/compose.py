@@ -441,8 +441,9 @@ def _hint(key: str, values: Mapping[str, Any]) -> str:
     For a renamed setting, the suggestion is its new name; otherwise, a similar setting of the same section. If there is
     none, the suggestion is a setting of the same name in another section, followed by the names in this section.
     """
-    if RENAMED.get(key) in values:
-        return f" It was renamed to {RENAMED[key]!r}."
+    new_name = RENAMED.get(key, "")
+    if {new_name, new_name.rpartition(".")[0]} & values.keys():  # a setting, or an entry of a setting such as `options`
+        return f" It was renamed to {new_name!r}."
     section, _, leaf = key.rpartition(".")
     while section and not any(candidate.startswith(f"{section}.") for candidate in values):
         section = section.rpartition(".")[0]

@@ -101,6 +101,7 @@ SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()
 """Last part of a foreign name, to the setting."""
 
 RENAMED = {
+    "actor.optimizer.momentum": "actor.optimizer.options.momentum",
     "algorithm.reward.normalise": "algorithm.reward.normalize",
     "checkpoint.best_figure": "checkpoint.best_metric",
     "critic.optimizer.lr": "critic.lr",

@@ -221,8 +221,8 @@ class OptimizerConfig(Settings):
         "name": {
             "adamw": {"beta1", "beta2", "eps"},
             "adamw8bit": {"beta1", "beta2", "eps"},
-            "muon": {"beta1", "beta2", "eps", "momentum"},
-            "sgd": {"momentum"},
+            "muon": {"beta1", "beta2", "eps"},
+            "sgd": set(),
         },
         "schedule": {"constant": set(), "linear": {"min_lr_ratio"}, "cosine": {"min_lr_ratio"}},
     }
@@ -234,8 +234,6 @@ class OptimizerConfig(Settings):
     """Peak learning rate."""
     weight_decay: float = bounded(0.01, "0 or more", lambda decay: decay >= 0)
     """Weight decay: decoupled, except with `sgd`. Biases and norms have none."""
-    momentum: float | None = bounded(None, "in [0, 1)", lambda decay: decay is None or 0 <= decay < 1)
-    """Momentum decay of `sgd` and `muon`. None selects their defaults: 0 for `sgd`, 0.95 for `muon`."""
     beta1: float = bounded(0.9, "in [0, 1)", lambda beta: 0 <= beta < 1)
     """Decay of the first moment of AdamW."""
     beta2: float = bounded(0.95, "in [0, 1)", lambda beta: 0 <= beta < 1)
@@ -243,7 +241,8 @@ class OptimizerConfig(Settings):
     eps: float = bounded(1e-8, "more than 0", lambda eps: eps > 0)
     """Constant added to the denominator of AdamW."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the optimizer, by name."""
+    """Further keyword arguments of the optimizer, by name, such as `momentum` of `sgd` (default: 0) and `muon`
+    (default: 0.95)."""
     schedule: str = choice("constant", ("constant", "linear", "cosine"))
     """Learning-rate schedule after the warm-up: `constant`, or `linear` or `cosine` decay. The decay reaches
     `min_lr_ratio * lr` one step after the last step."""

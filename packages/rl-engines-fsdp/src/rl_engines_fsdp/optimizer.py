@@ -20,16 +20,15 @@ def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.O
     """Create the optimizer that the settings name, for all trained parameters.
 
     The constructor of the optimizer gets parameter groups, and `lr`, `betas`, `eps` and `weight_decay` if it has these
-    parameters. It must have a parameter for each entry of `options`, and for `momentum` if set. Vectors (biases and
-    norms) have no weight decay. The matrices of the decoder layers are in groups with `matrices: True`.
+    parameters. It must have a parameter for each entry of `options`. Vectors (biases and norms) have no weight decay.
+    The matrices of the decoder layers are in groups with `matrices: True`.
 
     Raises:
         ConfigError: no optimizer of that name is installed, or it does not accept one of the options.
     """
     factory = registry.load(config.group, config.name)
     accepted = inspect.signature(factory).parameters
-    options = config.options | ({} if config.momentum is None else {"momentum": config.momentum})
-    unknown = sorted(options.keys() - accepted.keys())
+    unknown = sorted(config.options.keys() - accepted.keys())
     if unknown:
         raise ConfigError(
             f"optimizer.name={config.name!r} does not accept the options {unknown}; it accepts {sorted(accepted)}. "
@@ -38,7 +37,7 @@ def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.O
     betas = (config.beta1, config.beta2)
     common = {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
     optimizer: torch.optim.Optimizer = factory(
-        _groups(model, config.weight_decay), **{n: v for n, v in common.items() if n in accepted} | options
+        _groups(model, config.weight_decay), **{n: v for n, v in common.items() if n in accepted} | config.options
     )
     return optimizer
 

@@ -6,14 +6,14 @@ import importlib.util
 from dataclasses import dataclass, field
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import bounded, choice
+from rl_contracts.config import OptimizerConfig, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.model.moe import check_experts
 
-OPTIMIZERS = ("adamw", "sgd")
-"""Names of the optimizers of this engine."""
+OPTIMIZERS: dict[str, frozenset[str]] = {"adamw": frozenset(), "sgd": frozenset({"momentum"})}
+"""Optimizers of this engine, each with its options."""
 
 
 @dataclass
@@ -87,11 +87,21 @@ class MegatronEngineConfig(TrainEngineConfig):
         ):
             if is_conflict:
                 raise ConfigError(f"{setting} does not work with {reason}.")
-        if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZERS:
-            raise ConfigError(
-                f"optimizer.name={spec.optimizer.name} does not work with {where}: the megatron engine supports "
-                f"{' and '.join(OPTIMIZERS)}. Choose one of them, or use the fsdp engine."
-            )
+        if spec.optimizer is not None:
+            _check_optimizer(spec.optimizer, where)
         from rl_engines_megatron.model.checks import check_model
 
         check_model(spec, strategy, self.interleaved, self.stage_layers)
+
+
+def _check_optimizer(optimizer: OptimizerConfig, where: str) -> None:
+    if optimizer.name not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer.name={optimizer.name} does not work with {where}: the megatron engine supports "
+            f"{' and '.join(OPTIMIZERS)}. Choose one of them, or use the fsdp engine."
+        )
+    if unknown := sorted(optimizer.options.keys() - OPTIMIZERS[optimizer.name]):
+        raise ConfigError(
+            f"optimizer.options {unknown} of {optimizer.name} do not work with {where}: the megatron engine supports "
+            f"{sorted(OPTIMIZERS[optimizer.name]) or 'none'}. Remove them, or use the fsdp engine."
+        )

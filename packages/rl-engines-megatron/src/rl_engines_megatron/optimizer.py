@@ -77,7 +77,7 @@ class Stepper:
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,
             adam_eps=settings.eps,
-            sgd_momentum=settings.momentum or 0.0,
+            sgd_momentum=settings.options.get("momentum", 0.0),
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
@@ -93,8 +93,8 @@ class Stepper:
 
         torch would create it only in the first step.
         """
-        adam = self.settings.name == "adamw"
-        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(self.settings.momentum)
+        adam, momentum = self.settings.name == "adamw", self.settings.options.get("momentum")
+        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(momentum)
         for optimizer in self.inner.chained_optimizers:
             optimizer.init_state_fn = _no_operation  # megatron-core (0.19) calls it, but does not set it for SGD
             for parameter in (p for group in optimizer.optimizer.param_groups for p in group["params"]):

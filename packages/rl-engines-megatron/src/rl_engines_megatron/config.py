@@ -29,9 +29,6 @@ class MegatronEngineConfig(TrainEngineConfig):
     stage_layers: list[int] = field(default_factory=list)
     """Number of layers of each stage in model order. Each model chunk is a stage, so p * `interleaved` numbers
     are required. Empty: the same number for all stages."""
-    distributed_optimizer: bool = True
-    """Split the optimizer state of `adamw` over data and context ranks. A state saved with one value of this setting
-    cannot be loaded with the other."""
     offload_moments: bool = False
     """Keep the optimizer moments in host memory, except during the optimizer step. Saves 8 bytes of GPU memory per
     parameter of a rank; each step then copies the moments to the GPU and back. Requires CUDA."""

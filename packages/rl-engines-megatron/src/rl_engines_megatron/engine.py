@@ -104,8 +104,8 @@ class MegatronEngine(TrainEngine):
         self._read(spec.model_path, new_head=True)
         self._chunks = self._parts
         if spec.optimizer is not None:
-            # also with one rank, so that other layouts can load its states
-            distributed = config.distributed_optimizer and spec.optimizer.name == "adamw"
+            # also with one rank, so that other layouts can load its states; megatron-core does not split other states
+            distributed = spec.optimizer.name == "adamw"
             with without_cuda(self._device):
                 self._chunks = wrap(self._parts, distributed)
                 dtype, offload = getattr(torch, spec.dtype), config.offload_moments

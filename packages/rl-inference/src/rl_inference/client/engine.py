@@ -254,7 +254,7 @@ class HttpEngine(InferenceEngine):
         """Evict a server whose process ended or changed; avoid and probe a lost one; avoid a busy one."""
         if server.state is ServerState.LEAVING:
             return
-        server.last_error = str(error)
+        server.record_error(str(error))
         if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.is_enabled):
             self._router.evict(server, f"is gone: {error}")
         elif isinstance(error, ServerLostError):
@@ -497,7 +497,7 @@ class HttpEngine(InferenceEngine):
             if server not in failed:
                 stats_by_server[server] = stats
                 self._check_version(server, stats.version, version)
-                server.version = max(server.version, stats.version)
+                server.record_version(max(server.version, stats.version))
         return stats_by_server
 
     async def _learn_version(self, stats_by_server: dict[Server, Stats]) -> None:

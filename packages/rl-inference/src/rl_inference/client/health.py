@@ -111,9 +111,8 @@ class ServerMonitor:
                 server, self._transport.protocol.health(), self._transport.config.probe_timeout
             )
         except TooManyFilesError as error:  # not a failure of the server
-            if server.last_error != str(error):
+            if server.record_error(str(error)):
                 logger.warning("cannot probe server %s: %s", server.address, error)
-            server.last_error = str(error)
             return
         except InferenceError as error:
             self._on_unhealthy(server, error)
@@ -135,7 +134,7 @@ class ServerMonitor:
         if not server.is_live:
             if server.state is ServerState.REJOINING:
                 server.move(ServerState.EVICTED, server.reason)
-            server.instance = ""  # the next response may come from another process
+            server.forget_process()  # the next response may come from another process
             self._log_once(server, error)
             return
         now = self._router.clock.now()
@@ -151,7 +150,7 @@ class ServerMonitor:
             await self._updates.rejoin(server)
         except WeightUpdateError as error:
             self._rejected[server] = state
-            server.last_error = str(error)
+            server.record_error(str(error))
             logger.warning("server %s responds but cannot rejoin: %s", server.address, error)
         except InferenceError as error:
             self._log_once(server, error)
@@ -159,6 +158,5 @@ class ServerMonitor:
             self._returning.discard(server)
 
     def _log_once(self, server: Server, error: InferenceError) -> None:
-        if server.last_error != str(error):
+        if server.record_error(str(error)):
             logger.info("server %s cannot rejoin yet: %s", server.address, error)
-        server.last_error = str(error)

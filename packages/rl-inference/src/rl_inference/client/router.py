@@ -141,8 +141,8 @@ class Router:
     def _end_service(self, server: Server, state: ServerState, reason: str) -> None:
         was_live = server.is_live
         server.move(state, reason)
-        server.last_error = reason
-        server.instance = ""
+        server.record_error(reason)
+        server.forget_process()
         if was_live and not self.live:
             self._no_server_since = self.clock.now()
 
@@ -158,7 +158,7 @@ class Router:
             return
         logger.log(*_JOINED[server.served_before], server.address, version)
         server.move(state)
-        server.version = version
+        server.record_version(version)
         self.succeeded(server)
         self.rejoins += server.served_before
         server.served_before = True
@@ -245,7 +245,7 @@ class Router:
     def failed(self, server: Server, reason: str) -> None:
         """Record a failure: the server is avoided during its cooldown."""
         server.failures += 1
-        server.last_error = reason
+        server.record_error(reason)
         first_seconds, max_seconds = _COOLDOWN
         server.avoid_until = self.clock.now() + min(first_seconds * 2.0 ** min(server.failures - 1, 30), max_seconds)
 

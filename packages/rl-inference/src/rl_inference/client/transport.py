@@ -56,7 +56,11 @@ class _BrokenError(ServerLostError):
 
 @dataclass(eq=False)
 class Server:
-    """State of one server in its client."""
+    """State of one server in its client.
+
+    Only the methods of this class write the state, version, process id and last error. The router writes the cooldown
+    and the counters, the health monitor the requests of other clients, and discovery the name.
+    """
 
     address: str
     """Address `http://host:port`, which is also the name of the server in results."""
@@ -120,6 +124,29 @@ class Server:
         if self.state is not ServerState.LEAVING:
             require_transition(SERVER_TRANSITIONS, self.state, state, f"server {self.address}")
             self.state, self.reason = state, reason
+
+    def record_version(self, version: int) -> None:
+        """Set the last version that the server committed."""
+        self.version = version
+
+    def forget_process(self) -> None:
+        """Accept responses of another process from now on."""
+        self.instance = ""
+
+    def is_same_process(self, instance: str) -> bool:
+        """Return whether a response with this process id comes from the same process as the responses before.
+
+        Args:
+            instance: id in the response, or empty if the response has none, which counts as the same process.
+        """
+        self.instance = self.instance or instance
+        return not instance or instance == self.instance
+
+    def record_error(self, message: str) -> bool:
+        """Set `last_error`, and return whether it changed."""
+        is_new = message != self.last_error
+        self.last_error = message
+        return is_new
 
     @property
     def trouble(self) -> str:
@@ -259,9 +286,7 @@ class Transport:
 
     async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:
         """Raise an error unless the response has status 200 and comes from the same process as before."""
-        instance = response.headers.get(self.protocol.life_header, "")
-        server.instance = server.instance or instance
-        if instance and instance != server.instance:
+        if not server.is_same_process(response.headers.get(self.protocol.life_header, "")):
             raise ServerRestartedError(f"{where}: the server was restarted; another process responds at its address")
         if response.status == 200:
             return

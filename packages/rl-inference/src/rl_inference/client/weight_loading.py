@@ -75,7 +75,7 @@ class StagedLoad:
     async def commit(self, server: Server, version: int, mode: str) -> None:
         """Switch a paused server to the staged version."""
         await self.fleet.transport.call_until_evicted(server, self.fleet.protocol.commit(version, mode))
-        server.version = version
+        server.record_version(version)
 
     async def prove(self, version: int) -> None:
         """Check with the canary, after all servers resumed, that each serves the version.

@@ -182,7 +182,7 @@ class WeightUpdateClient:
 
     async def _readmit(self, server: Server) -> None:
         """Load the committed version on a server if necessary, check its weights, and readmit it."""
-        server.instance = ""
+        server.forget_process()
         committed = self._committed_weights()
         version = self._router.version
         if server.name:
@@ -354,7 +354,7 @@ class WeightUpdateClient:
         if meta.route in STORED_ROUTES:
             joining = []
         for server in joining:
-            server.instance = ""
+            server.forget_process()
         servers = [*self._router.live, *joining]
         if meta.route in RENDEZVOUS_ROUTES:
             receipts = await self._stage_together(servers, meta)
@@ -412,7 +412,7 @@ class WeightUpdateClient:
                     await self._all_servers.pause(server, "keep")
                 await self._loading.commit(server, version, "keep")
             except InferenceError as error:
-                server.last_error = f"could not commit version {version}: {error}"
+                server.record_error(f"could not commit version {version}: {error}")
             else:
                 self._router.readmit(server, version, ServerState.PAUSED)
 

@@ -343,9 +343,9 @@ def commands(at, port=4711):
         "launcher.kind": "rl_launchers:LocalScheduler",
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
-        "checkpoint.every": 2,  # not due at step 1, which tests every_epochs and every_minutes
+        "checkpoint.every": 2,  # not due at step 1, which tests every_epochs
         "checkpoint.best_metric": "grad_norm",
-        "recover.every": 2,
+        "recover.every": 2,  # not due at step 1, which tests every_minutes
     }
     supervised = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
     servers = {

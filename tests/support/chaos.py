@@ -368,7 +368,6 @@ def grpo_command(model: Path, run_dir: Path, prompts: int, epochs: int, **more: 
         "rollout.client.rejoin_timeout": 60,
         "checkpoint.save_batches": "true",
         "recover.every": 2,
-        "recover.keep": 3,
         "launcher.health_timeout": 10,
     }
     arguments = [f"{key}={value}" for key, value in (settings | more).items()]

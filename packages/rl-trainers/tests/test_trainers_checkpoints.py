@@ -191,12 +191,30 @@ def test_engine_without_snapshots_is_saved_synchronously(tmp_path: Path) -> None
     assert saved_models(tmp_path) == {"step_1": "1", "step_2": "2"}
 
 
-def test_ranks_with_different_clocks_follow_rank_0(tmp_path: Path) -> None:
+def test_every_epochs_saves_at_first_step_after_last_example(tmp_path: Path) -> None:
+    engine, epochs = ExportingEngine(), [0, 0, 1, 1, 1, 2, 3]
+    config = CheckpointConfig(every_epochs=2)
+    with pytest.raises(ConfigError, match=r"checkpoint\.every_epochs=2"):
+        Checkpoints(engine, tmp_path, config)
+    checkpoints = Checkpoints(engine, tmp_path, config, epochs=lambda: epochs[engine.steps])
+
+    run(engine, checkpoints, [{}] * 6)
+
+    assert saved_models(tmp_path) == {"step_5": "5", "step_6": "6"}
+    resumed = Checkpoints(engine, tmp_path, config, epochs=lambda: 3)
+    resumed.load_state_dict(json.loads(json.dumps(checkpoints.state_dict())))
+    assert not resumed.is_due(7)
+    resumed.load_state_dict({**checkpoints.state_dict(), "due": {"seconds": 9.0, "passed": 1}})  # of an earlier commit
+    assert resumed.is_due(7)
+
+
+def test_ranks_with_different_epochs_follow_rank_0(tmp_path: Path) -> None:
     def run_rank(parallel: ParallelContext) -> dict[str, Any]:
         engine = ExportingEngine(parallel)
-        checkpoints = Checkpoints(engine, tmp_path, CheckpointConfig(every_minutes=1.0))
-        checkpoints._schedule._now = lambda: (40.0 if parallel.rank == 0 else 1e9) * engine.steps
-        checkpoints._schedule.restart()
+        config = CheckpointConfig(every_epochs=1)
+        checkpoints = Checkpoints(
+            engine, tmp_path, config, epochs=lambda: engine.steps // 2 if parallel.rank == 0 else 9 * engine.steps
+        )
         run(engine, checkpoints, [{}] * 5)
         return checkpoints.state_dict()
 

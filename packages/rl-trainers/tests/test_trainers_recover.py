@@ -276,7 +276,8 @@ def test_checkpoint_is_synced_before_older_ones_are_removed(
 ) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
-    checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1, keep=1), {"actor": engine}, {"source": Loader()})
+    monkeypatch.setattr("rl_trainers.recovery.checkpoints.RETAINED", 1)
+    checkpoints = RecoveryCheckpoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"source": Loader()})
     checkpoints.save(1)
     synced: set[int] = set()
     sync, remove = os.fsync, shutil.rmtree

@@ -29,6 +29,7 @@ from rl_contracts.runtime.run_files import MANIFEST, last_recovery_checkpoint, r
 from rl_contracts.testing.processes import fork_script, run_ranks
 from rl_trainers import DataSource, RecoverConfig, RecoveryCheckpoints
 from rl_trainers.recovery.lookup import resumed_step, truncate_to_checkpoint
+from rl_trainers.recovery.schedule import Schedule
 from rl_trainers.run_log import background_writes
 from rl_trainers.run_log.background_writes import (
     MARKER_PREFIX,
@@ -36,7 +37,6 @@ from rl_trainers.run_log.background_writes import (
     wait_for_writes,
     write_in_background,
 )
-from rl_trainers.run_log.schedule import Schedule
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
 
@@ -529,19 +529,6 @@ def test_component_that_cannot_be_saved_disables_default_checkpoints(tmp_path: P
         tmp_path, RecoverConfig(), {"actor": CountingEngine(ParallelContext())}, {"source": source}
     )
     assert not checkpoints.config.regular
-
-
-def test_every_epochs_saves_at_first_step_after_last_example(tmp_path: Path) -> None:
-    engine, epochs = CountingEngine(ParallelContext()), iter([0, 0, 1, 1, 1, 2, 3, 3])
-    with pytest.raises(ConfigError, match=r"recover\.every_epochs=2"):
-        RecoveryCheckpoints(tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"component": engine})
-    checkpoints = RecoveryCheckpoints(
-        tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"component": engine}, epochs=lambda: next(epochs)
-    )
-
-    run(engine, checkpoints, 5)
-
-    assert recovery_checkpoint_steps(tmp_path) == [5]
 
 
 def test_directory_with_listed_marker_of_other_rank_completes(tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ def train(run: Run[GRPOConfig]) -> None:
             epochs=lambda: prompts.epoch,
         )
         servers = components.servers(run_log, engine, client)
-        recovery = components.recovery(
-            actor.engines, {"rollout": rollout, "run_log": run_log}, epochs=lambda: prompts.epoch
-        )
+        recovery = components.recovery(actor.engines, {"rollout": rollout, "run_log": run_log})
         rl_trainers.train(rollout, actor, run_log, run.config.total_steps, servers, recovery)
 
 

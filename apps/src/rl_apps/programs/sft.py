@@ -83,9 +83,7 @@ def learn_rows(
         engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=lambda: batches.epoch
     )
     servers = components.servers(run_log, engine, client) if client else None
-    recovery = components.recovery(
-        {"actor": engine}, {"source": source, "run_log": run_log}, epochs=lambda: batches.epoch
-    )
+    recovery = components.recovery({"actor": engine}, {"source": source, "run_log": run_log})
     rl_trainers.train(source, learner, run_log, config.total_steps, servers, recovery)
 
 

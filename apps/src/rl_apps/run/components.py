@@ -340,7 +340,7 @@ class Components(ExitStack):
         return [rl_trainers.CompletionEvaluation(rollout, rows, settings, generation, engine.parallel, writer)]
 
     def recovery(
-        self, engines: Mapping[str, TrainEngine], components: Mapping[str, Any], epochs: Callable[[], int] | None = None
+        self, engines: Mapping[str, TrainEngine], components: Mapping[str, Any]
     ) -> rl_trainers.RecoveryCheckpoints:
         """Build the component that saves and restores the run, and handle SIGTERM from here on.
 
@@ -351,7 +351,6 @@ class Components(ExitStack):
         Args:
             engines: see `rl_trainers.RecoveryCheckpoints`.
             components: see `rl_trainers.RecoveryCheckpoints`.
-            epochs: see `rl_trainers.RecoveryCheckpoints`.
         """
         requested, launcher = self.stop_requested, os.getppid()
 
@@ -371,9 +370,7 @@ class Components(ExitStack):
         before = signal.signal(signal.SIGTERM, stop)
         if isinstance(before, SigtermHandler) and before.received:
             sys.exit(128 + signal.SIGTERM)
-        return rl_trainers.RecoveryCheckpoints(
-            self.run.directory, self.config.recover, engines, components, stopping, epochs
-        )
+        return rl_trainers.RecoveryCheckpoints(self.run.directory, self.config.recover, engines, components, stopping)
 
     def _abandon_at_second_request(self, ranks: ParallelContext) -> None:
         """Let a second request to stop abandon the running step.

@@ -187,7 +187,7 @@ def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
     Args:
         settings: settings of the run, by dotted name.
     """
-    saves = any(settings.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
+    saves = any(settings.get(f"recover.{each}") for each in ("every", "every_minutes"))
     return (saves or has_no_finished_step(directory)) and not (directory / FINISHED).exists()
 
 

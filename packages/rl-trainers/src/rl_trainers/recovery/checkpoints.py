@@ -24,9 +24,9 @@ from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import GROUPS_FILE, recovery_checkpoint_steps, steps_in
 from rl_trainers.recovery.component_states import ComponentState, Stateful, restore_components
 from rl_trainers.recovery.lookup import RecoverConfig, resumed_step, truncate_to_checkpoint
+from rl_trainers.recovery.schedule import Schedule
 from rl_trainers.run_log import background_writes
 from rl_trainers.run_log.background_writes import BackgroundDirectory, fsync_all, remove
-from rl_trainers.run_log.schedule import Schedule
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -35,6 +35,8 @@ log = get_logger("trainers.recover")
 
 MAX_PAUSE_FRACTION = 0.02
 """Maximum fraction of time for which recovery checkpoints by `recover.every_minutes` pause training."""
+RETAINED = 2
+"""Number of recovery checkpoints to keep: if the newest one is damaged, the run resumes from the one before."""
 MAX_FAILURES = 3
 """Consecutive recovery checkpoints that may fail; after one more, the disk is unlikely to recover, and a later loss of
 the run would cost too many steps."""
@@ -49,14 +51,13 @@ class RecoveryCheckpoints:
 
     Args:
         run_dir: run directory; recovery checkpoints are in its `recover/step_<n>`.
-        config: schedule and retention.
+        config: schedule.
         engines: train engines by name (`actor`, `critic`); the ranks of the first one decide which process writes.
         components: this rank's other components by name; each saves its state separately.
         stop: returns whether this process was asked to stop; the run then stops at the end of a step.
-        epochs: returns the number of completed passes over the data; needed for `recover.every_epochs`.
 
     Raises:
-        ConfigError: `config` has an interval in steps or epochs, but a component cannot be saved.
+        ConfigError: `config` has an interval in steps, but a component cannot be saved.
     """
 
     def __init__(
@@ -66,15 +67,13 @@ class RecoveryCheckpoints:
         engines: Mapping[str, TrainEngine],
         components: Mapping[str, object],
         stop: Callable[[], bool] = lambda: False,
-        epochs: Callable[[], int] | None = None,
     ) -> None:
         stateless = {name: component for name, component in components.items() if not _can_be_saved(component)}
         for name, component in stateless.items():
-            if config.every or config.every_epochs:
-                setting = f"recover.every={config.every}" if config.every else "recover.every_epochs"
+            if config.every:
                 raise ConfigError(
-                    f"{setting}: component {name} ({type(component).__name__}) cannot be saved. Implement state_dict "
-                    "and load_state_dict, or set recover.every=0 and recover.every_epochs=0."
+                    f"recover.every={config.every}: component {name} ({type(component).__name__}) cannot be saved. "
+                    "Implement state_dict and load_state_dict, or set recover.every=0."
                 )
             log.warning("no recovery checkpoints: component %s (%s) cannot be saved", name, type(component).__name__)
             config = replace(config, every_minutes=0.0)
@@ -83,7 +82,7 @@ class RecoveryCheckpoints:
         self.engines = dict(engines)
         self.components = {name: component for name, component in components.items() if _can_be_saved(component)}
         self.parallel = next(iter(self.engines.values())).parallel
-        self._stop, self._stateless, self._schedule = stop, sorted(stateless), Schedule(config, epochs)
+        self._stop, self._stateless, self._schedule = stop, sorted(stateless), Schedule(config)
         self._completed_steps: list[int] = []
         """Steps of this run's complete recovery checkpoints, including those from before it resumed."""
         self._pending: tuple[int, BackgroundDirectory] | None = None
@@ -194,7 +193,7 @@ class RecoveryCheckpoints:
         start = time.monotonic()
         self._finish()
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
-        retained = [*self._completed_steps, step][-self.config.keep :]
+        retained = [*self._completed_steps, step][-RETAINED:]
         completed = partial(_remove_all_but, self.directory, retained)
         self._pending = step, BackgroundDirectory(target, self.parallel, self._copy, entries, completed)
         self._schedule.min_seconds = (time.monotonic() - start) / MAX_PAUSE_FRACTION
@@ -239,7 +238,7 @@ class RecoveryCheckpoints:
         if directory.error:
             self._failed(f"{directory.path}: {directory.error}")
             return
-        self._completed_steps, self._failures = [*self._completed_steps, step][-self.config.keep :], 0
+        self._completed_steps, self._failures = [*self._completed_steps, step][-RETAINED:], 0
         record("time/recover_written", directory.write_seconds, kind="max")
 
     def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rl_contracts.config import bounded
+from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.run_files import (
@@ -25,7 +25,6 @@ from rl_contracts.runtime.run_files import (
     steps_in,
 )
 from rl_trainers.run_log.background_writes import fsync_all
-from rl_trainers.run_log.schedule import ScheduleConfig
 
 log = get_logger("trainers.recover")
 
@@ -34,18 +33,25 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass
-class RecoverConfig(ScheduleConfig):
-    """Schedule and retention of recovery checkpoints; with no interval set, only a request to stop saves one."""
+class RecoverConfig(Settings):
+    """Schedule of recovery checkpoints. Each interval that is set applies, and every save restarts the minutes.
+
+    With no interval set, only a request to stop saves one.
+    """
 
     setting: ClassVar[str] = "recover"
+    every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
+    """Steps between saves; 0 disables this interval."""
     every_minutes: float = bounded(10.0, "0 (none) or more minutes", lambda minutes: minutes >= 0)
     """Minutes between saves; a save follows the first step after that time. 0 disables this interval. The
     interval is at least 50 times the pause of the last save, so that saves take less than 2 % of the time."""
     resume: bool = True
     """Resume from the newest complete recovery checkpoint of the run directory, if there is one."""
-    keep: int = bounded(2, "at least 1", lambda number: number >= 1)
-    """Number of recovery checkpoints to keep. Older ones are removed when a new one is on disk. If the newest one is
-    damaged, the run resumes from the one before."""
+
+    @property
+    def regular(self) -> bool:
+        """True if any interval is set."""
+        return bool(self.every or self.every_minutes)
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:

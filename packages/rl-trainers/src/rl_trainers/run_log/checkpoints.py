@@ -10,15 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import bounded, choice, require
+from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.errors import EngineError
+from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import record
 from rl_contracts.runtime.run_files import steps_in
 from rl_trainers.run_log import background_writes
 from rl_trainers.run_log.background_writes import BackgroundDirectory, remove, write_in_background
-from rl_trainers.run_log.schedule import Schedule, ScheduleConfig
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -27,10 +26,15 @@ log = get_logger("trainers")
 
 
 @dataclass
-class CheckpointConfig(ScheduleConfig):
+class CheckpointConfig(Settings):
     """Schedule and retention of checkpoints. A checkpoint always follows the last step."""
 
     setting: ClassVar[str] = "checkpoint"
+    every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
+    """Steps between saves; 0 disables this interval."""
+    every_epochs: int = bounded(0, "0 (none) or more passes over the data", lambda epochs: epochs >= 0)
+    """Passes over the data between saves; a save follows the first step after the last example is handed out. 0
+    disables this interval."""
     save_batches: bool = False
     """Save each training batch under `batches/`, for `rl replay`."""
     keep_last: int = bounded(0, "0 (all) or more", lambda number: number >= 0)
@@ -62,6 +66,9 @@ class Checkpoints:
         config: schedule and retention.
         tokenizer_path: directory whose tokenizer is copied into each checkpoint.
         epochs: returns the number of completed passes over the data; needed for `checkpoint.every_epochs`.
+
+    Raises:
+        ConfigError: `checkpoint.every_epochs` is set without `epochs`.
     """
 
     def __init__(
@@ -72,12 +79,15 @@ class Checkpoints:
         tokenizer_path: str | None = None,
         epochs: Callable[[], int] | None = None,
     ) -> None:
+        if config.every_epochs and epochs is None:
+            raise ConfigError(
+                f"checkpoint.every_epochs={config.every_epochs} needs data whose epochs are counted (argument "
+                "`epochs`); use checkpoint.every."
+            )
         self.engine, self.config, self.directory = engine, config, run_dir / "checkpoints"
-        self._tokenizer_path, self._schedule = tokenizer_path, Schedule(config, epochs)
-        self._schedule_state: dict[str, Any] = {
-            "seconds": 0.0,
-            "passed": 0,
-        }  # of rank 0, so that the states of all ranks are equal
+        self._tokenizer_path, self._epochs = tokenizer_path, epochs or (lambda: 0)
+        self._epochs_at_save = self._epochs()
+        """Completed passes over the data on rank 0 when the last checkpoint was due."""
         self._rated: dict[int, float] = {}
         self._pending: BackgroundDirectory | None = None
         self._written: Path | None = None
@@ -88,14 +98,20 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save a checkpoint after this step (collective); also checks the pending one."""
-        if not (self.config.regular or self._pending):
+        every, every_epochs = self.config.every, self.config.every_epochs
+        if not (every or every_epochs or self._pending):
             return False
         status = self._pending and self._pending.status()
-        replies = self.engine.parallel.gather_json([self._schedule.is_due(step), self._schedule.state_dict(), status])
-        if self._pending and self._pending.merge([peer_status for _, _, peer_status in replies]):
+        replies = self.engine.parallel.gather_json([self._epochs(), status])
+        if self._pending and self._pending.merge([peer_status for _, peer_status in replies]):
             self._clear_pending()
-        self._schedule_state = replies[0][1]
-        return bool(replies[0][0])
+        epochs = replies[0][0]  # of rank 0, so that all ranks save the same steps and have the same state
+        is_due = (every > 0 and step % every == 0) or (
+            every_epochs > 0 and epochs // every_epochs > self._epochs_at_save // every_epochs
+        )
+        if is_due:
+            self._epochs_at_save = epochs
+        return is_due
 
     def start_write(self, step: int) -> None:
         """Copy the model, and start writing it in the background (collective)."""
@@ -147,13 +163,13 @@ class Checkpoints:
                 raise EngineError(f"{path}: the last checkpoint could not be written; see the warning in the log.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the schedule and the ratings of steps."""
-        return {"due": self._schedule_state, "figure": self.config.best_metric, "rated": sorted(self._rated.items())}
+        """Return the passes over the data at the last checkpoint, and the ratings of steps."""
+        due, rated = {"passed": self._epochs_at_save}, sorted(self._rated.items())
+        return {"due": due, "figure": self.config.best_metric, "rated": rated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        self._schedule_state = state["due"]
-        self._schedule.load_state_dict(self._schedule_state)
+        self._epochs_at_save = int(state["due"]["passed"])
         if (
             state.get("figure", self.config.best_metric) == self.config.best_metric
         ):  # otherwise the ratings are of another metric

@@ -495,8 +495,6 @@ ELSEWHERE = [
         )
         for name, value, also, test in (
             ("kind", "tensorboard", (), "test_tensorboard_reader_returns_logged_metrics"),
-            ("project", "other", (), "test_tracker_receives_project_and_name_of_settings"),
-            ("name", "other", (), "test_tracker_receives_project_and_name_of_settings"),
             ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_file_has_logged_metrics"),
         )
     ),

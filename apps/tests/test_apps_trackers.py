@@ -39,8 +39,8 @@ def incomplete_tracker(tmp_path, monkeypatch):
     ],
 )
 def test_trackers_setting_accepts_name_and_list(setting, kind, tmp_path):
-    config = APP.config([setting, "trackers.project=mine"])
-    assert (config.trackers.kind, config.trackers.project) == (kind, "mine")
+    config = APP.config([setting, "trackers.options.mode=offline"])
+    assert (config.trackers.kind, config.trackers.options) == (kind, {"mode": "offline"})
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert APP.config(file=file).trackers == config.trackers
@@ -52,6 +52,8 @@ def test_trackers_setting_accepts_name_and_list(setting, kind, tmp_path):
         ("trackers=tensorbord", "rl.trackers: unknown name 'tensorbord'; did you mean 'tensorboard'?"),
         ("trackers=lacking:Lacking", "library no_such_library, which is not installed; install the-package"),
         ("report_to=wandb", "unknown setting 'report_to'. Did you mean 'trackers.kind'?"),
+        ("wandb_project=mine", "unknown setting 'wandb_project'. Did you mean 'experiment'?"),
+        ("wandb_run_name=mine", "unknown setting 'wandb_run_name'. Did you mean 'trial'?"),
     ],
 )
 def test_trackers_invalid_setting_is_rejected_before_start(setting, message, incomplete_tracker, tmp_path, capsys):

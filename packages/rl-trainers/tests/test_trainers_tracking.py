@@ -120,13 +120,6 @@ def test_tracker_receives_every_metric_with_step_and_time(workdir):
     assert warnings == []
 
 
-def test_tracker_receives_project_and_name_of_settings(workdir):
-    config = TrackersConfig(kind="spy:Spy", project="other", name="best")
-    with Tracking(config, workdir / "run", "sums", {}, print):
-        write(workdir, STEPS)
-    assert [(line["project"], line["name"]) for line in calls(workdir, "open")] == [("other", "best")]
-
-
 @pytest.mark.parametrize(("kind", "steps"), [("spy:Spy", [0, 1, 2, 3, 3]), ("spy:RewindingSpy", [0, 1, 2, 2, 3, 3])])
 def test_tracker_after_resume_keeps_id_and_rewinds_if_it_can(workdir, kind, steps):
     with tracking(workdir, kind):

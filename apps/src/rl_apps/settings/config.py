@@ -111,7 +111,7 @@ class RunConfig(Settings):
     """Settings of every command."""
 
     experiment: str = "rl"
-    """Name of the experiment, and of the directory of its runs."""
+    """Name of the experiment, of the directory of its runs, and of the project in trackers."""
     trial: str = ""
     """Name of this run (default: a timestamp)."""
     run_dir: str = ""

@@ -65,7 +65,7 @@ _NAMES = {
     "data.path": "train_files prompt_data dataset_path train_file data_path",
     "evaluation.every": "eval_steps test_freq eval_interval eval_every eval_freq",
     "evaluation.examples": "eval_size num_eval",
-    "experiment": "project_name wandb_project",
+    "experiment": "project_name wandb_project tracker_project_name wandb_project_name",
     "model.chat_template": "chat_template_path apply_chat_template input_template",
     "model.path": "model_name_or_path model_name pretrain model_path base_model hf_model_path",
     "recover.resume": "resume_mode",
@@ -90,7 +90,6 @@ _NAMES = {
     "run_dir": "output_dir save_path default_local_dir ckpt_path checkpoint_dir out_dir save_dir",
     "seed": "random_seed data_seed",
     "trackers.kind": "report_to logger loggers tracker log_with use_wandb",
-    "trackers.project": "tracker_project_name wandb_project_name",
     "total_epochs": "num_train_epochs num_epochs epochs num_episodes max_epochs n_epochs",
     "total_steps": "max_steps total_training_steps num_steps steps train_steps num_training_steps max_train_steps",
     "trial": "run_name experiment_name wandb_run_name trial_name",
@@ -112,5 +111,7 @@ RENAMED = {
     "gap.rows": "gap.sequences",
     "rollout.endpoint.rows": "rollout.endpoint.sequences_per",
     "rollout.rehearsal": "rollout.trial_episode",
+    "trackers.name": "trial",
+    "trackers.project": "experiment",
 }
 """Earlier names of settings, each with the current one."""

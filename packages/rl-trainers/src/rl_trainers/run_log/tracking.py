@@ -46,10 +46,6 @@ class TrackersConfig(ComponentConfig):
     kind: str = "none"
     """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, the dotted path of a custom tracker, several joined by
     `+`, or `none`. `trackers=NAME` and `trackers=[NAME,NAME]` are short forms."""
-    project: str = ""
-    """Project of the run in the trackers; empty: `experiment`."""
-    name: str = ""
-    """Name of the run in the trackers; empty: the name of the run directory."""
 
 
 def load_trackers(config: TrackersConfig) -> list[Tracker]:
@@ -69,8 +65,8 @@ class Tracking:
 
     Args:
         config: selects the trackers.
-        run_dir: run directory with `metrics.jsonl`.
-        project: project of the run if `config` has none.
+        run_dir: run directory with `metrics.jsonl`; its name is the name of the run in the trackers.
+        project: project of the run in the trackers.
         settings: settings of the run, sent to each tracker.
         warn: called with a warning when a tracker fails (in its thread) or does not end in time.
     """
@@ -79,7 +75,7 @@ class Tracking:
         self, config: TrackersConfig, run_dir: Path, project: str, settings: dict[str, Any], warn: Callable[[str], None]
     ) -> None:
         self._config, self._run_dir, self._settings, self._say = config, run_dir, settings, warn
-        self._project = config.project or project
+        self._project = project
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -89,9 +85,7 @@ class Tracking:
         kinds = self._config.kind.split("+") if self._config.kind != "none" else ()
         for kind, tracker in zip(kinds, load_components(self._config), strict=True):
             name = re.sub(r"\W+", "-", kind)
-            run = TrackedRun(
-                self._config.name or self._run_dir.name, self._project, self._directory(name), self._settings
-            )
+            run = TrackedRun(self._run_dir.name, self._project, self._directory(name), self._settings)
             thread = _TrackerThread(target=self._follow, args=(tracker, run, initial_records), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)

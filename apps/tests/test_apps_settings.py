@@ -364,7 +364,6 @@ def commands(at, port=4711):
         "publish.route": "broadcast",
         "publish.host": "localhost",
         "publish.canary": "auto",  # the canary needs a longer context and larger micro-batches
-        "gap.regenerate_every": 1,
     }
     algorithm = {
         "rollout.max_concurrent": 4,

@@ -94,9 +94,7 @@ class Run:
         self.engine.initialize(FinetuneSpec(str(path), 10_000, optimizer=optimizer, device="cpu"))
         self.servers = Servers(path, dtype, **servers)
         self.servers.commit(self.engine)
-        self.gate = GapGate(
-            self.engine, self.servers, loop, GapConfig(patience=1, regenerate_every=0), trained="float32", served=dtype
-        )
+        self.gate = GapGate(self.engine, self.servers, loop, GapConfig(), trained="float32", served=dtype)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
 
     def steps(self, count):
@@ -127,6 +125,11 @@ class Run:
                 trajectory.episode_id = sample
                 trajectories.append(trajectory)
         return shard_batch(stack(trajectories), self.engine.parallel)
+
+
+@pytest.fixture(autouse=True)
+def stop_at_first_failure(monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.gap.alarm.PATIENCE", 1)
 
 
 @pytest.fixture(scope="module")

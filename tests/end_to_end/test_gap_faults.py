@@ -23,6 +23,16 @@ def _run(directory, model, addresses, loop, **options):
     return Run(directory, model, client, loop, **options)
 
 
+@pytest.fixture(autouse=True)
+def stop_at_first_failure(monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.gap.alarm.PATIENCE", 1)
+
+
+@pytest.fixture
+def regenerate_after_two_steps(monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.gap.recorded.REGENERATE_STEPS", 2)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
@@ -139,8 +149,8 @@ def _train_on_completions_of_previous_step(run, clean, steps=2):
     return stats
 
 
+@pytest.mark.usefixtures("regenerate_after_two_steps")
 def test_gap_stale_batches_are_measured_on_regenerated_completions(run):
-    run.reset(regenerate_every=2)
     clean = run.sample_batch()
     assert _train_on_completions_of_previous_step(run, clean, 1)["gap/fresh_mean_abs"] is None
     stats = _train_on_completions_of_previous_step(run, run.sample_batch(), 2)
@@ -148,9 +158,9 @@ def test_gap_stale_batches_are_measured_on_regenerated_completions(run):
     assert stats["gap/empty"] == 0
 
 
+@pytest.mark.usefixtures("regenerate_after_two_steps")
 @pytest.mark.parametrize(("fault", "cause"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
 def test_gap_fault_with_stale_batches_reports_cause(run, fault_file, fault, cause):
-    run.reset(regenerate_every=2)
     clean = run.sample_batch()
     fault_file.write_text(fault)
     assert f"Likely cause: {cause}" in _alarm(_train_on_completions_of_previous_step, run, clean, 4)

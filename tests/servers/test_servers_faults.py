@@ -32,6 +32,11 @@ LONG = 300
 """Tokens per prompt, more than two blocks of 128 tokens of vLLM's prefix cache on a CPU."""
 
 
+@pytest.fixture(autouse=True)
+def stop_at_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_trainers.weight_sync.gap.alarm.PATIENCE", 1)
+
+
 class Fleet:
     """Two servers, each with a file that selects its faults, for consecutive runs."""
 

@@ -65,9 +65,9 @@ class Run:
         self.publisher = WeightPublisher(self.engine, client, loop, PublishConfig(canary=canary), str(directory))
         self.reset()
 
-    def reset(self, regenerate_every: int = 0) -> None:
+    def reset(self) -> None:
         """Publish the current weights, and replace actor and log-prob gap gate by new ones."""
-        config = GapConfig(sequences=3, warn=0.005, stop=2.0, patience=1, regenerate_every=regenerate_every)
+        config = GapConfig(sequences=3, warn=0.005, stop=2.0)
         self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
         self.publisher.publish(self.engine.version)

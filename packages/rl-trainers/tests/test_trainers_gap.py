@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import copy
 import logging
+import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -25,9 +27,25 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
 from rl_trainers import GapConfig, GapGate, MemorySharing
+from rl_trainers.weight_sync.gap import alarm as alarm_module
+from rl_trainers.weight_sync.gap import recorded
 from rl_trainers.weight_sync.gap.alarm import Alarm
 from rl_trainers.weight_sync.gap.gate import _sample_sequences
 from rl_trainers.weight_sync.gap.lag import LIMIT
+
+
+@pytest.fixture(autouse=True)
+def regenerate_after(monkeypatch):
+    """Function that sets the steps after which the gate requests new completions; until its call they are unlimited."""
+    set_steps = partial(monkeypatch.setattr, recorded, "REGENERATE_STEPS")
+    set_steps(math.inf)
+    return set_steps
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Function that sets the number of consecutive failures at which an alarm stops the run."""
+    return partial(monkeypatch.setattr, alarm_module, "PATIENCE")
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +156,7 @@ def _run_step(gate, fleet, seed=0):
 
 def _gate(fleet, loop, served="float32", **settings):
     fleet.engine.version = 1
-    return GapGate(
-        fleet.engine, fleet, loop, GapConfig(regenerate_every=0, **settings), served=served, trained="float32"
-    )
+    return GapGate(fleet.engine, fleet, loop, GapConfig(**settings), served=served, trained="float32")
 
 
 def _run_until_error(gate, fleet, comparisons):
@@ -163,9 +179,9 @@ def _add_comparison(alarm, off, excused=False):
 
 
 def test_alarm_warns_at_powers_of_two_and_stops_at_patience(caplog):
-    alarm = Alarm(patience=7)
+    alarm = Alarm()
     with caplog.at_level(logging.WARNING, logger="rl"):
-        for _ in range(6):
+        for _ in range(4):
             _add_comparison(alarm, True)
         assert len(caplog.records) == 3, "at 1, 2 and 4"
         with pytest.raises(WeightUpdateError, match="a fault"):
@@ -173,7 +189,7 @@ def test_alarm_warns_at_powers_of_two_and_stops_at_patience(caplog):
 
 
 def test_alarm_successful_comparison_resets_count():
-    alarm = Alarm(patience=2)
+    alarm = Alarm()
     for _ in range(5):
         _add_comparison(alarm, True)
         _add_comparison(alarm, False)
@@ -181,14 +197,14 @@ def test_alarm_successful_comparison_resets_count():
 
 
 def test_alarm_too_large_gap_stops_at_once():
-    alarm = Alarm(patience=5)
+    alarm = Alarm()
     assert alarm.count(True, too_much=True)
     with pytest.raises(WeightUpdateError):
         alarm.warn("far off", excused=True)
 
 
 def test_alarm_excused_failures_do_not_stop_and_are_rarely_examined():
-    alarm, examined = Alarm(patience=3), 0
+    alarm, examined = Alarm(), 0
     for _ in range(64):
         if alarm.count(True):
             examined += 1
@@ -197,22 +213,24 @@ def test_alarm_excused_failures_do_not_stop_and_are_rarely_examined():
 
 
 def test_alarm_fault_after_excused_failures_counts_as_first(caplog):
-    alarm = Alarm(patience=3)
+    alarm = Alarm()
     for number in range(1, 33):
         _add_comparison(alarm, True, excused=number < 32)
     assert caplog.text.count("a fault") == 6, "warnings at 1, 2, 4, ..., 32"
-    _add_comparison(alarm, True)
+    for _ in range(3):
+        _add_comparison(alarm, True)
     with pytest.raises(WeightUpdateError):
         _add_comparison(alarm, True)
 
 
 def test_alarm_certain_fault_after_excused_failures_restarts_count():
-    alarm = Alarm(patience=3)
+    alarm = Alarm()
     for _ in range(33):
         _add_comparison(alarm, True, excused=True)
-    for _ in range(2):
-        assert alarm.count(True, certain=True)
-        alarm.warn("a server is behind")
+    for is_reported in (True, True, False, True):
+        assert alarm.count(True, certain=True) is is_reported
+        if is_reported:
+            alarm.warn("a server is behind")
     assert alarm.count(True, certain=True)
     with pytest.raises(WeightUpdateError, match="a server is behind"):
         alarm.warn("a server is behind")
@@ -326,10 +344,10 @@ def test_gate_server_as_own_reference_scores_before_sleep(engine, loop):
     assert fleet.calls == ["score"] * 8, "each of 4 sequences twice"
 
 
-def test_gate_sleeping_servers_wake_to_generate_and_sleep_again(engine, loop):
+def test_gate_sleeping_servers_wake_to_generate_and_sleep_again(engine, loop, regenerate_after):
+    regenerate_after(1)
     fleet = SleepingFleet(engine)
     gate = _gate_with_sleep(fleet, loop, sequences=4)
-    gate.config.regenerate_every = 1
     gate.before_update(_exact_batch(engine))
     assert fleet.calls == ["sleep", "wake", *["generate"] * 4, "sleep"]
 
@@ -471,9 +489,10 @@ def test_gate_server_unknown_to_another_dp_leader_is_not_compared(engine, loop):
 
 @pytest.mark.guarantee("A failed comparison is null and counted, never 0, and stops the run if it repeats.", area="gap")
 @pytest.mark.slow
-def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, caplog):
+def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, caplog, stop_after):
+    stop_after(3)
     fleet = Fleet(engine)
-    gate = _gate(fleet, loop, patience=3)
+    gate = _gate(fleet, loop)
     for _ in range(3):
         fleet.failure = InferenceError("the single server is gone")
         for _ in range(2):
@@ -482,9 +501,9 @@ def test_gate_failed_scoring_reports_none_and_stops_at_patience(engine, loop, ca
             assert stats["gap/empty"] == 2, "neither recorded log-probs nor scores could be compared"
         fleet.failure = None
         assert _run_step(gate, fleet)["gap/empty"] == 1
-    assert "(consecutive failures: 1, gap.patience=3): the single server is gone" in caplog.text
+    assert "(consecutive failures: 1, limit: 3): the single server is gone" in caplog.text
     fleet.failure = InferenceError("the single server is gone")
-    with pytest.raises(WeightUpdateError, match=r"consecutive failures: 3, gap\.patience=3"):
+    with pytest.raises(WeightUpdateError, match="consecutive failures: 3, limit: 3"):
         _run_steps(gate, fleet, 3)
 
 
@@ -503,33 +522,37 @@ def test_gate_without_live_server_reports_none(engine, loop):
     "One server of four that is one version behind is named, even at a learning rate of 1e-6.", area="gap"
 )
 @pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, number):
+def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, number, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))
-    message = _run_until_error(_gate(fleet, loop, patience=1), fleet, comparisons=3)
+    message = _run_until_error(_gate(fleet, loop), fleet, comparisons=3)
     assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
     assert "Likely cause: weights not received" in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "number"), [(1, 0), (2, 1)])
-def test_gate_single_or_one_of_two_servers_behind_named_at_lr_1e_6(model_path, loop, count, number):
+def test_gate_single_or_one_of_two_servers_behind_named_at_lr_1e_6(model_path, loop, count, number, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=1e-6), count, late=(number,))
-    assert f"server-{number}, closer to" in _run_until_error(_gate(fleet, loop, patience=1), fleet, comparisons=3)
+    assert f"server-{number}, closer to" in _run_until_error(_gate(fleet, loop), fleet, comparisons=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_bfloat16_servers_behind_is_named_at_lr_1e_6(model_path, loop, number):
+def test_gate_one_of_four_bfloat16_servers_behind_is_named_at_lr_1e_6(model_path, loop, number, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
-    gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
+    gate = _gate(fleet, loop, "bfloat16", warn=0.4)
     message = _run_until_error(gate, fleet, comparisons=20)
     assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
 
 
 @pytest.mark.nightly
-def test_gate_server_falls_behind_after_excused_rounding_is_named(model_path, loop):
+def test_gate_server_falls_behind_after_excused_rounding_is_named(model_path, loop, stop_after):
+    stop_after(2)
     fleet = Fleet(_engine(model_path, lr=1e-5), 2, "bfloat16")
-    gate = _gate(fleet, loop, "bfloat16", sequences=8, patience=2, warn=0.004)
+    gate = _gate(fleet, loop, "bfloat16", sequences=8, warn=0.004)
     assert all(stats["gap/mean_abs"] > 0.004 for stats in _run_steps(gate, fleet, 12)), (
         "failed at each of 6 comparisons per server"
     )
@@ -538,9 +561,10 @@ def test_gate_server_falls_behind_after_excused_rounding_is_named(model_path, lo
 
 
 @pytest.mark.slow
-def test_gate_server_behind_warns_until_patience(model_path, loop, caplog):
+def test_gate_server_behind_warns_until_patience(model_path, loop, caplog, stop_after):
+    stop_after(3)
     fleet = Fleet(_engine(model_path, lr=1e-6), 1, late=(0,))
-    gate = _gate(fleet, loop, patience=3)
+    gate = _gate(fleet, loop)
     _run_steps(gate, fleet, 3)
     assert "closer to the log-probs before the update" in caplog.text
     fleet.late = ()
@@ -549,11 +573,12 @@ def test_gate_server_behind_warns_until_patience(model_path, loop, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [True, False])
-def test_gate_bfloat16_server_without_updates_named_if_deterministic(model_path, loop, repeats):
+def test_gate_bfloat16_server_without_updates_named_if_deterministic(model_path, loop, repeats, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=1e-4), 1, "bfloat16")
     fleet.skips_commits, fleet.noise = True, 0.0 if repeats else 1e-6
     fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
-    gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
+    gate = _gate(fleet, loop, "bfloat16", warn=0.4)
     if repeats:
         assert "server-0, bitwise identical" in _run_until_error(gate, fleet, comparisons=2)
     else:
@@ -562,17 +587,19 @@ def test_gate_bfloat16_server_without_updates_named_if_deterministic(model_path,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("lr", [1e-60, 1e-9, 1e-8])
-def test_gate_tiny_bfloat16_update_raises_no_lag_alarm(model_path, loop, lr):
+def test_gate_tiny_bfloat16_update_raises_no_lag_alarm(model_path, loop, lr, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=lr), 1, "bfloat16")
     fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
-    gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
+    gate = _gate(fleet, loop, "bfloat16", warn=0.4)
     assert not any((stats["gap/lag"] or 0.0) > LIMIT for stats in _run_steps(gate, fleet, 40))
 
 
 @pytest.mark.slow
-def test_gate_update_lost_to_rounding_warns_without_lag_alarm(model_path, loop, caplog):
+def test_gate_update_lost_to_rounding_warns_without_lag_alarm(model_path, loop, caplog, stop_after):
+    stop_after(1)
     fleet = Fleet(_engine(model_path, lr=1e-60), 2, "bfloat16", late=(1,))
-    gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
+    gate = _gate(fleet, loop, "bfloat16", warn=0.4)
     stats = _run_steps(gate, fleet, 6)
     assert "version 3 are bitwise identical to the previous version in bfloat16" in caplog.text
     assert all(stat["gap/lag"] is None for stat in stats)
@@ -625,17 +652,18 @@ def test_gate_dp_leader_fails_every_rank_reports_none(model_path, loop):
     assert first["gap/mean_abs"] is None
 
 
-def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path):
+def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path, stop_after, regenerate_after):
+    stop_after(2)
+    regenerate_after(1)
     fleets, loops = [Fleet(_engine(model_path), 2) for _ in range(2)], [LoopThread("dies"), LoopThread("unused")]
 
     def work(rank):
         fleet, loop = fleets[rank.rank], loops[rank.rank]
-        fleet.engine.parallel, gate = rank, _gate(fleet, loop, sequences=3, patience=2)
-        gate.config.regenerate_every = 1
+        fleet.engine.parallel, gate = rank, _gate(fleet, loop, sequences=3)
         if rank.is_dp_leader:
             loop.close()
         metrics = [_run_step(gate, fleet)]
-        with pytest.raises(WeightUpdateError, match=r"consecutive failures: 2, gap\.patience=2"):
+        with pytest.raises(WeightUpdateError, match="consecutive failures: 2, limit: 2"):
             _run_step(gate, fleet)
         return metrics
 

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 """Seconds between two polls of the run."""
 RUN = (
     *("model.path=embedded", "recipe=embedded", "total_steps=20", "data.batch_size=8", "rollout.group_size=4"),
-    *("evaluation.examples=0", "gap.patience=2"),
+    "evaluation.examples=0",
     *("actor.optimizer.warmup_steps=0", "actor.optimizer.lr=1e-3"),  # large steps, whose effect shows immediately
 )
 FAULTY_SERVER = ("allocation=rl_apps.cli.demo_faults:FaultyEngine:d1+fsdp:d1", "rollout.max_staleness=0")

@@ -107,7 +107,6 @@ RENAMED = {
     "evaluation.generation.max_new_tokens": "evaluation.max_new_tokens",
     "evaluation.generation.temperature": "evaluation.temperature",
     "evaluation.rows": "evaluation.examples",
-    "gap.answer_every": "gap.regenerate_every",
     "gap.rows": "gap.sequences",
     "rollout.endpoint.rows": "rollout.endpoint.sequences_per",
     "rollout.rehearsal": "rollout.trial_episode",

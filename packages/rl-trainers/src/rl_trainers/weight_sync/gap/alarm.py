@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.runtime.logging import get_logger
 
 log = get_logger("trainers.gap")
+
+PATIENCE = 5
+"""Consecutive failures at which an alarm stops the run: a single gap may be chance, and a real fault repeats in each
+comparison."""
 
 
 class Alarm:
     """Counter of the consecutive failures of one comparison, such as of the scores of one server.
 
     The alarm reports the 1st, 2nd, 4th, 8th, ... consecutive failure. It stops the run if a gap is too large, or after
-    `patience` consecutive failures.
+    `PATIENCE` consecutive failures.
+
+    Args:
+        stops: whether repeated failures stop the run.
     """
 
-    def __init__(self, patience: float) -> None:
-        self.patience, self.in_row = patience, 0
+    def __init__(self, stops: bool = True) -> None:
+        self.patience, self.in_row = PATIENCE if stops else math.inf, 0
         self._too_much = self._excused = False
 
     def count(self, off: bool, too_much: bool = False, certain: bool = False) -> bool:
@@ -41,11 +50,11 @@ class Alarm:
 
         Args:
             message: the text of the warning or error.
-            excused: whether the cause, such as rounding, is not a fault. `patience` does not apply to excused
+            excused: whether the cause, such as rounding, is not a fault. `PATIENCE` does not apply to excused
                 failures, and the first failure after them sets the count to 1.
 
         Raises:
-            WeightUpdateError: the gap is too large, or `patience` consecutive comparisons failed.
+            WeightUpdateError: the gap is too large, or `PATIENCE` consecutive comparisons failed.
         """
         if self._excused and not excused:
             self.in_row = 1

@@ -22,14 +22,6 @@ class GapConfig(Settings):
     0.05."""
     stop: float = 0.5
     """Mean absolute log-prob gap, in nats, above which the run stops at once; at least `warn`."""
-    patience: int = bounded(5, "at least 1", lambda times: times >= 1)
-    """Number of consecutive failed comparisons at which the run stops, counted for each server and for recorded
-    log-probs. Comparisons that cannot be made have a separate count with the same limit. Gaps that rounding to 16 bits
-    explains do not count."""
-    regenerate_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Number of consecutive steps without tokens of the current version, after which the gate requests new completions
-    from the servers. These use the prompts of the compared sequences and have at most 16 tokens. 0: never. Batches of
-    asynchronous runs seldom contain tokens of the current version."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -86,8 +86,8 @@ class GapGate:
         """Compare the recorded log-probs of tokens of the current version with the trainer's (collective).
 
         Also choose the sequences and the server of this step. A token is of the current version if it and all
-        generated tokens before it carry the trainer's version. After `regenerate_every` steps without such tokens, the
-        servers generate new completions for the sequences' prompts.
+        generated tokens before it carry the trainer's version. After `recorded.REGENERATE_STEPS` steps without such
+        tokens, the servers generate new completions for the sequences' prompts.
 
         Args:
             batch: this rank's sequences, from which the trainer is about to learn.
@@ -97,7 +97,7 @@ class GapGate:
             and `gap/fresh_tokens`.
 
         Raises:
-            WeightUpdateError: the gap is above `stop`, or the comparison failed `patience` consecutive times. The
+            WeightUpdateError: the gap is above `stop`, or the comparison failed `alarm.PATIENCE` consecutive times. The
                 message names the likely cause.
         """
         if not self.config.sequences:
@@ -124,8 +124,8 @@ class GapGate:
             could not be made.
 
         Raises:
-            WeightUpdateError: the gap is above `stop`, or `patience` consecutive comparisons failed or could not be
-                made. The message names the likely cause.
+            WeightUpdateError: the gap is above `stop`, or `alarm.PATIENCE` consecutive comparisons failed or could not
+                be made. The message names the likely cause.
         """
         metrics, is_missing = self._scores.compare(sent)
         return metrics | {"gap/empty": float(self._missing_recorded + is_missing)}

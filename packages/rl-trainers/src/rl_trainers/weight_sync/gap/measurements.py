@@ -84,8 +84,8 @@ class Measurements:
             alarm.warn(
                 f"servers and trainer disagree: {subject} differ from the trainer's by {gap.mean_abs:.3g} nats on "
                 f"average (max {gap.max_abs:.3g}) over {gap.tokens} tokens at version {self.engine.version}; "
-                f"consecutive failures: {alarm.in_row} (gap.warn={config.warn:g}, gap.stop={config.stop:g}, "
-                f"gap.patience={config.patience}). Likely cause: {name}: {why}.",
+                f"consecutive failures: {alarm.in_row}, limit: {alarm.patience} (gap.warn={config.warn:g}, "
+                f"gap.stop={config.stop:g}). Likely cause: {name}: {why}.",
                 excused=name == DTYPE,
             )
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
     from rl_contracts.data import WeightReceipt
 
+REGENERATE_STEPS = 20
+"""Consecutive steps without tokens of the current version, after which servers generate new completions. Asynchronous
+runs seldom have such tokens; a few short completions in 20 steps cost little."""
+
 
 class RecordedCheck:
     """Compares the recorded log-probs of tokens of the current version with the trainer's.
@@ -25,7 +29,7 @@ class RecordedCheck:
 
     def __init__(self, measurements: Measurements) -> None:
         self._measurements = measurements
-        self._alarm = Alarm(measurements.config.patience)
+        self._alarm = Alarm()
         self._steps_without_tokens = 0
 
     def compare(
@@ -48,7 +52,7 @@ class RecordedCheck:
         experiments, config = measurements.experiments, measurements.config
         gap = experiments.compare(trainer_logprobs, sequences["logprobs"], measurements.current_mask(sequences))
         self._steps_without_tokens = 0 if gap is not None else self._steps_without_tokens + 1
-        if config.regenerate_every and self._steps_without_tokens >= config.regenerate_every:
+        if self._steps_without_tokens >= REGENERATE_STEPS:
             self._steps_without_tokens = 0
             with measurements.servers_awake():
                 regenerated = experiments.attempt(experiments.regenerate, sequences)

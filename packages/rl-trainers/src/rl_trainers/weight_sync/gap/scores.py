@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -59,10 +58,9 @@ class ScoreCheck:
 
     def __init__(self, measurements: Measurements) -> None:
         self._measurements = measurements
-        patience = measurements.config.patience
-        self._alarms: dict[str, Alarm] = defaultdict(lambda: Alarm(patience))
+        self._alarms: dict[str, Alarm] = defaultdict(Alarm)
         """Alarm of each server."""
-        self._missing_alarm, self._unchanged_alarm = Alarm(patience), Alarm(math.inf)
+        self._missing_alarm, self._unchanged_alarm = Alarm(), Alarm(stops=False)
         self._lag_tests: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
         """Test of each server against each of its references."""
         self._last_turns: dict[str, int] = {}
@@ -140,8 +138,7 @@ class ScoreCheck:
             why = str(error)
         gap, lag = experiments.compare(trainer_logprobs, server_logprobs, experiments.compared(sequences)), None
         if self._missing_alarm.count(gap is None):
-            patience = self._measurements.config.patience
-            times = f"consecutive failures: {self._missing_alarm.in_row}, gap.patience={patience}"
+            times = f"consecutive failures: {self._missing_alarm.in_row}, limit: {self._missing_alarm.patience}"
             self._missing_alarm.warn(
                 f"{comparison.server or 'servers'} and trainer could not be compared ({times}): {why}"
             )

@@ -362,7 +362,6 @@ def commands(at, port=4711):
         "rollout.server.max_request_bytes": 1000000,
         "rollout.server.python": sys.executable,
         "publish.route": "broadcast",
-        "publish.host": "localhost",
         "publish.canary": "auto",  # the canary needs a longer context and larger micro-batches
     }
     algorithm = {

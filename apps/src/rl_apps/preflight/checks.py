@@ -87,7 +87,7 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
         same_machine = devices.together(layout.rollout.name, layout.actor.name)
         where = ", ".join(f"{role} on {', '.join(sorted({*nodes}))}" for role, nodes in devices.places.items())
     if config.publish.route == "auto":
-        single = layout.rollout.strategy.data == 1 and not addresses and not config.publish.host
+        single = layout.rollout.strategy.data == 1 and not addresses
         config.publish.route = "shm" if same_machine else "disk" if single else "broadcast"
     expected = f"broadcast, disk or auto, because servers and trainers are on several machines ({where})"
     require(same_machine or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)

@@ -197,8 +197,8 @@ def host(address: Address) -> tuple[Any, Address]:
         listener = socket.create_server((address.host, address.port), family=family)
     except OSError as error:
         raise WeightUpdateError(
-            f"route broadcast: cannot listen on {address.host}:{address.port}: {error}. Set publish.host to an "
-            "address of this machine that the servers can reach."
+            f"route broadcast: cannot listen on {address.host}:{address.port}: {error}. Set launcher.options.host to "
+            "an address of this machine that the servers can reach."
         ) from error
     address = replace(address, port=listener.getsockname()[1])
     wait, fd = timedelta(seconds=address.timeout), listener.detach()
@@ -226,8 +226,8 @@ def connect(address: Address) -> Any:
         ) from error
     except RuntimeError as error:
         raise WeightUpdateError(
-            f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set publish.host to an address "
-            "that the servers can reach."
+            f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set launcher.options.host to "
+            "an address of the trainer that the servers can reach."
         ) from error
 
 

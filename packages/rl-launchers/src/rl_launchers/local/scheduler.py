@@ -34,7 +34,8 @@ class LocalSchedulerConfig(SchedulerConfig):
 
     shares_devices: ClassVar[bool] = True
     host: str = "127.0.0.1"
-    """Address on which workers listen. The default is loopback."""
+    """Address on which servers and trainers listen. The default is loopback, which attached servers on other machines
+    cannot reach."""
     pin_cores: bool = False
     """Pin each worker to separate cores, one per thread. This helps if many workers share a machine. It is an error if
     there are fewer cores than threads."""

@@ -59,13 +59,10 @@ class PublishConfig(Settings):
     setting: ClassVar[str] = "publish"
     route: str = choice("auto", ("auto", *ROUTES))
     """Transport of the weights: `shm`, `disk`, `broadcast`, `ipc` or `auto`. `shm`: servers on this host. `disk`: a
-    shared file system. `broadcast`: memory to memory, over the network. `ipc`: trainer and server on one GPU. `auto`
-    is `shm` if servers and trainers are on one machine, else `broadcast`. A single server that the run starts on
-    another machine gets `disk`, because it could not rejoin over `broadcast` after a restart. In a program that does
-    not use the commands, `auto` is always `shm`."""
-    host: str = ""
-    """Address on which rank 0 listens for `broadcast`. Empty: the rendezvous address of the ranks (`MASTER_ADDR`),
-    which is loopback on one machine."""
+    shared file system. `broadcast`: memory to memory, over the network; rank 0 listens at the rendezvous address of
+    the ranks (`MASTER_ADDR`). `ipc`: trainer and server on one GPU. `auto` is `shm` if servers and trainers are on one
+    machine, else `broadcast`. A single server that the run starts on another machine gets `disk`, because it could not
+    rejoin over `broadcast` after a restart. In a program that does not use the commands, `auto` is always `shm`."""
     adapter: str = choice("auto", ("auto", "always", "never"))
     """Policy for low-rank adapters. `auto`: send them alone if all servers can add them to their base weights, else the
     full merged weights. `always`: reject servers that cannot. `never`: send the full merged weights."""
@@ -76,15 +73,6 @@ class PublishConfig(Settings):
     """Servers that must pass the canary check after an update, before they get requests again. `auto`: servers
     without checksums. `always`: all servers; this also finds prefix caches and packed weights that an update left
     unchanged. The canary needs 240 tokens of the servers' context and of a micro-batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not self.host or self.route in ("auto", "broadcast"),
-            "publish.host",
-            f"empty with publish.route={self.route}, which needs no address",
-            self.host,
-        )
 
 
 class WeightPublisher:
@@ -212,7 +200,7 @@ class WeightPublisher:
         parallel, config = self.engine.parallel, self.config
         doing, location = f"opening the route {config.route}", self.directory
         if config.route == "broadcast":
-            host = config.host or os.environ.get("MASTER_ADDR", LOOPBACK)
+            host = os.environ.get("MASTER_ADDR", LOOPBACK)
             location = Address(host, timeout=min(STEP_SECONDS, config.timeout)).location
         sender: WeightSender | None = None
         with parallel.agree_on_errors(doing):

@@ -79,8 +79,8 @@ class Receiver:
                 self._store = TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
             except RuntimeError as error:
                 raise RejectedError(
-                    f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set publish.host to an "
-                    "address that the servers can reach."
+                    f"no trainer listens at {address.host}:{address.port}: {first_line(error)} Set "
+                    "launcher.options.host to an address of the trainer that the servers can reach."
                 ) from error
             self._endpoint = (address.host, address.port)
 

@@ -77,7 +77,7 @@ def test_reference_and_critic_are_resolved_if_needed(hub, tmp_path):
     directory = str(hub / "models--me--tiny" / "snapshots" / ("a" * 40))
 
     assert config.reference_spec().model_path == config.critic_spec().model_path == directory
-    assert APP.config(paths).model_paths() == {"model.path": "embedded"}
+    assert APP.config([]).model_paths() == {"model.path": "embedded"}
 
 
 def test_relative_directory_becomes_absolute(hub, monkeypatch):

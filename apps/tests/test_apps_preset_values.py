@@ -22,8 +22,8 @@ from rl_contracts.engine import TokenOutputs
 from rl_trainers import Critic, PolicyActor
 
 VALUES = json.loads((Path(__file__).parent / "preset_values.json").read_text())
-OVERRIDES = {"dapo": ["algorithm.reward.overlong_cache=4"]}
-"""Settings in which the reference values differ from the current preset."""
+OVERRIDES = {"dapo": ["algorithm.reward.overlong_cache=4"], "distillation": ["ref.path=/models/teacher"]}
+"""Settings in which the reference values differ from the current preset, and the teacher."""
 VERSION = 3
 GROUPS = (0, 0, 0, 0, 7, 7, 7, 7, 7, 4, 9, 9, 9, 9, 9, 9)
 EPISODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 14)
@@ -104,7 +104,7 @@ class TableEngine:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_preset_loss_and_gradient_equal_reference_values(name):
-    overrides = [f"algorithm={name}", "actor.minibatches=2", "ref.path=/models/teacher", *OVERRIDES.get(name, [])]
+    overrides = [f"algorithm={name}", "actor.minibatches=2", *OVERRIDES.get(name, [])]
     config = APP.config(overrides)
     algorithm, longest = config.algorithm, config.rollout.generation.max_new_tokens
     batch, tables = synthetic_batch()

@@ -24,15 +24,15 @@ def _grpo(*overrides):
     return APP.config(overrides)
 
 
-TEACHER = ("ref.path=/models/teacher",)
-"""Teacher for the presets that load a reference."""
+TEACHER = {"distillation": ("ref.path=/models/teacher",)}
+"""Teacher of each preset that has one."""
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 )
 def test_preset_composes_and_its_loss_loads(name, tmp_path):
-    config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER)
+    config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER.get(name, ()))
     make_policy_loss(config.algorithm, 2)
     (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
     assert APP.config(file=tmp_path / "config.yaml") == config
@@ -40,7 +40,7 @@ def test_preset_composes_and_its_loss_loads(name, tmp_path):
 
 @pytest.mark.slow
 def test_presets_are_different_algorithms():
-    algorithms = [_grpo(f"algorithm={name}", *TEACHER).algorithm for name in PRESETS]
+    algorithms = [_grpo(f"algorithm={name}", *TEACHER.get(name, ())).algorithm for name in PRESETS]
     assert all(a != b for i, a in enumerate(algorithms) for b in algorithms[:i])
 
 
@@ -82,7 +82,7 @@ def test_docs_list_the_correction_of_each_preset():
     documented = {row[0].split("`")[1]: row[header.index("correction")] for row in table}
     assert sorted(documented) == PRESETS
     for name, cell in documented.items():
-        correction = _grpo(f"algorithm={name}", *TEACHER).algorithm.correction
+        correction = _grpo(f"algorithm={name}", *TEACHER.get(name, ())).algorithm.correction
         cap = re.fullmatch(r"at most ([\d.]+)", cell)
         assert (correction.kind == "truncate") == bool(cap), name
         if cap:
@@ -115,6 +115,8 @@ def test_overlong_penalty_follows_the_length_limit():
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef with algorithm.kl.place=none"),
         ("algorithm.kl.plaec=loss", "Did you mean 'algorithm.kl.place'"),
         ("critic.clip=-1", "critic.clip"),
+        ("critic.lr=1e-4", "critic with algorithm.advantage.kind=outcome: expected the defaults"),
+        ("ref.path=/models/teacher", "ref.path with algorithm.kl.place=none: expected no path"),
         (
             "rollout.endpoint.credit=turn",
             "rollout.endpoint.credit with algorithm.advantage.kind=outcome: expected `episode`",

@@ -147,9 +147,11 @@ def test_rate_missing_metric_warns_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert "did you mean eval/accuracy?" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{"keep_best": 1, "best_metric": "x"}, {"keep_best": 1, "keep_last": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"keep_best": 1, "best_metric": "x"}, {"keep_best": 1, "keep_last": 1}, {"best_metric": "x"}]
+)
 def test_keep_best_without_metric_or_keep_last_is_rejected(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best: expected .*checkpoint\.keep_last"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.(keep_best|best_metric): expected"):
         CheckpointConfig(**settings)
 
 

@@ -322,10 +322,29 @@ class GRPOConfig(ServedConfig):
             algorithm.reward.overlong_max,
         )
         self._check_credit()
+        self._check_unused_models()
         require(
             algorithm.reward.scale != 0 or bool(self.ref.path),
             "ref.path with algorithm.reward.scale=0",
             "a teacher: without the reward, the loss has only the KL to the reference, by default the initial policy",
+            self.ref.path,
+        )
+
+    def _check_unused_models(self) -> None:
+        """Reject settings of a reference or critic that the algorithm does not use."""
+        critic = {name: getattr(self.critic, name) for name in ("path", "lr", "clip")}
+        changed = {name: value for name, value in critic.items() if value != getattr(CriticConfig, name, "")}
+        kind, place = self.algorithm.advantage.kind, self.algorithm.kl.place
+        require(
+            self.algorithm.needs_critic or not changed,
+            f"critic with algorithm.advantage.kind={kind}",
+            "the defaults, because only algorithm.advantage.kind=gae uses a critic",
+            changed,
+        )
+        require(
+            self.algorithm.needs_reference or not self.ref.path,
+            f"ref.path with algorithm.kl.place={place}",
+            "no path, because only a KL penalty uses a reference (set algorithm.kl.place and algorithm.kl.coef)",
             self.ref.path,
         )
 

@@ -52,6 +52,8 @@ class CheckpointConfig(Settings):
         complete = self.keep_last >= 1 and self.best_metric != ""
         expected = "0, or checkpoint.keep_last of at least 1 and checkpoint.best_metric set"
         require(self.keep_best == 0 or complete, "checkpoint.keep_best", expected, self.keep_best)
+        unused = "no metric with checkpoint.keep_best=0"
+        require(self.keep_best > 0 or not self.best_metric, "checkpoint.best_metric", unused, self.best_metric)
 
 
 class Checkpoints:

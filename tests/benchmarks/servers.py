@@ -50,10 +50,10 @@ from real_servers import environment_of  # noqa: E402
 
 from rl_contracts.config import ClientConfig, GenerationConfig  # noqa: E402
 from rl_contracts.data import FinetuneSpec, ModelRequest, ServeSpec  # noqa: E402
-from rl_contracts.inference import ServerConfig  # noqa: E402
 from rl_contracts.runtime.aio import LoopThread  # noqa: E402
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig  # noqa: E402
 from rl_inference import HttpEngine  # noqa: E402
+from rl_inference.backends.external_program import STREAM_INTERVAL  # noqa: E402
 from rl_inference.testing import JobProcess, tiny_model  # noqa: E402
 from rl_trainers import PublishConfig, WeightPublisher  # noqa: E402
 
@@ -174,10 +174,10 @@ def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]
 
     result: dict[str, Any] = {}
     for server in ("vllm", "sglang"):
-        engine, config = make_engine(server, model)
-        with replaying(server, config.stream_interval) as address:
+        engine = make_engine(server, model)
+        with replaying(server, STREAM_INTERVAL) as address:
             engine.initialize([address], KEY)
-            result[server] = {"stream_interval": config.stream_interval, **loop.run(compare(engine, address), 600)}
+            result[server] = {"stream_interval": STREAM_INTERVAL, **loop.run(compare(engine, address), 600)}
         print(f"client with replayed responses of {server:7s} {result[server]}", flush=True)
     return result
 
@@ -185,26 +185,26 @@ def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]
 # ---- with servers
 
 
-def make_engine(server: str, model: Path, python: str = "", threads: int = 1) -> tuple[HttpEngine, Any]:
-    """Return the client for a kind of server, and the settings of the server."""
+def make_engine(server: str, model: Path, python: str = "", threads: int = 1) -> HttpEngine:
+    """Return the client for a kind of server, with the settings of the server."""
     import rl_inference
 
     names = {"embedded": "Embedded", "vllm": "VLLM", "sglang": "SGLang"}
     kind = getattr(rl_inference, f"{names[server]}Engine")
-    limits = {"slots": CONCURRENCY} if server == "embedded" else {"max_sequences": CONCURRENCY}
-    config: ServerConfig = kind.config_class(python=python, context_length=CONTEXT, **limits)
+    config = kind.config_class(python=python, context_length=CONTEXT, max_sequences=CONCURRENCY)
     spec = ServeSpec(
         model_path=str(model),
         device="cpu",
         weights_dir="/",  # the server reads from disk and from /dev/shm, so it supports all routes
         cpus=threads,
     )
-    return kind(config, spec, ClientConfig(probe_timeout=60)), config
+    engine: HttpEngine = kind(config, spec, ClientConfig())
+    return engine
 
 
 @contextmanager
-def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[tuple[HttpEngine, Any, str]]:
-    """Start a server as in a run; yield its client, its settings and its address.
+def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[tuple[HttpEngine, str]]:
+    """Start a server as in a run; yield its client and its address.
 
     Raises:
         FileNotFoundError: the environment is missing.
@@ -215,12 +215,12 @@ def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[t
         if not complete:
             raise FileNotFoundError(f"no environment with {server} at {directory}; run python infra/servers/build.py")
         python = str(directory / "bin" / "python")
-    engine, config = make_engine(server, model, python, threads)
-    job = type(engine).server_spec(config, engine.spec)
+    engine = make_engine(server, model, python, threads)
+    job = type(engine).server_spec(engine.server_config, engine.spec)
     job = replace(job, env={**job.env, "OMP_NUM_THREADS": str(threads)})
     with JobProcess(model, scratch / f"{server}.log", key=KEY, job=job) as process:
         engine.initialize([process.address], KEY)
-        yield engine, config, process.address
+        yield engine, process.address
 
 
 async def generate(
@@ -316,7 +316,7 @@ def measure_server(
     """Start a server and return all its results, or `skipped` with the reason."""
     print(server, flush=True)
     try:
-        with started(server, model, scratch, threads) as (engine, config, address):
+        with started(server, model, scratch, threads) as (engine, address):
             loop = trainer.loop
 
             async def work() -> dict[str, Any]:
@@ -334,8 +334,7 @@ def measure_server(
     except FileNotFoundError as missing:
         print(f"  skipped: {missing}", flush=True)
         return {"skipped": str(missing)}
-    interval = getattr(config, "stream_interval", None)
-    metrics["stream_interval"] = interval if interval is not None else "every half second"
+    metrics["stream_interval"] = "every half second" if server == "embedded" else STREAM_INTERVAL
     return metrics
 
 

@@ -66,8 +66,10 @@ async def test_vllm_sleep_frees_gpu_memory_and_wake_keeps_the_version(tmp_path: 
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed here: uv sync --package rl-apps --extra vllm")
     models = Models(tmp_path, tied=True)
-    settings = VLLMEngineConfig(dtype="bfloat16", memory_share=0.3, context_length=1024, sleep=True)
-    spec = ServeSpec(model_path=str(models.paths[0]), device="cuda", gpus=1, weights_dir=str(tmp_path / "weights"))
+    settings = VLLMEngineConfig(dtype="bfloat16", memory_share=0.3, context_length=1024)
+    spec = ServeSpec(
+        model_path=str(models.paths[0]), device="cuda", gpus=1, weights_dir=str(tmp_path / "weights"), shared=True
+    )
     job = VLLMEngine.server_spec(settings, spec)
     with JobProcess(models.paths[0], tmp_path / "server.log", key=KEY, job=job) as server:
         client = VLLMEngine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60))

@@ -37,7 +37,9 @@ def weights_dir(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def server(models: Models, weights_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobProcess]:
-    config = SGLangEngineConfig(python=str(interpreter_of("sglang")), context_length=CONTEXT, stream_interval=4)
+    config = SGLangEngineConfig(
+        python=str(interpreter_of("sglang")), context_length=CONTEXT, arguments=["--stream-interval", "4"]
+    )
     spec = ServeSpec(model_path=str(models.paths[0]), device="cpu", weights_dir=str(weights_dir), cpus=1)
     log = tmp_path_factory.mktemp("logs") / "sglang.log"
     with JobProcess(models.paths[0], log, key=KEY, job=SGLangEngine.server_spec(config, spec)) as process:

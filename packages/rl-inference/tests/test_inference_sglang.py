@@ -379,7 +379,7 @@ def test_server_job_has_settings_and_no_key() -> None:
     assert PROGRAM.is_file()
     for words in (
         "--model-path /models/0 --host {host} --port {port} --dtype bfloat16 --weight-version 7 --tp-size 2",
-        "--max-running-requests 8",
+        "--max-running-requests 8 --stream-interval 8",
         "--mem-fraction-static 0.85 --context-length 1032",
         "--incremental-streaming-output --skip-server-warmup",
     ):
@@ -387,6 +387,7 @@ def test_server_job_has_settings_and_no_key() -> None:
     assert job.command[-2:] == ("--x", "1")
     assert "--device" not in job.command
     assert "key" not in command
+    assert "radix" not in command, "SGLang reuses prefixes by default"
     assert (job.count, job.gpus, job.cpus, job.ready_path) == (2, 2, 3, "/health")
     assert job.env["PYTHONPATH"] == ""  # packages of the command must not hide those of the interpreter
     variables = {"RL_WEIGHTS_DIR": "/weights", "RL_WEIGHT_VERSION": "7", "RL_SERVER_NAME": "rollout-{index}"}
@@ -395,14 +396,22 @@ def test_server_job_has_settings_and_no_key() -> None:
 
 
 def test_server_job_on_cpu_has_cpu_options(tmp_path: Path) -> None:
-    job = server_job(SGLangEngineConfig(prefix_cache=False), ServeSpec(str(tmp_path), device="cpu"))
+    job = server_job(SGLangEngineConfig(), ServeSpec(str(tmp_path), device="cpu"))
 
     assert job.command[0] == sys.executable
     assert "PYTHONPATH" not in job.env
     assert "--max-total-tokens 65536" in " ".join(job.command)
-    assert "--disable-radix-cache --device cpu --attention-backend torch_native" in " ".join(job.command)
+    assert "--device cpu --attention-backend torch_native" in " ".join(job.command)
     assert job.env["SGLANG_USE_CPU_ENGINE"] == job.env["HF_HUB_OFFLINE"] == "1"
     assert not Path(job.env["SGLANG_NCCL_SO_PATH"]).exists()
+
+
+def test_arguments_override_stream_interval_and_caches(tmp_path: Path) -> None:
+    arguments = ["--stream-interval", "4", "--disable-radix-cache", "--max-total-tokens", "4096"]
+
+    command = server_job(SGLangEngineConfig(arguments=arguments), ServeSpec(str(tmp_path), device="cpu")).command
+
+    assert command[-5:] == tuple(arguments), "the last of several values applies"
 
 
 def test_program_requires_sglang_in_the_set_interpreter() -> None:

@@ -323,33 +323,37 @@ def test_server_spec_has_required_options_and_environment(tmp_path):
         "--middleware vllm_extension.Guard",
         "--worker-extension-cls vllm_extension.WeightStage",
         "--max-model-len 512",
+        "--stream-interval 8",
         "--enforce-eager",
         "--max-num-batched-tokens 64",
     ):
         assert options in text
     assert "--no-enable-chunked-prefill" not in text
+    assert "prefix-caching" not in text, "vLLM reuses prefixes by default"
     assert "--no-enable-chunked-prefill" in VLLMEngine.server_spec(config, _spec()).command
     assert (job.role, job.count, job.gpus, job.needs_port, job.ready_path) == ("rollout", 2, 2, True, "/health")
     assert job.env["PYTHONPATH"] == str(INSIDE)
     assert (INSIDE / "vllm_extension.py").is_file()
     assert (job.env["RL_WEIGHTS_DIR"], job.env["RL_WEIGHT_VERSION"], job.env["OMP_NUM_THREADS"]) == ("/w", "4", "1")
     assert set(RESERVED_ARGUMENTS) >= {word for word in job.command if word.startswith("--")} - {
-        "--max-num-batched-tokens"
+        "--max-num-batched-tokens",
+        "--stream-interval",
     }
 
 
+def test_arguments_override_stream_interval_and_prefix_cache():
+    arguments = ["--stream-interval", "4", "--no-enable-prefix-caching"]
+
+    command = VLLMEngine.server_spec(VLLMEngineConfig(arguments=arguments), _spec()).command
+
+    assert command[-3:] == tuple(arguments), "the last of several values applies"
+
+
 @pytest.mark.parametrize(
-    ("sleep", "device", "shared", "expected"),
-    [
-        (None, "cuda", True, True),
-        (None, "cuda", False, False),
-        (True, "cuda", False, True),
-        (False, "cuda", True, False),
-        (None, "cpu", True, False),
-    ],
+    ("device", "shared", "expected"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
-def test_sleep_mode_follows_setting_or_shared_gpu(sleep, device, shared, expected):
-    settings, spec = VLLMEngineConfig(sleep=sleep), _spec(device=device, gpus=int(device == "cuda"), shared=shared)
+def test_sleep_mode_follows_shared_gpu(device, shared, expected):
+    settings, spec = VLLMEngineConfig(), _spec(device=device, gpus=int(device == "cuda"), shared=shared)
     assert ("--enable-sleep-mode" in VLLMEngine.server_spec(settings, spec).command) is expected
     assert VLLMEngine(settings, spec).capabilities.sleeps is expected
 
@@ -360,7 +364,6 @@ def test_sleep_mode_follows_setting_or_shared_gpu(sleep, device, shared, expecte
         ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation: expected vllm:d1t1"),
         ({}, {"deterministic": True}, "deterministic with allocation=vllm"),
         ({"quantization": "fp8"}, {}, "server.quantization: expected none on CPUs"),
-        ({"sleep": True}, {}, "server.sleep: expected false on CPUs"),
         ({"arguments": ["--host", "0.0.0.0"]}, {}, "server.arguments: expected none of"),
         ({"arguments": ["--logprobs-mode=raw_logprobs"]}, {}, "--logprobs-mode=raw_logprobs"),
         ({"arguments": ["--logprobs_mode", "raw_logprobs"]}, {}, "found '?--logprobs_mode"),

@@ -10,6 +10,10 @@ from rl_contracts.config import require
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
 
+STREAM_INTERVAL = 8
+"""Number of tokens per message of a stream. Larger messages take less of the client's time. A completion loses
+at most this many tokens if its server dies. Arguments of the server can override it."""
+
 
 def on_cpu(spec: ServeSpec) -> bool:
     """Return whether the servers of a run have no GPU."""

@@ -12,7 +12,7 @@ from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.models.directory import context_length
 from rl_contracts.scheduler import JobSpec
-from rl_inference.backends.external_program import check_program, on_cpu, program_job
+from rl_inference.backends.external_program import STREAM_INTERVAL, check_program, on_cpu, program_job
 
 PROGRAM = Path(__file__).parents[1] / "plugins" / "sglang_server.py"
 """File that the server's Python interpreter runs, in an environment that has SGLang."""
@@ -20,11 +20,14 @@ RESERVED_ARGUMENTS = (
     *("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--dtype", "--quantization", "--context-length", "--weight-version", "--custom-weight-loader"),
     *("--tp-size", "--tensor-parallel-size", "--dp-size", "--data-parallel-size", "--pp-size", "--ep-size"),
-    *("--max-running-requests", "--max-total-tokens", "--mem-fraction-static", "--device", "--disable-radix-cache"),
-    *("--stream-interval", "--incremental-streaming-output", "--skip-tokenizer-init", "--tokenizer-worker-num"),
+    *("--max-running-requests", "--mem-fraction-static", "--device"),
+    *("--incremental-streaming-output", "--skip-tokenizer-init", "--tokenizer-worker-num"),
     *("--pipeline-parallel-size", "--expert-parallel-size", "--hicache-storage-backend"),
 )
 """Options that other settings set, or that the run relies on."""
+CPU_CACHE_TOKENS = 65536
+"""Size of the KV cache on a CPU, in tokens; `memory_share` sets it on a GPU. Enough for 64 sequences of 1,024 tokens.
+`--max-total-tokens` in `arguments` overrides it."""
 SPARE_TOKENS = 8
 """Tokens added to the context length at the start, because SGLang leaves a few tokens of its context unused."""
 _ON_CPU = (
@@ -49,15 +52,9 @@ class SGLangEngineConfig(ServerConfig):
     """Maximum number of sequences that one server generates at the same time. Further requests wait."""
     memory_share: float = bounded(0.85, "in (0, 1)", lambda fraction: 0 < fraction < 1)
     """Fraction of a GPU's memory for weights and KV cache."""
-    cache_tokens: int = bounded(65536, "at least 1", lambda tokens: tokens >= 1)
-    """Size of the KV cache on a CPU, in tokens."""
-    stream_interval: int = bounded(8, "at least 1", lambda tokens: tokens >= 1)
-    """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
-    number of tokens that a completion loses if its server dies."""
-    prefix_cache: bool = True
-    """Reuse the KV cache of prompts that begin alike."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of `python -m sglang.launch_server`, passed unchanged: `[--chunked-prefill-size, "8192"]`."""
+    """Further arguments of `python -m sglang.launch_server`, passed unchanged: `[--chunked-prefill-size, "8192"]`. They
+    can also override `--stream-interval` and, on CPUs, `--max-total-tokens`."""
     python: str = ""
     """Path of a Python interpreter with SGLang. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(900.0, "seconds above 0", lambda seconds: seconds > 0)
@@ -123,12 +120,10 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
         "weight-version": spec.version,
         "tp-size": spec.strategy.tensor,
         "max-running-requests": config.max_sequences,
-        "stream-interval": config.stream_interval,
+        "stream-interval": STREAM_INTERVAL,
         "log-level-http": "warning",
     }
-    values |= (
-        {"max-total-tokens": config.cache_tokens} if on_cpu(spec) else {"mem-fraction-static": config.memory_share}
-    )
+    values |= {"max-total-tokens": CPU_CACHE_TOKENS} if on_cpu(spec) else {"mem-fraction-static": config.memory_share}
     if context := context_of(config, spec):
         values["context-length"] = context + SPARE_TOKENS
     if config.quantization:
@@ -136,7 +131,6 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
     options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     # SGLang's warm-up request would not have the key; the first health check generates a token instead
     switches = ["--incremental-streaming-output", "--skip-server-warmup"]
-    switches += [] if config.prefix_cache else ["--disable-radix-cache"]
     return [*options, *switches, *(_ON_CPU if on_cpu(spec) else ())]
 
 

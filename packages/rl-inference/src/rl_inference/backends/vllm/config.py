@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl_contracts.config import bounded, choice, require
+from rl_contracts.config import bounded, choice
 from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.scheduler import JobSpec
-from rl_inference.backends.external_program import check_program, on_cpu, program_job
+from rl_inference.backends.external_program import STREAM_INTERVAL, check_program, on_cpu, program_job
 
 INSIDE = Path(__file__).parents[1] / "plugins"
 """Directory of the extension in vLLM's processes; the only directory of this project on their import path."""
@@ -35,7 +35,6 @@ RESERVED_ARGUMENTS = (
     "--max-model-len",
     "--max-num-seqs",
     "--gpu-memory-utilization",
-    "--stream-interval",
     "--enforce-eager",
     "--enable-sleep-mode",
     "--no-enable-chunked-prefill",
@@ -62,17 +61,11 @@ class VLLMEngineConfig(ServerConfig):
     """Fraction of a GPU's memory for weights and KV cache."""
     cache_gib: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Size of the KV cache on a CPU, in GiB."""
-    stream_interval: int = bounded(8, "at least 1", lambda tokens: tokens >= 1)
-    """Number of tokens per message of a stream. Fewer messages take less of the client's time. It is also the maximum
-    number of tokens that a completion loses if its server dies."""
-    prefix_cache: bool = True
-    """Reuse the KV cache of prompts that begin alike."""
     compile: bool = False
     """Compile the model and record CUDA graphs. Generation becomes faster, and the start takes longer."""
-    sleep: bool | None = None
-    """True if servers can release GPU memory temporarily. None: only if they share the GPUs with a trainer (`|`)."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of vLLM's command line, passed unchanged: `[--max-num-batched-tokens, "8192"]`."""
+    """Further arguments of vLLM's command line, passed unchanged: `[--max-num-batched-tokens, "8192"]`. They can also
+    override `--stream-interval`."""
     python: str = ""
     """Path of a Python interpreter with vLLM. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(900.0, "seconds above 0", lambda seconds: seconds > 0)
@@ -103,11 +96,10 @@ class VLLMEngineConfig(ServerConfig):
     def check(self, spec: ServeSpec) -> None:
         """Reject settings that vLLM, or weight updates of vLLM, do not support."""
         check_program("vllm", self, spec, RESERVED_ARGUMENTS)
-        require(not (self.sleep and on_cpu(spec)), "server.sleep", "false on CPUs", self.sleep)
 
     def sleeps(self, spec: ServeSpec) -> bool:
-        """Return whether the servers can release their GPU memory."""
-        return not on_cpu(spec) and (spec.shared if self.sleep is None else self.sleep)
+        """Return whether the servers can release their GPU memory: if they share the GPUs with a trainer."""
+        return spec.shared and not on_cpu(spec)
 
 
 def server_job(config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
@@ -130,7 +122,7 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
         "tensor-parallel-size": spec.strategy.tensor,
         "max-num-seqs": config.max_sequences,
         "gpu-memory-utilization": config.memory_share,
-        "stream-interval": config.stream_interval,
+        "stream-interval": STREAM_INTERVAL,
         # log-probs of the distribution that vLLM samples from; by default vLLM reports them at temperature 1
         "logprobs-mode": "processed_logprobs",
         # ignore the defaults of the model's authors (top-p and others)
@@ -145,7 +137,6 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
     switches = {
         "--enable-scale-out": True,  # adds the route that generates token ids
         "--enforce-eager": not config.compile,
-        "--no-enable-prefix-caching": not config.prefix_cache,
         "--enable-sleep-mode": config.sleeps(spec),
         # on a CPU, vLLM dies if a seeded request's prompt is prefilled in chunks
         "--no-enable-chunked-prefill": on_cpu(spec),

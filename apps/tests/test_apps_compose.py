@@ -102,7 +102,7 @@ def test_allocation_selects_settings_of_its_components(third_party):
     assert (config.actor.engine.chunks, config.critic.engine.chunks, config.rollout.server.batch) == (5, 5, 9)
     keys = {key for key, _, _ in describe(config)}
     assert {"actor.engine.chunks", "ref.engine.chunks", "rollout.server.batch"} <= keys
-    assert not any(key.endswith(("offload", "slots")) for key in keys)
+    assert not any(key.endswith(("offload", "max_sequences")) for key in keys)
 
 
 @pytest.mark.parametrize("quote", ["", "'"])
@@ -173,12 +173,14 @@ def test_engines_of_other_models_default_to_actor_engine():
 def test_user_file_overrides_defaults_and_yields_to_command_line(tmp_path):
     (tmp_path / "base.yaml").write_text("data:\n  batch_size: 6\nseed: 5\n")
     file = tmp_path / "mine.yaml"
-    file.write_text("defaults: [base, {algorithm: dapo}]\nseed: 7\nrollout:\n  server: {slots: 3}\nlauncher: local\n")
+    file.write_text(
+        "defaults: [base, {algorithm: dapo}]\nseed: 7\nrollout:\n  server: {max_sequences: 3}\nlauncher: local\n"
+    )
 
     config = APP.config(["total_steps=3"], file)
 
     assert (config.total_steps, config.seed, config.data.batch_size) == (3, 7, 6)
-    assert config.rollout.server.slots == 3
+    assert config.rollout.server.max_sequences == 3
     assert config.algorithm == APP.config(["algorithm=dapo"]).algorithm
     assert APP.config(["algorithm=rloo"], file).algorithm == APP.config(["algorithm=rloo"]).algorithm
 
@@ -243,7 +245,9 @@ def test_written_config_composes_to_the_same_config(app, tmp_path):
 
 
 def test_file_loses_settings_of_replaced_components(third_party, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(APP.config(["rollout.server.slots=3", "actor.engine.max_logits=5"])))
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(APP.config(["rollout.server.max_sequences=3", "actor.engine.max_logits=5"]))
+    )
 
     config = APP.config([THIRD_PARTY_ALLOCATION, "launcher=machine"], tmp_path / "config.yaml")
     assert (config.rollout.server.batch, config.actor.engine.chunks, config.launcher.options.gpus) == (7, 3, 4)

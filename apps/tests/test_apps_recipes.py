@@ -27,7 +27,7 @@ def test_pretrained_recipe_has_no_setting_of_the_embedded_recipe():
     assert (pretrained.rollout.generation.max_new_tokens, pretrained.rollout.generation.temperature) == (1024, 1.0)
     sampling = pretrained.evaluation.sampling(pretrained.rollout.generation)
     assert (sampling.max_new_tokens, sampling.temperature) == (1024, 0)
-    assert embedded.rollout.server.slots == 128
+    assert embedded.rollout.server.max_sequences == 128
     assert pretrained.rollout.server == type(pretrained.rollout.server)()
     assert (embedded.actor.optimizer.warmup_steps, pretrained.actor.optimizer.warmup_steps) == (20, 0)
 
@@ -58,7 +58,7 @@ def test_saved_config_composes_without_the_defaults_of_the_app(tmp_path):
 
 def test_recipe_sets_no_embedded_server_settings_on_other_servers():
     config = gsm8k_sft.APP.config(["allocation=fsdp:d1"])
-    assert not hasattr(config.rollout.server, "slots")
+    assert not hasattr(config.rollout.server, "max_sequences")
 
 
 def test_help_and_printed_config_show_the_recipe(capsys):

@@ -359,7 +359,6 @@ def commands(at, port=4711):
         "rollout.port": port,
         "rollout.server.dtype": "bfloat16",
         "rollout.server.context_length": 300,
-        "rollout.server.max_request_bytes": 1000000,
         "rollout.server.python": sys.executable,
         "publish.route": "broadcast",
         "publish.canary": "auto",  # the canary needs a longer context and larger micro-batches

@@ -104,7 +104,7 @@ def embedded(
                     scratch / f"embedded-{index}.log",
                     options={
                         "device": "cpu",
-                        "slots": SLOTS // servers,
+                        "max_sequences": SLOTS // servers,
                         "threads": threads,
                         "compile": str(compiled).lower(),
                     },

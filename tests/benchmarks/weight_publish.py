@@ -85,7 +85,7 @@ class Run:
         memory = Path("/dev/shm")
         base = memory if memory.is_dir() and route != "disk" else folder
         weights = stack.enter_context(tempfile.TemporaryDirectory(dir=base, prefix="rl-weight-publish-"))
-        options = {"weights_dir": weights, "slots": 4, "device": device, "dtype": dtype}
+        options = {"weights_dir": weights, "max_sequences": 4, "device": device, "dtype": dtype}
         server = stack.enter_context(ServerProcess(model, folder / f"{route}.log", options=options))
         self.loop = stack.enter_context(LoopThread("benchmark"))
         self.client = EmbeddedEngine()

@@ -42,7 +42,7 @@ pytestmark = [
 
 
 def make_embedded(model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
-    options = {"weights_dir": directory / "weights", "slots": 16, "context_length": CONTEXT}
+    options = {"weights_dir": directory / "weights", "max_sequences": 16, "context_length": CONTEXT}
     command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
     process = ServerProcess(model, directory / "server.log", key=KEY, options=options, command=command)
     return process, EmbeddedEngine(client=ClientConfig(progress_timeout=60, rejoin_timeout=60))

@@ -49,7 +49,7 @@ def run(tmp_path_factory, fault_file):
         engine.version += 1
         publisher.publish(engine.version)
 
-    options = {"weights_dir": directory / "weights", "slots": 16}
+    options = {"weights_dir": directory / "weights", "max_sequences": 16}
     servers = [ServerProcess(model, directory / f"{i}.log", options=options, command=COMMAND) for i in range(2)]
     with servers[0] as first, servers[1] as second, LoopThread("client") as loop:
         client.initialize([first.address, second.address])

@@ -98,7 +98,7 @@ def first(run):
 @pytest.mark.slow
 def test_deterministic_trainer_and_server_agree_across_logit_blocks(tmp_path, monkeypatch):
     path = str(make_tiny_model(tmp_path / "model", layers=1, hidden=32))
-    server_model = load_model(EmbeddedEngineConfig(slots=1), ServeSpec(path, device="cpu", deterministic=True))
+    server_model = load_model(EmbeddedEngineConfig(max_sequences=1), ServeSpec(path, device="cpu", deterministic=True))
     assert server_model.block == LOGITS_AT_ONCE // server_model.vocab_size
     server_model.block = 16
     monkeypatch.setattr("rl_engines_fsdp.model.maker.LOGITS_AT_ONCE", 16 * server_model.vocab_size)

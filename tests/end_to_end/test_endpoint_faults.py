@@ -105,7 +105,7 @@ async def _check_sessions(sessions: int, tmp_path: Path, record: Any) -> None:
     tokenizer = make_chat_tokenizer("llama3")
     model = tiny_model(tmp_path / "model", vocab_size=347, eos_token_id=346, max_position_embeddings=1024)
     trainer, completed = Trainer(reference_model(model), tmp_path / "weights"), CallCounter()
-    options = {"slots": 32, "weights_dir": tmp_path / "weights"}
+    options = {"max_sequences": 32, "weights_dir": tmp_path / "weights"}
     generation = GenerationConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     endpoint = HttpRolloutEndpoint(tokenizer)
     with ServerProcess(model, tmp_path / "server.log", options=options) as server:

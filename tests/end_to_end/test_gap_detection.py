@@ -46,7 +46,7 @@ class Servers:
     capabilities = Capabilities(checksums=False)
 
     def __init__(self, path, dtype, late=None, stays=False, mixed=True, count=SERVERS):
-        slots = load_model(EmbeddedEngineConfig(dtype=dtype, slots=1), ServeSpec(str(path)))
+        slots = load_model(EmbeddedEngineConfig(dtype=dtype, max_sequences=1), ServeSpec(str(path)))
         self.dtype, self.late, self.stays, self.mixed = getattr(torch, dtype), late, stays, mixed
         eager = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, attn_implementation="eager").eval()
         self.models = [slots.model, eager]

@@ -53,7 +53,7 @@ COMMAND = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, model, fault_file):
     directory = tmp_path_factory.mktemp("run")
-    options = {"weights_dir": directory / "weights", "slots": 16}
+    options = {"weights_dir": directory / "weights", "max_sequences": 16}
     with (
         ServerProcess(model, directory / "server.log", options=options, command=COMMAND) as server,
         LoopThread("client") as loop,
@@ -177,7 +177,7 @@ def test_gap_version_stamped_late_reports_cause(run, fault_file):
 @pytest.mark.parametrize("steps", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_gap_adapter_not_applied_by_server_reports_cause(tmp_path, model, fault_file, steps):
     fault_file.write_text("")
-    options = {"weights_dir": tmp_path / "weights", "slots": 16}
+    options = {"weights_dir": tmp_path / "weights", "max_sequences": 16}
     with (
         ServerProcess(model, tmp_path / "server.log", options=options, command=COMMAND) as server,
         LoopThread("client") as loop,
@@ -195,7 +195,7 @@ def test_gap_adapter_not_applied_by_server_reports_cause(tmp_path, model, fault_
 def fleet(tmp_path_factory, model, fault_file):
     """Four servers; faults are injected into the second."""
     directory = tmp_path_factory.mktemp("fleet")
-    options = {"weights_dir": directory, "slots": 4}
+    options = {"weights_dir": directory, "max_sequences": 4}
     with ExitStack() as stack:
         servers = [
             ServerProcess(
@@ -225,7 +225,7 @@ def test_gap_server_one_version_behind_is_identified_at_lr_1e_6(fleet, model, fa
 
 
 def test_gap_rounding_to_16_bits_warns_without_stopping_run(tmp_path, model, caplog):
-    options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "slots": 16}
+    options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "max_sequences": 16}
     with ServerProcess(model, tmp_path / "server.log", options=options) as server, LoopThread("client") as loop:
         run = _run(tmp_path / "weights", model, [server.address], loop, serve_dtype="bfloat16")
         assert max(run.step()["gap/mean_abs"] for _ in range(3)) > 0.005, "expected a gap above the warning threshold"

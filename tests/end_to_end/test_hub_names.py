@@ -88,7 +88,7 @@ def check_scores(engine: FSDPEngine, batch, model) -> None:
 def test_publish_moe_has_checkpoint_names_and_server_scores_match(family, tmp_path):
     path = make_family(tmp_path / "source", family)
     engine, batch = train(path)
-    model = load_model(EmbeddedEngineConfig(slots=2), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=2), ServeSpec(str(path), device="cpu"))
     weights = ServedWeights(model.model, str(tmp_path), "server", 0)
 
     sent = publish(engine, tmp_path / "weights", weights)
@@ -125,7 +125,7 @@ def test_export_has_names_of_checkpoint_with_fused_or_split_experts(fused, dtype
 def test_server_with_split_experts_loads_fused_and_rejects_incomplete(tmp_path):
     hub = make_family(tmp_path / "hub", "qwen3_moe")
     engine, batch = train(save_fused(hub, tmp_path / "fused"))
-    model = load_model(EmbeddedEngineConfig(slots=2), ServeSpec(str(hub), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=2), ServeSpec(str(hub), device="cpu"))
     weights = ServedWeights(model.model, str(tmp_path), "server", 0)
 
     sent = publish(engine, tmp_path / "weights", weights)

@@ -246,17 +246,18 @@ def check_server(path: Path, results: dict[str, Result]) -> None:
 
 def _serve(path: Path, results: dict[str, Result]) -> str | None:
     from rl_inference import EmbeddedEngineConfig
+    from rl_inference.embedded_server import loop as decode_loop
     from rl_inference.embedded_server.job import GenerationJob
-    from rl_inference.embedded_server.loop import DecodeLoop
     from rl_inference.embedded_server.model.loading import load_model
     from rl_inference.embedded_server.scoring import ScoreJob
     from rl_inference.embedded_server.weights import ServedWeights
 
-    config = EmbeddedEngineConfig(slots=4, prefill_tokens=16)
+    config = EmbeddedEngineConfig(max_sequences=4)
     model = load_model(config, ServeSpec(str(path), device="cpu"))
     errors: list[BaseException] = []
     weights = ServedWeights(model.model, str(path.parent), "sweep", version=0)
-    loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, errors.append)
+    decode_loop.PREFILL_TOKENS = 16  # so that prompts take several passes
+    loop = decode_loop.DecodeLoop(model, weights, config.max_sequences, errors.append)
     loop.start()
     jobs, context_length = [], model.context_length
     generator = torch.Generator().manual_seed(3)

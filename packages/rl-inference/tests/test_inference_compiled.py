@@ -39,7 +39,7 @@ def test_compiled_passes_of_any_size_equal_transformers_in_one_graph(
     torch._dynamo.reset()
     counters["stats"].clear()
     table = SlotTable(
-        load_model(EmbeddedEngineConfig(slots=4, compile=True), ServeSpec(str(path), device="cpu")),
+        load_model(EmbeddedEngineConfig(max_sequences=4, compile=True), ServeSpec(str(path), device="cpu")),
         4,
         16,
         lambda: 0,
@@ -65,7 +65,7 @@ def test_compiled_passes_of_any_size_equal_transformers_in_one_graph(
 @pytest.mark.slow
 def test_compiled_model_uses_changed_weights(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", "qwen3")
-    model = load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=1, compile=True), ServeSpec(str(path), device="cpu"))
     ids = [5, 9, 30, 77, 12]
     before = model.score(ids, 1.0)
 
@@ -87,7 +87,7 @@ def test_compile_without_cpp_compiler_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
 
     with pytest.raises(ModelError, match="Install g"):
-        load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
+        load_model(EmbeddedEngineConfig(max_sequences=1, compile=True), ServeSpec(str(path), device="cpu"))
 
 
 def test_compile_with_deterministic_is_rejected() -> None:

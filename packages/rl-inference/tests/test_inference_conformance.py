@@ -22,7 +22,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def servers(request: pytest.FixtureRequest, model_path: Path, scratch: Path) -> Iterator[list[ServerProcess]]:
-    options = {"slots": 16, "weights_dir": scratch, "device": request.param}
+    options = {"max_sequences": 16, "weights_dir": scratch, "device": request.param}
     pair = [ServerProcess(model_path, scratch / f"server-{i}.log", options=dict(options)).start() for i in range(2)]
     try:
         yield [server.wait_ready() for server in pair]

@@ -145,7 +145,7 @@ def test_stage_that_hangs_is_abandoned_and_late_weights_are_ignored(
 ) -> None:
     tensors = [(name, p.detach() + 1) for name, p in reference_model(model_path).named_parameters()]
     meta, receipt = put_weights(tmp_path, 1, tensors)
-    model = load_model(EmbeddedEngineConfig(slots=1), ServeSpec(str(model_path), device="cpu")).model
+    model = load_model(EmbeddedEngineConfig(max_sequences=1), ServeSpec(str(model_path), device="cpu")).model
     weights = ServedWeights(model, str(tmp_path), "a test", 0)
     started, proceed, received = threading.Event(), threading.Event(), threading.Event()
     receive = WeightReceiver.receive

@@ -74,14 +74,14 @@ TOLERANCE = 2e-5
 
 
 @contextmanager
-def decoding(path: Path, scratch: Path, slots: int = 6, prefill_tokens: int = 48) -> Iterator[DecodeLoop]:
-    """Run a decode thread over a model; its crash fails the test."""
+def decoding(path: Path, scratch: Path, slots: int = 6) -> Iterator[DecodeLoop]:
+    """Run a decode thread over a model, with passes of 48 tokens of prompts; its crash fails the test."""
     crashes: list[BaseException] = []
-    model = load_model(
-        EmbeddedEngineConfig(slots=slots, prefill_tokens=prefill_tokens), ServeSpec(str(path), device="cpu")
-    )
+    model = load_model(EmbeddedEngineConfig(max_sequences=slots), ServeSpec(str(path), device="cpu"))
     weights = ServedWeights(model.model, str(scratch), "test", version=0)
-    loop = DecodeLoop(model, weights, slots, prefill_tokens, crashes.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_inference.embedded_server.loop.PREFILL_TOKENS", 48)
+        loop = DecodeLoop(model, weights, slots, crashes.append)
     loop.start()
     try:
         yield loop
@@ -352,7 +352,7 @@ def test_prefix_cache_not_cleared_changes_logprobs(
 def test_prefix_prefilled_across_commit_is_not_shared_with_group(
     model_path: Path, new_path: Path, tmp_path: Path
 ) -> None:
-    model = load_model(EmbeddedEngineConfig(slots=6), ServeSpec(str(model_path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=6), ServeSpec(str(model_path), device="cpu"))
     weights = ServedWeights(model.model, str(tmp_path), "test", version=0)
     table = SlotTable(model, 6, 16, lambda: weights.version)
     first, *members = [job(LONG_PROMPT, 10, seed) for seed in range(4)]

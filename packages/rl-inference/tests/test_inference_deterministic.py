@@ -44,7 +44,7 @@ async def generate_all(address: str, concurrent: bool, order: list[int]) -> list
 
 @pytest.mark.slow
 async def test_deterministic_server_completions_ignore_other_requests(model_path: Path, tmp_path: Path) -> None:
-    options = {"deterministic": "true", "slots": 16}
+    options = {"deterministic": "true", "max_sequences": 16}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         alone = await generate_all(server.address, concurrent=False, order=[0, 1, 2, 3])
         concurrent = await generate_all(server.address, concurrent=True, order=[3, 2, 1, 0])
@@ -54,8 +54,8 @@ async def test_deterministic_server_completions_ignore_other_requests(model_path
 
 
 def test_deterministic_server_runs_one_sequence_on_one_thread() -> None:
-    options = parse(["--model", "m", "--port", "1", "--slots", "64", "--deterministic", "true"])
-    assert (options.config.slots, options.spec.cpus) == (1, 1)
+    options = parse(["--model", "m", "--port", "1", "--max-sequences", "64", "--deterministic", "true"])
+    assert (options.config.max_sequences, options.spec.cpus) == (1, 1)
     assert not parse(["--model", "m", "--port", "1"]).spec.deterministic
 
 

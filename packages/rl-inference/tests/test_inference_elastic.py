@@ -42,7 +42,7 @@ def start(model_path: Path, tmp_path: Path) -> Iterator[Start]:
 
     def start(model: Path = model_path, command: tuple[str, ...] | None = None) -> ServerProcess:
         log = tmp_path / f"server-{len(started)}.log"
-        options = {"slots": 8, "weights_dir": tmp_path / "weights"}
+        options = {"max_sequences": 8, "weights_dir": tmp_path / "weights"}
         started.append(ServerProcess(model, log, options=options, command=command))
         return started[-1].start()
 

@@ -33,7 +33,7 @@ TOKENS = 480
 def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Start two servers. `ready_servers` restarts those that a test killed, at the same address."""
     scratch = tmp_path_factory.mktemp("servers")
-    options = {"slots": 8, "weights_dir": scratch / "weights"}
+    options = {"max_sequences": 8, "weights_dir": scratch / "weights"}
     pair = [ServerProcess(model_path, scratch / f"server-{i}.log", options=dict(options)) for i in range(2)]
     for server in pair:
         server.start()
@@ -217,7 +217,7 @@ def test_initialize_invalid_addresses_raise(addresses: list[str]) -> None:
 
 def test_server_spec_command_contains_all_settings(model_path: Path, tmp_path: Path) -> None:
     run = ServeSpec(str(model_path), ParallelStrategy(data=2), str(tmp_path), version=3, cpus=2, device="cpu")
-    config = EmbeddedEngineConfig(slots=5, dtype="bfloat16", max_request_bytes=1 << 20)
+    config = EmbeddedEngineConfig(max_sequences=5, dtype="bfloat16", cache_gib=0.5)
 
     spec = EmbeddedEngine.server_spec(config, run)
 
@@ -250,7 +250,7 @@ def test_parse_help_shows_meaning_and_default_of_settings(capsys: pytest.Capture
         parse(["--help"])
 
     text = " ".join(capsys.readouterr().out.split())
-    assert "--slots SLOTS" in text
+    assert "--max-sequences MAX_SEQUENCES" in text
     assert "(default: 64)" in text
     assert "--weights-dir" in text
     assert "--python" not in text

@@ -27,7 +27,7 @@ PROMPT = [5, 17, 40, 33, 21, 90]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    options = {"slots": 16, "max_request_bytes": 100_000}
+    options = {"max_sequences": 16}
     command = server_with_constants(MAX_WAITING=32)
     with ServerProcess(model_path, log, key=KEY, options=options, command=command) as server:
         yield server

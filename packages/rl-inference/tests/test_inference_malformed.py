@@ -72,7 +72,7 @@ STATUS_ROUTES = ["/health", "/model_info", "/stats", "/weight_receipt"]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     scratch = tmp_path_factory.mktemp("server")
-    options, command = {"slots": 8, "weights_dir": scratch / "weights"}, server_with_constants(MAX_WAITING=64)
+    options, command = {"max_sequences": 8, "weights_dir": scratch / "weights"}, server_with_constants(MAX_WAITING=64)
     with ServerProcess(model_path, scratch / "server.log", key=KEY, options=options, command=command) as server:
         yield server
 

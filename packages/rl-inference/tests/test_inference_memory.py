@@ -28,7 +28,7 @@ from rl_inference.testing import VOCAB_SIZE, ServerProcess, reference_logprobs, 
 
 def load(path: Path, slots: int, tokens: int = 0, **settings: Any) -> SlotTable:
     """Return slots over a cache of `tokens` tokens in total (0: enough for all slots)."""
-    model = load_model(EmbeddedEngineConfig(slots=slots, **settings), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=slots, **settings), ServeSpec(str(path), device="cpu"))
     if tokens:
         model.cache.allocate(tokens)
     return SlotTable(model, slots, 512, lambda: 0)
@@ -253,7 +253,7 @@ def test_score_in_chunks_equals_one_pass(model_path: Path, dtype: str) -> None:
 
 
 def test_load_limits_context_to_cache(model_path: Path) -> None:
-    model = load_model(EmbeddedEngineConfig(slots=4, cache_gib=200 * 2**10 / 2**30), ServeSpec(str(model_path)))
+    model = load_model(EmbeddedEngineConfig(max_sequences=4, cache_gib=200 * 2**10 / 2**30), ServeSpec(str(model_path)))
 
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes
     assert model.cache.token_bytes == 2 * 2 * 2 * 16 * 4
@@ -263,7 +263,7 @@ def test_load_limits_context_to_cache(model_path: Path) -> None:
 @pytest.mark.slow
 async def test_server_with_small_cache_completes_full_context_requests(model_path: Path, tmp_path: Path) -> None:
     """The cache holds one sequence; the requests take turns, and none fails."""
-    options = {"slots": 4, "cache_gib": 200 * 2**10 / 2**30}
+    options = {"max_sequences": 4, "cache_gib": 200 * 2**10 / 2**30}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         async with aiohttp.ClientSession(server.address) as http, http.get("/model_info") as response:
             context = (await response.json())["context_length"]
@@ -292,7 +292,7 @@ def test_load_with_sharing_divides_the_cache_between_servers(
 
     def cache_size(sharing: int) -> int:
         spec = ServeSpec(str(model_path), device="cpu", weights_dir=weights_dir)
-        return load_model(EmbeddedEngineConfig(slots=64), spec, sharing).cache.tokens
+        return load_model(EmbeddedEngineConfig(max_sequences=64), spec, sharing).cache.tokens
 
     assert 0 < 4 * cache_size(4) <= cache_size(1)
 
@@ -334,7 +334,7 @@ def test_load_cache_that_does_not_fit_is_rejected_with_sizes(
     model_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        load_model(EmbeddedEngineConfig(slots=4, **settings), ServeSpec(str(model_path), device="cpu"))
+        load_model(EmbeddedEngineConfig(max_sequences=4, **settings), ServeSpec(str(model_path), device="cpu"))
 
 
 def test_group_bytes_returns_remaining_bytes_of_each_group(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ async def test_sleeping_server_frees_cache_and_resumes_completions(tmp_path: Pat
     path = tiny_model(tmp_path / "wide", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
     cache_bytes = 8 * 350 * 4 * 2 * 4 * 128 * 4  # bytes of the keys and values of eight completions
     generation = GenerationConfig(max_new_tokens=250, min_new_tokens=250, ignore_eos=True)
-    with ServerProcess(path, tmp_path / "server.log", options={"slots": 8}) as server:
+    with ServerProcess(path, tmp_path / "server.log", options={"max_sequences": 8}) as server:
         engine = EmbeddedEngine(client=ClientConfig(progress_timeout=60))
         engine.initialize([server.address])
         tokens_before = await cache_tokens(server)

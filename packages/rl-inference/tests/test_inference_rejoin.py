@@ -39,7 +39,7 @@ def trainer(model_path: Path, tmp_path: Path) -> Trainer:
 @pytest.fixture
 def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
     """Start two servers at version 0."""
-    options = {"slots": 8, "weights_dir": tmp_path / "weights"}
+    options = {"max_sequences": 8, "weights_dir": tmp_path / "weights"}
     pair = [ServerProcess(model_path, tmp_path / f"server-{i}.log", options=dict(options)) for i in range(2)]
     try:
         for server in pair:

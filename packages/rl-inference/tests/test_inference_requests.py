@@ -23,7 +23,7 @@ PROMPT = [5, 17, 40, 33, 21, 90]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("requests") / "server.log"
-    with ServerProcess(model_path, log, options={"slots": 8}) as server:
+    with ServerProcess(model_path, log, options={"max_sequences": 8}) as server:
         yield server
 
 

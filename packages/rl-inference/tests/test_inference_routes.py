@@ -91,7 +91,9 @@ class Trainer:
 @contextmanager
 def serving(model: Path, folder: Path, count: int) -> Iterator[list[ServerProcess]]:
     servers = [
-        ServerProcess(model, folder / f"server-{i}.log", options={"weights_dir": folder / "weights", "slots": 8})
+        ServerProcess(
+            model, folder / f"server-{i}.log", options={"weights_dir": folder / "weights", "max_sequences": 8}
+        )
         for i in range(count)
     ]
     try:
@@ -396,7 +398,7 @@ def test_trainer_killed_midway_servers_continue_and_new_trainer_publishes(
 @pytest.mark.gpu
 def test_ipc_server_on_same_gpu_serves_sent_weights(model_path: Path, new_model_path: Path, tmp_path: Path) -> None:
     new = [(name, tensor.cuda()) for name, tensor in parameters(new_model_path)]
-    options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
+    options = {"weights_dir": tmp_path / "weights", "max_sequences": 8, "device": "cuda"}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
         trainer.sender = open_sender("ipc", "", device="cuda")
@@ -414,7 +416,7 @@ def test_broadcast_nccl_server_on_next_gpu_serves_sent_weights(
         pytest.skip("needs two GPUs, because NCCL supports one rank per GPU")
     new = [(name, tensor.to("cuda:0")) for name, tensor in parameters(new_model_path)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # only for the server: CUDA is already initialized in this process
-    options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
+    options = {"weights_dir": tmp_path / "weights", "max_sequences": 8, "device": "cuda"}
     command = (sys.executable, "-m", "rl_inference.embedded_server")
     with ServerProcess(model_path, tmp_path / "server.log", options=options, command=command) as server:
         trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from server_program import server_with_constants
+from server_program import server_command, server_with_constants
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest
@@ -24,7 +24,9 @@ LONG_SEQUENCE = [3 + (7 * i) % 90 for i in range(400)]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    with ServerProcess(model_path, log, options={"slots": 4}, command=server_with_constants(MAX_WAITING=4)) as server:
+    with ServerProcess(
+        model_path, log, options={"max_sequences": 4}, command=server_with_constants(MAX_WAITING=4)
+    ) as server:
         yield server
 
 
@@ -93,7 +95,9 @@ async def test_score_while_paused_returns_logprobs(engine: EmbeddedEngine) -> No
 async def test_score_longer_than_a_pass_runs_in_chunks_during_generation(model_path: Path, tmp_path: Path) -> None:
     expected = reference_logprobs(reference_model(model_path), LONG_SEQUENCE[:1], LONG_SEQUENCE[1:], 0.7)
     engine = EmbeddedEngine()
-    with ServerProcess(model_path, tmp_path / "server.log", options={"slots": 2, "prefill_tokens": 64}) as server:
+    command = server_command("from rl_inference.embedded_server import loop\nloop.PREFILL_TOKENS = 64")
+    options = {"max_sequences": 2}
+    with ServerProcess(model_path, tmp_path / "server.log", options=options, command=command) as server:
         engine.initialize([server.address])
         generation = GenerationConfig(max_new_tokens=60, ignore_eos=True)
         calls = [engine.agenerate(ModelRequest(LONG_SEQUENCE[: 90 * n], generation, seed=n)) for n in (1, 2, 3)]

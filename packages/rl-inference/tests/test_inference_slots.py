@@ -42,7 +42,7 @@ def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> Gener
 
 
 def load(path: Path, slots: int = 8, prefill_tokens: int = 512) -> SlotTable:
-    model = load_model(EmbeddedEngineConfig(slots=slots), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(max_sequences=slots), ServeSpec(str(path), device="cpu"))
     return SlotTable(model, slots, prefill_tokens, lambda: 0)
 
 
@@ -194,7 +194,7 @@ def test_record_non_finite_logprob_ends_job_with_error(model_path: Path, number:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
     model = reference_model(model_path)
-    slots = load_model(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
+    slots = load_model(EmbeddedEngineConfig(max_sequences=8), ServeSpec(str(model_path), device="cuda"))
     table = SlotTable(slots, 8, 512, lambda: 0)
     jobs = [job([5, 9, 30 + i // 2], 40, seed=i) for i in range(12)]
 

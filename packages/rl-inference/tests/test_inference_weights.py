@@ -35,7 +35,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_path: Path, scratch: Path) -> Iterator[ServerProcess]:
-    options = {"weights_dir": scratch / "weights", "slots": 8}
+    options = {"weights_dir": scratch / "weights", "max_sequences": 8}
     with ServerProcess(model_path, scratch / "server.log", options=options) as server:
         yield server
 

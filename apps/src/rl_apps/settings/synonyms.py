@@ -110,7 +110,6 @@ RENAMED = {
     "gap.rows": "gap.sequences",
     "rollout.endpoint.rows": "rollout.endpoint.sequences_per",
     "rollout.rehearsal": "rollout.trial_episode",
-    "trackers.name": "trial",
-    "trackers.project": "experiment",
+    "rollout.server.slots": "rollout.server.max_sequences",
 }
 """Earlier names of settings, each with the current one."""

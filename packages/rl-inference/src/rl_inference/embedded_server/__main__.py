@@ -138,7 +138,7 @@ def _load(
             model = load_model(config, spec, options.sharing)
             weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version, spec.model_path)
             restore(weights, spec.weights_dir)
-            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
+            loop = DecodeLoop(model, weights, config.max_sequences, on_crash, spec.deterministic)
         except BaseException as error:  # noqa: BLE001 - passed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:

@@ -84,7 +84,7 @@ class ServerApp:
         self._keys = [key.encode(), generation_key(key).encode()] if key else []
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
-        self._max_jobs = self.config.slots + MAX_WAITING
+        self._max_jobs = self.config.max_sequences + MAX_WAITING
         self._jobs = self._scores = 0
         self._staging = asyncio.Lock()
         self._last_beat = (-1, 0.0)
@@ -187,8 +187,6 @@ class ServerApp:
 
     def _limit(self, kind: type[Struct]) -> int:
         """Return the limit of a body in bytes: enough for full-context prompts or a list of all parameters."""
-        if self.config.max_request_bytes:
-            return self.config.max_request_bytes
         model = self.loop.model
         if kind is Stage:
             return 2**20 + 2**10 * len(self.loop.weights.places)
@@ -218,7 +216,7 @@ class ServerApp:
                 "weight_version": self.loop.weights.version,
                 "context_length": model.context_length,
                 "vocab_size": model.vocab_size,
-                "slots": self.config.slots,
+                "slots": self.config.max_sequences,
                 "dtype": self.config.dtype,
                 "device": str(model.device),
                 "end_token_ids": sorted(model.end_ids),

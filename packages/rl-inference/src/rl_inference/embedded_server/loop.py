@@ -24,6 +24,9 @@ logger = get_logger("inference.server.loop")
 
 T = TypeVar("T")
 
+PREFILL_TOKENS = 2048
+"""Maximum number of prompt or score tokens per forward pass, in addition to one token of each running completion.
+Larger passes are hardly more efficient, and delay running completions. Longer inputs take several passes."""
 _IDLE_BEAT = 0.5
 """Seconds between two increments of `DecodeLoop.beat` while the thread is idle."""
 _SHUTDOWN = {"type": "abort", "message": "the server is shutting down"}
@@ -46,14 +49,13 @@ class DecodeLoop:
         model: SlotModel,
         weights: ServedWeights,
         slots: int,
-        prefill_tokens: int,
         on_crash: Callable[[BaseException], object],
         rescore: bool = False,
     ) -> None:
         self.model = model
         self.weights = weights
-        self.table = SlotTable(model, slots, prefill_tokens, lambda: weights.version, rescore)
-        self.scores = ScoreQueue(model, weights, self.table, 0 if rescore else prefill_tokens)
+        self.table = SlotTable(model, slots, PREFILL_TOKENS, lambda: weights.version, rescore)
+        self.scores = ScoreQueue(model, weights, self.table, 0 if rescore else PREFILL_TOKENS)
         self.beat = 0
         self.busy_seconds = 0.0
         self._on_crash = on_crash

@@ -26,8 +26,8 @@ class EmbeddedEngineConfig(ServerConfig):
     setting: ClassVar[str] = "server"
     dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
     """Dtype of the served weights: `float32`, `bfloat16` or `float16`."""
-    slots: int = bounded(64, "at least 1", lambda slots: slots >= 1)
-    """Maximum number of sequences that one server generates at the same time."""
+    max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
+    """Maximum number of sequences that one server generates at the same time. Further requests wait."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
     """Maximum number of tokens of prompt and completion together. 0: the model's maximum, or as many as fit into
     `cache_gib`."""
@@ -35,12 +35,6 @@ class EmbeddedEngineConfig(ServerConfig):
     """Maximum size of the KV cache in GiB. 0: a quarter of the free memory after the model is loaded, or half of it on
     a GPU. Servers of a run that share the memory divide this size equally. Sequences use as much as they need, and
     requests that do not fit wait. The size also limits the context length."""
-    prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
-    """Maximum number of prompt or score tokens per forward pass, in addition to one token of each running completion.
-    Longer inputs take several passes."""
-    max_request_bytes: int = bounded(0, "0 (from the context) or more", lambda size: size >= 0)
-    """Maximum size of a request body in bytes; larger ones are rejected with status 413. 0: the size of eight prompts
-    of the maximum context length."""
     compile: bool = False
     """Compile the forward pass when the server starts. Generation becomes faster (1.2 to 1.5 times on a CPU
     with a small model). The start takes tens of seconds longer; raise `ready_timeout` for a large model. On a CPU it
@@ -58,8 +52,8 @@ class EmbeddedEngineConfig(ServerConfig):
         return ServerProgram(self.python, "rl_inference.embedded_server.__main__", ("rl-inference",), remedy)
 
     def max_concurrent_completions(self) -> int | None:
-        """Return the number of decode slots; see `ServerConfig.max_concurrent_completions`."""
-        return self.slots
+        """Return `max_sequences`, the number of decode slots; see `ServerConfig.max_concurrent_completions`."""
+        return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:
         """Return `cache_gib` in bytes, or half of the memory without weights; see `ServerConfig.cache_bytes`."""
@@ -102,7 +96,7 @@ class ServerOptions:
         require(self.sharing >= 1, "server.sharing", "at least 1", self.sharing)
         self.config.check(self.spec)
         if self.spec.deterministic:  # requires one sequence at a time, on one thread
-            self.config, self.spec = replace(self.config, slots=1), replace(self.spec, cpus=1)
+            self.config, self.spec = replace(self.config, max_sequences=1), replace(self.spec, cpus=1)
 
 
 _OPTIONS: dict[type, dict[str, str]] = {

@@ -78,7 +78,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     tokenizer = _load_tokenizer(path)
     context = config.context_length or longest
     layer = KernelLayer if device == "cpu" and model.dtype == torch.float32 else TorchLayer
-    result = SlotModel(model, tokenizer, config.slots, context, _end_ids(model, tokenizer), layer)
+    result = SlotModel(model, tokenizer, config.max_sequences, context, _end_ids(model, tokenizer), layer)
     check_numbers(result)
     result.warm_up()
     fit_cache(result, config.cache_gib, config.context_length, staged=bool(spec.weights_dir), sharing=sharing)
